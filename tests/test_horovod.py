@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dtlib.horovod as hvd
+from dtlib.horovod import basics
 from dtlib.horovod.basics import places
 from dtlib.world.launch import start_ranks
 from tests.cases import refuses
@@ -156,19 +157,18 @@ def test_gradients_flow_through_the_operations(world):
 def test_arguments_that_are_refused(world):
     hvd.init()
     one = torch.ones(2)
-    twice = hvd.allreduce_async(one, name="twice")
-    with pytest.raises(ValueError, match="same name as another tensor that is currently being processed: 'twice'"):
-        hvd.allreduce_async(one, name="twice")
-    hvd.synchronize(twice)
+    changed = one.clone()
+    handle = hvd.allreduce_async_(changed)
+    changed.add_(1)
+    refuses("was changed between the start", hvd.synchronize, handle, error=hvd.HorovodInternalError)
+    refuses("complex64", hvd.allreduce, one.to(torch.complex64))
+    refuses("bool", hvd.allreduce, one.bool(), op=hvd.Sum)
     refused = {
-        "Tensor is required to be contiguous": lambda: hvd.allreduce(torch.ones(2, 3).t()),
-        "is not supported: allreduce carries": lambda: hvd.allreduce(one.to(torch.complex64)),
         "carries a torch tensor and got float": lambda: hvd.allreduce_async(1.0),
-        "of a bool tensor": lambda: hvd.allreduce(one.bool(), op=hvd.Sum),
         "op=17": lambda: hvd.allreduce(one, op=17),
         "allgather needs a first dimension": lambda: hvd.allgather(torch.tensor(1.0)),
         r"root_rank=2\): the ranks are 0 to 1": lambda: hvd.broadcast(one, 2),
-        "pass what an asynchronous operation has returned": lambda: hvd.synchronize(3),
+        "pass the result of an asynchronous operation": lambda: hvd.synchronize(3),
         "invalid params of type": lambda: hvd.broadcast_parameters(one, 0),
         "'epoch' is no tensor but int": lambda: hvd.broadcast_parameters({"epoch": 3}, 0),
     }
@@ -185,11 +185,29 @@ def test_arguments_that_are_refused(world):
     hvd.barrier()
 
 
+@on_ranks(2, 3)
+def test_names_are_compared_in_notebooks(world):
+    hvd.init()
+    comm = basics.communicator()
+    try:
+        comm.verify = True
+        assert hvd.allreduce(torch.ones(2), name="same", op=hvd.Sum).tolist() == [world.size] * 2
+        refuses(
+            r"different operations \(rank 0: allreduce 'x0'; rank 1: allreduce 'x1'", hvd.allreduce, torch.ones(2),
+            name=f"x{world.rank}", error=hvd.HorovodInternalError,
+        )  # fmt: skip
+        operation = hvd.allgather if world.rank else hvd.allreduce
+        refuses("rank 0: allreduce 'y'; rank 1: allgather 'y'", operation, torch.ones(2), name="y")
+    finally:
+        comm.verify = False
+
+
 def test_parts_of_horovod_that_are_left_out_say_so():
     ways_round = {
         "Adasum": "use op=hvd.Average", "ProcessSet": "split", "SyncBatchNorm": "dtlib.parallel.data.batch_norm",
         "alltoall_async": "comm.all_to_all", "elastic": "save checkpoints", "global_process_set": "split",
-        "grouped_allreduce_": "in one buffer", "is_homogeneous": "local_size", "reducescatter": "comm.reduce_scatter",
+        "grouped_allreduce_": "for each tensor", "join": "as many batches",
+        "is_homogeneous": "local_size", "reducescatter": "comm.reduce_scatter",
         "sparse_allreduce_async": "to_dense", "start_timeline": "dtlib.trace",
     }  # fmt: skip
     for name, way_round in ways_round.items():

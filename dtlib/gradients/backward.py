@@ -68,27 +68,27 @@ class BackwardPass:
         buckets: things with a list ``parameters``, in the order of their launch.
         progress: who moves on what was launched: ``"inline"`` the hooks of the backward pass, or a ``"thread"``.
         names: of the parameters, for errors.
+        by_call: the pass ends when ``end()`` is called, not with ``backward()``: several backward passes may be one.
     """
 
     def __init__(
         self, buckets: Sequence, begin: Callable[[], None], launch: Callable, finish: Callable[[], None], progress: str,
-        names: dict,
+        names: dict, by_call: bool = False,
     ):  # fmt: skip
-        self.buckets = buckets
-        self.progress = progress
+        self.buckets, self.progress = buckets, progress
         self._begin, self._launch, self._finish = begin, launch, finish
-        self._names = names
+        self._names, self._by_call = names, by_call
         self._index = {parameter: i for i, bucket in enumerate(buckets) for parameter in bucket.parameters}
         self._missing: list[set] = []  # for each bucket the parameters whose gradient has not come in this pass
-        self._launched = 0
-        self._under_way = False
+        self._launched, self._under_way = 0, False
         self._background = ExitStack()  # the progress thread while buckets travel
 
     def gradient_is_ready(self, parameter: torch.Tensor) -> None:
         """A hook: autograd has added this parameter's gradient, and nothing more will come in this pass."""
         if not self._under_way:
             self._start()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            if not self._by_call:
+                torch.autograd.Variable._execution_engine.queue_callback(self.end)
         if self._index[parameter] < self._launched:
             raise DtlibError(
                 f"{self._names[parameter]} got a second gradient in one backward pass, after the first had left: with "
@@ -103,8 +103,7 @@ class BackwardPass:
     def run_empty(self) -> None:
         """A pass of a rank that has nothing to add: every bucket is launched as it is."""
         self.forget()
-        self._start()
-        self._end()
+        self.end()
 
     def forget(self) -> None:
         """Before a new pass: forget one that raised, or refuse to go on where gradients had left already."""
@@ -137,7 +136,10 @@ class BackwardPass:
         self._launched += 1
 
     @torch.no_grad()
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Launch the other buckets, and wait for all."""
+        if not self._under_way:
+            self._start()
         while self._launched < len(self.buckets):
             self._launch_next()
         try:

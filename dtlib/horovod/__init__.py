@@ -7,12 +7,15 @@
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     ...
-    loss.backward()                        # gradients are submitted by name, from the last layer on
-    optimizer.step()                       # ranks agree on an order, average, and step
+    loss.backward()                        # buckets of gradients are sent, from the last layer on
+    optimizer.step()                       # wait for the averages, and step
 
-How ranks agree is in negotiation.py; what then travels in execution.py. Here is what Horovod's examples and tutorials
-call, with the names, arguments, defaults and errors of ``horovod.torch`` 0.28; what is left out says what to use
-instead.
+All ranks call the operations in the same order. Horovod itself needs no common order: a thread on rank 0 collects the
+names of tensors, and announces which of them all ranks have (A. Sergeev and M. Del Balso, "Horovod: fast and easy
+distributed deep learning in TensorFlow", arXiv:1802.05799). Here names are compared in notebooks, and not in scripts.
+
+Names, arguments and defaults are those of ``horovod.torch`` 0.28, as far as its examples and tutorials use them. A name
+that is left out says what to use instead.
 """
 
 # ruff: noqa: F401, I001
@@ -20,9 +23,9 @@ from typing import NoReturn
 
 from dtlib.errors import DtlibError
 from dtlib.horovod.basics import (
-    NotOffered, ccl_built, cross_rank, cross_size, cuda_built, ddl_built, gloo_built, gloo_enabled, init,
-    is_initialized, local_rank, local_size, mpi_built, mpi_enabled, mpi_threads_supported, nccl_built, rank,
-    rocm_built, shutdown, size,
+    HorovodInternalError, NotOffered, ccl_built, cross_rank, cross_size, cuda_built, ddl_built, gloo_built,
+    gloo_enabled, init, is_initialized, local_rank, local_size, mpi_built, mpi_enabled, nccl_built,
+    rank, rocm_built, shutdown, size,
 )  # fmt: skip
 from dtlib.horovod.compression import Compression
 from dtlib.horovod.functions import (
@@ -30,21 +33,22 @@ from dtlib.horovod.functions import (
 )  # fmt: skip
 from dtlib.horovod.operations import (
     Average, Max, Min, Product, Sum, allgather, allgather_async, allreduce, allreduce_, allreduce_async,
-    allreduce_async_, barrier, broadcast, broadcast_, broadcast_async, broadcast_async_, join, poll, synchronize,
+    allreduce_async_, barrier, broadcast, broadcast_, broadcast_async, broadcast_async_, poll, synchronize,
 )  # fmt: skip
 from dtlib.horovod.optimizer import DistributedOptimizer
-from dtlib.horovod.request import HorovodInternalError
 
-# What the names contain, and the way round.
+# A part of a name, and what to use instead.
 _LEFT_OUT = {
-    "elastic": "ranks cannot come and go in one MPI world; save checkpoints and start anew",
+    "elastic": "ranks cannot come and go in one MPI world; save checkpoints and start again",
     "adasum": "use op=hvd.Average or op=hvd.Sum",
     "syncbatchnorm": "use SyncBatchNorm(features, comm) of dtlib.parallel.data.batch_norm, with dtlib.init().comm",
     "process": "all operations are for all ranks; use those of dtlib.init().comm.split(color) for some of them",
+    "threads": "call operations from one thread",
     "homogeneous": "compare hvd.local_size() over ranks with hvd.allgather_object",
     "timeline": "use `with dtlib.trace() as trace:`",
-    "grouped": "call the asynchronous form for each tensor, then hvd.synchronize: they travel in one buffer",
+    "grouped": "call the asynchronous form for each tensor, then hvd.synchronize",
     "sparse": "gather indices and values with hvd.allgather, or pass tensor.to_dense()",
+    "join": "give all ranks as many batches, or use join() of dtlib.parallel.data.DataParallel",
     "alltoall": "use dtlib.init().comm.all_to_all(out, tensor, output_split_sizes, input_split_sizes)",
     "reducescatter": "use dtlib.init().comm.reduce_scatter(out, tensor), or a slice of hvd.allreduce(tensor)",
 }
@@ -55,7 +59,7 @@ class MissingPart(DtlibError, AttributeError):
 
 
 def __getattr__(name: str) -> NoReturn:
-    for fragment, way_round in _LEFT_OUT.items():
+    for fragment, instead in _LEFT_OUT.items():
         if fragment in name.lower():
-            raise MissingPart(f"hvd.{name} is not offered here: {way_round}.")
+            raise MissingPart(f"hvd.{name} is not offered here: {instead}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,24 +1,26 @@
-"""Who am I, what is Horovod built with, and what is refused. Counterpart: ``horovod.common.basics``."""
+"""Ranks and sizes, and the libraries that Horovod is built with. Counterpart: ``horovod.common.basics``."""
 
 from dataclasses import dataclass
 
 import dtlib
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
-from dtlib.horovod.negotiation import Negotiator
 
 
 class NotOffered(DtlibError, NotImplementedError):
     """A part of Horovod that this module leaves out."""
 
 
+class HorovodInternalError(DtlibError, RuntimeError):
+    """A collective that could not be executed. Horovod's exception of this name is a RuntimeError too."""
+
+
 @dataclass
 class _State:
-    """What this process knows from the first ``init`` on."""
-
-    world: object  # the communicator of dtlib.init()
-    negotiator: Negotiator
-    local: tuple  # this rank among those of its machine, and how many they are
-    cross: tuple  # likewise among those of the same local rank, one a machine
+    world: Communicator  # that of dtlib.init()
+    comm: Communicator  # of the same ranks, for these operations alone
+    local: tuple[int, int]  # this rank's number and the count of ranks on its machine
+    cross: tuple[int, int]  # the same among ranks of this local rank, one per machine
 
 
 _state: _State | None = None
@@ -35,23 +37,21 @@ def init(comm: object = None, process_sets: object = None) -> None:
         )
     world = dtlib.init()
     if _state is None or _state.world is not world.comm:
-        own = world.comm.split(0)  # so that our rounds meet no other messages
-        _state = _State(world.comm, Negotiator(own), *places(own.all_gather_object(world.node), own.rank))
+        own = world.comm.split(0)
+        _state = _State(world.comm, own, *places(own.all_gather_object(world.node), own.rank))
     _initialized = True
 
 
-def places(nodes: list, rank: int) -> tuple[tuple, tuple]:
-    """Where ``rank`` is, if rank r runs on ``nodes[r]``: its local rank and size, its cross rank and size."""
+def places(nodes: list, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return local rank and size, and cross rank and size, of ``rank``, if rank r runs on ``nodes[r]``."""
     local = [nodes[:r].count(node) for r, node in enumerate(nodes)]
     alike = [r for r, mine in enumerate(local) if mine == local[rank]]
     return (local[rank], nodes.count(nodes[rank])), (alike.index(rank), len(alike))
 
 
 def shutdown() -> None:
-    """Wait until all that this rank has submitted is executed; ``init`` can follow."""
+    """Leave; ``init`` may follow."""
     global _initialized
-    if _initialized and _state:
-        _state.negotiator.finish_all()
     _initialized = False
 
 
@@ -65,57 +65,49 @@ def _initialised() -> _State:
     return _state
 
 
-def negotiator() -> Negotiator:
-    """The one through which all operations go."""
+def communicator() -> Communicator:
+    """Return the communicator of all operations."""
     state = _initialised()
     if state.world is not dtlib.init().comm:
         raise DtlibError("dtlib.reset() gave all ranks a new communicator: call hvd.init() again on all ranks.")
-    return state.negotiator
+    return state.comm
 
 
 def rank() -> int:
-    return _initialised().negotiator.comm.rank
+    return _initialised().comm.rank
 
 
 def size() -> int:
-    return _initialised().negotiator.comm.size
+    return _initialised().comm.size
 
 
 def local_rank() -> int:
-    """This rank among those of its machine."""
+    """Return the number of this rank among those of its machine."""
     return _initialised().local[0]
 
 
 def local_size() -> int:
-    """How many ranks run on this machine."""
+    """Return the number of ranks on this machine."""
     return _initialised().local[1]
 
 
 def cross_rank() -> int:
-    """This rank among those of the same local rank, one a machine."""
+    """Return the number of this rank among ranks of the same local rank, one per machine."""
     return _initialised().cross[0]
 
 
 def cross_size() -> int:
-    """How many machines have this local rank."""
+    """Return the number of machines that have this local rank."""
     return _initialised().cross[1]
 
 
-def mpi_threads_supported() -> bool:
-    """True if MPI may be called from several threads."""
-    _initialised()
-    from mpi4py import MPI
-
-    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
-
-
 def mpi_built(verbose: bool = False) -> bool:
-    """True: operations go over MPI, whatever libraries this machine has besides."""
+    """Return True: operations run over MPI, whatever other libraries this machine has."""
     return True
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """False, as 0: Horovod's NCCL, Gloo, DDL, CCL, CUDA and ROCm are not used here. Horovod gives NCCL's version."""
+    """Return 0: Horovod's NCCL, Gloo, DDL, CCL, CUDA and ROCm are not used here."""
     return 0
 
 

@@ -1,44 +1,27 @@
-"""Fewer bits on the wire. Counterpart: ``horovod.torch.Compression``."""
-
-from typing import Protocol, TypeVar
+"""Fewer bits per number in a message. Counterpart: ``horovod.torch.Compression``."""
 
 import torch
 from torch import Tensor
 
-Context = TypeVar("Context")
-
-
-class Compressor(Protocol[Context]):
-    """``compress`` gives what travels, and what ``decompress`` needs to undo it."""
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Context]: ...
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: Context) -> Tensor: ...
-
 
 class NoneCompressor:
-    """Tensors travel as they are."""
+    """``compress`` returns the tensor that is sent, and the context with which ``decompress`` undoes it."""
 
     @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, None]:
+    def compress(tensor: Tensor) -> tuple[Tensor, object]:
         return tensor, None
 
     @staticmethod
-    def decompress(tensor: Tensor, ctx: None) -> Tensor:
-        return tensor
+    def decompress(tensor: Tensor, ctx: object) -> Tensor:
+        return tensor if ctx is None else tensor.to(ctx)  # type: ignore[call-overload]  # a dtype
 
 
-class FP16Compressor:
-    """Floating-point tensors travel as float16: 11 significant bits, up to 65504. ``ctx`` is the dtype before."""
+class FP16Compressor(NoneCompressor):
+    """Send floating-point tensors as float16: 11 significant bits, up to 65504. The context is the dtype before."""
 
     @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+    def compress(tensor: Tensor) -> tuple[Tensor, object]:
         return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
-        return tensor.to(ctx)
 
 
 class Compression:

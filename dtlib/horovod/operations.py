@@ -1,93 +1,116 @@
 """The operations: averages and sums over ranks, rows gathered, one rank's tensor for all.
 
-Each has a form that returns a handle at once (``allreduce_async``), and some write into their argument
-(``allreduce_``). Tensors are matched between ranks by ``name``; without one, by the order in which each rank calls the
-operation. In the backward pass gradients follow Horovod's convention: each rank's loss is a summand of the average.
-Counterpart: ``horovod.torch.mpi_ops``.
+Some return a handle at once (``allreduce_async``), and some write into their argument (``allreduce_``). All ranks call
+them in the same order. In the backward pass gradients follow Horovod's convention: each rank's loss is a summand of the
+average. Counterpart: ``horovod.torch.mpi_ops``.
 """
 
 import operator
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from dtlib.comm import types
+from dtlib.comm.waiting import Handle as Waited
 from dtlib.gradients.backward import with_gradient
-from dtlib.horovod.basics import NotOffered, negotiator, rank, size
-from dtlib.horovod.compression import Compression, Compressor
-from dtlib.horovod.negotiation import Operation
-from dtlib.horovod.request import Request
+from dtlib.horovod.basics import HorovodInternalError, NotOffered, communicator, rank, size
+from dtlib.horovod.compression import Compression, NoneCompressor
 
 # The values that Horovod's library gives them; 2 is Adasum.
 Average, Sum, Min, Max, Product = 0, 1, 3, 4, 5
 OPS = {Average: "average", Sum: "sum", Min: "min", Max: "max", Product: "product"}
+COMM_OPS = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "prod"}
 
 
-def synchronize(handle: Operation) -> Tensor:
-    """Wait until an asynchronous operation is done; returns its result.
+class Handle:
+    """An operation that has begun; ``finish`` returns its result once it is done.
+
+    Communicators write into ``.data``, which torch does not count as a change of ``watched``.
+    """
+
+    def __init__(self, waited: Waited, watched: Tensor, finish: Callable[[], Tensor]):
+        self._waited, self._watched, self._finish = waited, watched, finish
+        self._version = version_of(watched)
+        self._result: Tensor | None = None
+
+    def done(self) -> bool:
+        return self._result is not None or self._waited.done()
+
+    def wait(self) -> Tensor:
+        if self._result is None:
+            self._waited.wait()
+            if version_of(self._watched) != self._version:
+                raise HorovodInternalError(
+                    "A tensor was changed between the start of an operation and synchronize(), so the ranks have other "
+                    "values than are there. Call synchronize() first."
+                )
+            self._result = self._finish()
+        return self._result
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often torch has written into this memory; tensors of inference mode do not count it."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def synchronize(handle: Handle) -> Tensor:
+    """Wait until an asynchronous operation is done; return its result.
 
     Raises:
-        HorovodInternalError: where ranks submitted different tensors under this name, or can never agree, or where the
-            tensor was changed meanwhile.
-        WaitTimeout: where ranks did not submit it within the time limit of the communicator.
+        HorovodInternalError: if the tensor was changed meanwhile.
+        WaitTimeout: if a rank did not call the operation within the time limit of the communicator.
     """
-    _check_handle(handle)
-    output = handle.negotiator.wait(handle)
-    return output if handle.argument is None else handle.argument
+    return _checked(handle).wait()
 
 
-def poll(handle: Operation) -> bool:
-    """True once ``synchronize`` would not wait. Does not wait itself."""
-    _check_handle(handle)
-    handle.negotiator.advance()
-    return handle.done
+def poll(handle: Handle) -> bool:
+    """Return whether ``synchronize`` would not wait."""
+    return _checked(handle).done()
 
 
-def join(device: int = -1) -> int:
-    """This rank has no more data: take part in the others' allreduce with zeros until all have joined.
-
-    Returns the last rank to join. An average still divides by the number of all ranks.
-    """
-    return negotiator().join()
+def _checked(handle) -> Handle:
+    if not isinstance(handle, Handle):
+        raise ValueError(f"{handle!r:.40} is no handle: pass the result of an asynchronous operation.")
+    return handle
 
 
 def barrier() -> None:
     """Wait until every rank has arrived here."""
-    allgather(torch.empty(0), "barrier")
+    communicator().barrier()
 
 
 # Averages and sums
 
 
 def allreduce_async(tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
-                    prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Operation:  # fmt: skip
-    return _reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor)
+                    prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Handle:  # fmt: skip
+    return _reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor, in_place=False)
 
 
 def allreduce_async_(tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
-                     prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Operation:  # fmt: skip
+                     prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Handle:  # fmt: skip
     return _reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor, in_place=True)
 
 
 def allreduce_(tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
                prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Tensor:  # fmt: skip
     """``allreduce`` into its argument."""
-    return synchronize(_reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor, in_place=True))
+    return _reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor, in_place=True).wait()
 
 
 def allreduce(tensor: Tensor, average: bool | None = None, name: str | None = None,
-              compression: type[Compressor] = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
+              compression: type[NoneCompressor] = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
               postscale_factor: float = 1.0) -> Tensor:  # fmt: skip
-    """The average (or ``op``) of every rank's ``tensor``, as a new tensor; ``prescale_factor`` and
-    ``postscale_factor`` multiply before and after. ``average=`` is deprecated. Gradients flow through averages and
-    sums. Averages of integers are rounded towards zero."""
+    """Return the average (or ``op``) of every rank's ``tensor``; ``prescale_factor`` and ``postscale_factor`` multiply
+    before and after. ``average=`` is deprecated. Gradients flow through averages and sums. Averages of integers are
+    rounded towards zero."""
     op = _op_of(op, average)
     scales = prescale_factor, postscale_factor
 
     def forward(tensor):
         short, ctx = compression.compress(tensor)
-        return compression.decompress(synchronize(_reduce(short, name, op, *scales)), ctx)
+        return compression.decompress(_reduce(short, name, op, *scales, in_place=False).wait(), ctx)
 
     def backward(gradient):
         if op not in (Average, Sum):
@@ -97,13 +120,42 @@ def allreduce(tensor: Tensor, average: bool | None = None, name: str | None = No
     return _differentiable(tensor, forward, backward)
 
 
-def _reduce(tensor, name, op, prescale_factor, postscale_factor, in_place=False) -> Operation:
-    way = {"op": check_op(op, "allreduce"), "prescale": float(prescale_factor), "postscale": float(postscale_factor)}
-    return _submit("allreduce", tensor, name, in_place, **way)
+def _reduce(tensor, name, op: int, prescale: float, postscale: float, in_place: bool) -> Handle:
+    check_op(op, "allreduce")
+    own = _start(tensor, "allreduce", name)
+    out = own if in_place else own.clone()
+    scale(out, prescale)
+    waited = communicator().all_reduce(out.data, COMM_OPS[op], async_op=True)
+    return Handle(waited, own, lambda: _written(finish_reduction(out, op, postscale), tensor if in_place else out))
 
 
-def _op_of(op, average):
-    """``op``, or what the deprecated argument ``average`` says."""
+def scale(flat: Tensor, factor: float) -> None:
+    """Multiply in place. Integers are scaled in float64 and cut off, as in Horovod."""
+    if factor != 1:
+        flat.mul_(factor) if flat.is_floating_point() else flat.copy_(flat.double() * factor)
+
+
+def finish_reduction(flat: Tensor, op: int, postscale: float) -> Tensor:
+    """Do the second half of an average, in place. That of integers is cut off towards zero, as in Horovod."""
+    if op != Average:
+        scale(flat, postscale)
+    elif postscale != 1:
+        # In one step: in 16 bits postscale * flat alone may overflow.
+        scale(flat, postscale / size())
+    else:
+        flat.div_(size(), rounding_mode=None if flat.is_floating_point() else "trunc")
+    return flat
+
+
+def _written(out: Tensor, result: Tensor) -> Tensor:
+    """Tell autograd that MPI has written into ``out``; return ``result``."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    return result
+
+
+def _op_of(op, average) -> int:
+    """Return ``op``, or the meaning of the deprecated argument ``average``."""
     if average is None:
         return Average if op is None else op
     if op is not None:
@@ -114,62 +166,71 @@ def _op_of(op, average):
     return Average if average else Sum
 
 
-def check_op(op: int, operation: str) -> str:
-    """The name of a reduction."""
+def check_op(op: int, operation: str) -> None:
     if op not in OPS:
         raise ValueError(f"{operation}(op={op!r}): choose one of hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product.")
-    return OPS[op]
 
 
 # Rows, and one rank's tensor
 
 
-def allgather_async(tensor: Tensor, name: str | None = None) -> Operation:
-    return _submit("allgather", tensor, name)
+def allgather_async(tensor: Tensor, name: str | None = None) -> Handle:
+    own, comm = _start(tensor, "allgather", name), communicator()
+    if not own.dim():
+        raise ValueError("allgather needs a first dimension, and this tensor has none: pass tensor.reshape(1).")
+    rows = comm.all_gather(torch.zeros(size(), dtype=torch.int64), torch.tensor([len(own)])).tolist()
+    # Collectives move equal chunks, so shorter ones are padded to the longest.
+    everything = own.new_zeros(size(), max(rows), *own.shape[1:])
+    padded = torch.zeros_like(everything[0])
+    padded[: len(own)] = own
+    waited = comm.all_gather(everything, padded, async_op=True)
+    return Handle(waited, own, lambda: torch.cat([its[:count] for its, count in zip(everything, rows, strict=True)]))
 
 
 def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
-    """Every rank's ``tensor`` one after the other, on all ranks: first dimensions may differ, the others must agree.
+    """Return every rank's ``tensor`` one after the other: first dimensions may differ, the others must agree.
     Gradients flow through it."""
 
     def backward(gradient):
         rows = allgather(torch.tensor([len(tensor)])).tolist()
         return allreduce(gradient.contiguous()).split(rows)[rank()]
 
-    return _differentiable(tensor, lambda tensor: synchronize(allgather_async(tensor, name)), backward)
+    return _differentiable(tensor, lambda tensor: allgather_async(tensor, name).wait(), backward)
 
 
-def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None) -> Operation:
-    return _submit("broadcast", tensor, name, root=_root(root_rank))
+def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None) -> Handle:
+    return _broadcast(tensor, root_rank, name, in_place=False)
 
 
-def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) -> Operation:
-    return _submit("broadcast", tensor, name, in_place=True, root=_root(root_rank))
+def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) -> Handle:
+    return _broadcast(tensor, root_rank, name, in_place=True)
 
 
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
     """``broadcast`` into its argument."""
-    return synchronize(broadcast_async_(tensor, root_rank, name))
+    return _broadcast(tensor, root_rank, name, in_place=True).wait()
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
-    """The ``tensor`` of rank ``root_rank``, as a new tensor on all ranks. Gradients flow through it."""
+    """Return the ``tensor`` of rank ``root_rank`` on all ranks. Gradients flow through it."""
 
     def backward(gradient):
         average = allreduce(gradient.contiguous())
         return average if rank() == root_rank else average.masked_fill(torch.tensor(True, device=average.device), 0)
 
-    return _differentiable(tensor, lambda tensor: synchronize(broadcast_async(tensor, root_rank, name)), backward)
+    return _differentiable(tensor, lambda tensor: broadcast_async(tensor, root_rank, name).wait(), backward)
 
 
-def _root(root_rank) -> int:
-    root = operator.index(root_rank)
+def _broadcast(tensor, root_rank, name, in_place: bool) -> Handle:
+    own, root = _start(tensor, "broadcast", name), operator.index(root_rank)
     if not 0 <= root < size():
         raise ValueError(f"broadcast(root_rank={root}): the ranks are 0 to {size() - 1}.")
-    return root
+    out = own if in_place else own.clone()
+    waited = communicator().broadcast(out.data, root, async_op=True)
+    return Handle(waited, own, lambda: _written(out, tensor if in_place else out))
 
 
-# From arguments to something that travels
+# From arguments to a message
 
 
 def _differentiable(tensor, forward, backward):
@@ -178,32 +239,18 @@ def _differentiable(tensor, forward, backward):
     return forward(tensor)
 
 
-def _submit(kind, tensor, name, in_place=False, **way) -> Operation:
-    _check_tensor(tensor, kind, way.get("op"))
-    own, mine = tensor.detach(), negotiator()
-    output = own if in_place else None if kind == "allgather" else torch.empty_like(own)
-    name = f"noname.{mine.number(kind)}" if name is None else str(name)
-    request = Request(kind, name, types.dtype_name(own.dtype), tuple(own.shape), **way)
-    return mine.submit(Operation(request, mine, own, output, tensor if in_place else None))
-
-
-def _check_tensor(tensor, operation: str, op) -> None:
+def _start(tensor, operation: str, name) -> Tensor:
+    """Check the arguments of an operation; in a notebook also that all ranks gave the same name."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(
             f"{operation} carries a torch tensor and got {type(tensor).__name__}: wrap it in torch.tensor()."
         )
-    if types.dtype_name(tensor.dtype) not in types.ALLOWED or tensor.layout != torch.strided:
-        raise ValueError(
-            f"Tensor type {tensor.type()} is not supported: {operation} carries {', '.join(types.ALLOWED)}."
-        )
-    if not tensor.is_contiguous():
-        raise ValueError("Tensor is required to be contiguous: pass tensor.contiguous().")
-    if operation == "allgather" and not tensor.dim():
-        raise ValueError("allgather needs a first dimension, and this tensor has none: pass tensor.reshape(1).")
-    if tensor.dtype == torch.bool and op in ("average", "sum", "product"):
-        raise ValueError(f"allreduce({op}) of a bool tensor: use op=hvd.Min or hvd.Max, or convert it with .int().")
-
-
-def _check_handle(handle) -> None:
-    if not isinstance(handle, Operation):
-        raise ValueError(f"{handle!r:.40} is no handle: pass what an asynchronous operation has returned.")
+    comm = communicator()
+    if comm.verify:
+        names = comm.all_gather_object((operation, name))
+        if len(set(names)) > 1:
+            said = "; ".join(f"rank {r}: {each} {its!r}" for r, (each, its) in enumerate(names))
+            raise HorovodInternalError(
+                f"Ranks call different operations ({said}): all ranks call the same ones, in the same order."
+            )
+    return tensor.detach()

@@ -1,7 +1,8 @@
-"""An optimizer that reduces gradients over ranks before its step. Counterpart: ``horovod.torch.optimizer``.
+"""An optimizer that averages gradients over ranks before its step. Counterpart: ``horovod.torch.optimizer``.
 
-backward    a hook for each gradient: the last layer's comes first, and is submitted by name
-step        what is missing is submitted, ranks agree, all is reduced, then the step itself
+backward()       grad of w4   w3   w2   w1
+buckets          [w4 w3 --- launch 0]  [w2 w1 --- launch 1]
+step()           launch the rest, with zeros for missing gradients; wait; write averages into .grad; step
 """
 
 import warnings
@@ -10,27 +11,65 @@ from contextlib import contextmanager
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from dtlib.horovod.basics import size
-from dtlib.horovod.compression import Compression, Compressor
-from dtlib.horovod.operations import Average, Sum, allgather_async, allreduce_async_, check_op, synchronize
-from dtlib.horovod.request import HorovodInternalError
+from dtlib.gradients.backward import BackwardPass
+from dtlib.gradients.buckets import FIRST_BUCKET, LARGEST_BUCKET, FlatBuffer, buckets_of
+from dtlib.gradients.same_model import check_same_model
+from dtlib.gradients.shards import check_dense
+from dtlib.horovod.basics import HorovodInternalError, communicator, size
+from dtlib.horovod.compression import Compression, NoneCompressor
+from dtlib.horovod.operations import COMM_OPS, Average, check_op, finish_reduction, version_of
+
+
+class _Bucket:
+    """Gradients that are sent together: copied into one flat memory at the launch, and back in ``step()``."""
+
+    def __init__(self, parameters: list):
+        self.parameters = parameters
+
+    def launch(self, optimizer) -> None:
+        first = self.parameters[0]
+        self.buffer = FlatBuffer([parameter.shape for parameter in self.parameters], first.dtype, first.device)
+        for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
+            check_dense(parameter.grad)
+            if parameter.grad is not None:
+                torch.div(parameter.grad, optimizer.gradient_predivide_factor, out=view)
+        self.short, self.ctx = optimizer.compression.compress(self.buffer.flat)
+        self.handle = communicator().all_reduce(self.short, COMM_OPS[optimizer.op], async_op=True)
+
+    def finish(self, optimizer) -> None:
+        """Write the averages into ``.grad``."""
+        self.handle.wait()
+        finish_reduction(self.short, optimizer.op, optimizer.gradient_predivide_factor)
+        self.buffer.flat.copy_(optimizer.compression.decompress(self.short, self.ctx))
+        for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
+            if parameter.requires_grad:  # else it has been frozen, and is left alone
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad.copy_(view)
+        del self.buffer, self.short, self.handle
 
 
 class _Distributed(Optimizer):
-    """What is put before the class of the optimizer: each method is this one's, then the optimizer's own."""
+    """This class stands before the class of the optimizer: each method is this one's, then the optimizer's own."""
 
-    def _distribute(self, named_parameters, compression: type[Compressor], passes: int, op: int, predivide: float,
-                    sparse_as_dense: bool):  # fmt: skip
+    def _distribute(self, named_parameters, compression: type[NoneCompressor], passes: int, op: int, predivide: float):
         self.compression, self.backward_passes_per_step, self.op = compression, passes, op
-        self.gradient_predivide_factor, self.sparse_as_dense = predivide, sparse_as_dense
+        self.gradient_predivide_factor = predivide
         self._parameter_names = self._checked_names(named_parameters)
-        self._delay: dict[torch.Tensor, int] = {}  # of a parameter: backward passes until its gradient is submitted
-        self._travelling: dict[torch.Tensor, tuple] = {}  # of a parameter: its gradient, what waits for the reduced one
+        trained = [parameter for parameter in self._parameters() if parameter.requires_grad][::-1]
+        named = {self._parameter_names[parameter]: parameter for parameter in trained}
+        check_same_model(named, communicator(), "DistributedOptimizer")
+        buckets = buckets_of(trained, LARGEST_BUCKET, FIRST_BUCKET) if size() > 1 else []
+        self._buckets = [_Bucket([trained[i] for i in bucket]) for bucket in buckets]
+        names = {parameter: name for name, parameter in named.items()} if buckets else {}
+        self._pass = BackwardPass(
+            self._buckets, lambda: None, lambda bucket: bucket.launch(self), self._finish, "inline", names, by_call=True
+        )
+        self._delay = dict.fromkeys(names, passes)  # of a parameter: backward passes until its gradient is sent
+        self._ready: dict[torch.Tensor, tuple] = {}  # gradients of this step, with torch's count of their changes
         self._synchronized, self._should_synchronize = False, True
-        self._hooked: dict[torch.Tensor, RemovableHandle] = {}
-        self._hook_parameters()
+        for parameter in names:
+            parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
 
     def _parameters(self):
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -53,14 +92,6 @@ class _Distributed(Optimizer):
             )
         return known
 
-    def _hook_parameters(self) -> None:
-        """Called again for those that were frozen, or not there, the last time. One rank alone reduces nothing."""
-        for parameter in self._parameters() if size() > 1 else []:
-            if parameter.requires_grad and parameter not in self._hooked:
-                self._parameter_names.setdefault(parameter, f"allreduce.noname.{len(self._parameter_names)}")
-                self._delay[parameter] = self.backward_passes_per_step
-                self._hooked[parameter] = parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
-
     # Gradients
 
     def _gradient_is_ready(self, parameter) -> None:
@@ -71,80 +102,35 @@ class _Distributed(Optimizer):
             )
         self._delay[parameter] -= 1
         if not self._delay[parameter]:
-            self._submit(parameter)
-
-    def _submit(self, parameter) -> None:
-        gathered = parameter.grad.is_sparse and not self.sparse_as_dense
-        finish = (self._gather if gathered else self._reduce)(self._parameter_names[parameter], parameter.grad)
-        self._travelling[parameter] = parameter.grad, finish
-
-    def _reduce(self, name, gradient):
-        """Submit a gradient; the function returned waits for the reduced one, which is sparse if this one is."""
-        dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-        short, ctx = self.compression.compress(dense.contiguous())
-        # The average is a sum: it is divided by the factor before, and by size over the factor after it.
-        factor = self.gradient_predivide_factor
-        handle = allreduce_async_(short, None, name, self.op, 1 / factor, factor)
-        if not gradient.is_sparse:
-            handle.watch(gradient)
-
-        def finish():
-            reduced = self.compression.decompress(synchronize(handle), ctx)
-            return reduced.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else reduced
-
-        return finish
-
-    def _gather(self, name, gradient):
-        """The same for a sparse gradient, by gathering everyone's indices and values."""
-        if self.op not in (Average, Sum):
-            raise ValueError(f"The gradient of {name!r} is sparse: use op=hvd.Average or sparse_as_dense=True.")
-        own = gradient.detach().coalesce()
-        indices = allgather_async(own.indices().t().contiguous(), f"{name}.indices")
-        values = allgather_async(own.values().contiguous(), f"{name}.values")
-
-        def finish():
-            total = torch.sparse_coo_tensor(synchronize(indices).t(), synchronize(values), gradient.shape).coalesce()
-            return total / size() if self.op == Average else total
-
-        return finish
+            self._ready[parameter] = parameter.grad, version_of(parameter.grad)
+            self._pass.gradient_is_ready(parameter)
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced. A parameter without a gradient takes part with zeros, as other ranks
-        may have one."""
-        self._hook_parameters()
-        for parameter in self._hooked:
-            if parameter.requires_grad and parameter not in self._travelling:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                self._submit(parameter)
-        travelling = dict(self._travelling)
-        self._forget_passes()
-        errors = []
-        for parameter, (gradient, finish) in travelling.items():
-            try:
-                self._store(parameter, gradient, finish())
-            except (HorovodInternalError, AssertionError) as error:  # the others are on their way all the same
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        """Wait until all gradients are reduced. A parameter without a gradient counts as zeros, as other ranks may
+        have one."""
+        for parameter in self._parameters() if size() > 1 else []:
+            if parameter.requires_grad and parameter not in self._delay:
+                raise ValueError(
+                    f"A parameter of shape {tuple(parameter.shape)} was frozen, or not there, when this "
+                    "DistributedOptimizer was made: make it again."
+                )
+        self._delay = dict.fromkeys(self._delay, self.backward_passes_per_step)
+        ready, self._ready = self._ready, {}
+        changed = [p for p, then in ready.items() if p.grad is not then[0] or version_of(p.grad) != then[1]]
+        self._pass.end()
+        if changed:
+            raise HorovodInternalError(
+                f"The gradient of {self._parameter_names[changed[0]]!r} was changed or set to another between "
+                "backward() and step(), when it may have been sent: call optimizer.synchronize() first, then "
+                "`with optimizer.skip_synchronize(): optimizer.step()`."
+            )
         self._synchronized = True
 
-    def _store(self, parameter, gradient, reduced) -> None:
-        if parameter.grad is not gradient:
-            raise AssertionError(
-                f"The gradient of {self._parameter_names[parameter]!r} was set to another between backward() and "
-                "step(), while it travelled: set gradients to zero after optimizer.step()."
-            )
-        if reduced.is_sparse:
-            parameter.grad = reduced
-        elif gradient.data_ptr() != reduced.data_ptr():
-            gradient.copy_(reduced)
+    def _finish(self) -> None:
+        for bucket in self._buckets:
+            bucket.finish(self)
 
-    def _forget_passes(self) -> None:
-        self._travelling.clear()
-        self._delay = dict.fromkeys(self._delay, self.backward_passes_per_step)
-
-    # What programs call
+    # Methods that programs call
 
     @contextmanager
     def skip_synchronize(self):
@@ -191,8 +177,6 @@ class _Distributed(Optimizer):
         self._delay = dict.fromkeys(self._delay, passes)
 
     def load_state_dict(self, *args, **kwargs):
-        self._forget_passes()
-        self._synchronized, self._should_synchronize = False, True
         groups = self.param_groups
         super().load_state_dict(*args, **kwargs)
         # The same dictionaries as before: a scheduler that was made before this optimizer sets their learning rates.
@@ -203,27 +187,22 @@ class _Distributed(Optimizer):
 
 
 def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-                         compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1,
+                         compression: type[NoneCompressor] = Compression.none, backward_passes_per_step: int = 1,
                          op: int = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
                          groups: object = None, sparse_as_dense: bool = False) -> _Distributed:  # fmt: skip
-    """An optimizer of the same class that averages gradients over ranks before each step.
+    """Return an optimizer of the same class that averages gradients over ranks before each step.
 
     Args:
         optimizer: a torch optimizer. State and parameter groups are shared with it: use only the new one.
-        named_parameters: ``model.named_parameters()``; names match gradients between ranks.
-        compression: ``Compression.fp16`` lets gradients travel in 16 bits.
-        backward_passes_per_step: how many backward passes add up before gradients are reduced.
+        named_parameters: ``model.named_parameters()``; names are compared between ranks.
+        compression: ``Compression.fp16`` sends gradients in 16 bits.
+        backward_passes_per_step: the number of backward passes that add up before gradients are reduced.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
         gradient_predivide_factor: gradients are divided by it before the sum, and by size over it afterwards; only
             for ``Average``. For 16 bits, where a sum may overflow.
-        num_groups, groups: without effect: gradients that have come on all ranks travel together anyway.
-        sparse_as_dense: sparse gradients travel as dense ones, and are sparse again afterwards; else everyone's
-            indices and values are gathered.
+        num_groups, groups, sparse_as_dense: without effect. Gradients are sent in buckets, and sparse ones are refused.
 
-    Unlike Horovod's it leaves ``p.grad`` None until the first backward pass: zeros would make a sparse gradient dense.
-
-    The step waits for all gradients; to change them before it, as clipping and a GradScaler do (whose changes to
-    gradients on their way are not noticed)::
+    The step waits for all gradients. To change them before it, as clipping and a GradScaler do::
 
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -232,8 +211,8 @@ def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[
 
     Raises:
         ValueError: for names that do not name each parameter once, a predivide factor with another ``op``, LBFGS.
-        AssertionError: from ``backward()`` after more passes than agreed; from ``zero_grad()`` while gradients travel.
-        HorovodInternalError: from ``step()`` where gradients were changed while they travelled.
+        AssertionError: from ``backward()`` after more passes than agreed; from ``zero_grad()`` before the step.
+        HorovodInternalError: from ``step()`` if gradients were changed after they had been sent.
     """
     check_op(op, "DistributedOptimizer")
     if isinstance(optimizer, _Distributed):
@@ -250,7 +229,7 @@ def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[
     # A scheduler made before has wrapped the old one's step; ours is a method.
     distributed.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
     passes, factor = _whole_number(backward_passes_per_step), gradient_predivide_factor
-    distributed._distribute(named_parameters, compression, passes, op, factor, sparse_as_dense)
+    distributed._distribute(named_parameters, compression, passes, op, factor)
     return distributed
 
 

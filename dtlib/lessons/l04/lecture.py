@@ -438,9 +438,10 @@ assert count(r"(?m)^ *(.*# )?[1-7]\. |# \d\. |: +# 7\.") == 7
 # images; and that `batch_size` is now per rank.
 
 # %% [markdown]
-# The fourth change is a rule of thumb; lesson 05 has its limits. Behind `step()` stand two ideas. *Negotiation*:
-# gradients are ready in no fixed order, so ranks agree in rounds on which are complete everywhere
-# (`dtlib/horovod/negotiation.py`). *Tensor fusion*: those travel as one buffer (`execution.py`).
+# The fourth change is a rule of thumb; lesson 05 has its limits. Behind Horovod's `step()` stand two ideas (Sergeev and Del
+# Balso, 2018). *Negotiation*: gradients are ready in no fixed order, so a thread on rank 0 collects their names and announces
+# those that all ranks have. *Tensor fusion*: these are sent as one buffer. `dtlib.horovod` needs no negotiation: its buckets
+# have a fixed order, as DDP's below.
 #
 # **Predict.** The Horovod script runs on four ranks with 24 images per rank and rate 0.02. With which batch size and
 # which rate does the serial script end at the same weights?
