@@ -249,8 +249,9 @@ assert usable_cores() == 1 or seconds[2] < 0.8 * seconds[1]
 
 # %% [markdown] tags=["half-day"]
 # Up to the number of cores the curve can follow the dashed line: these ranks need nothing from one another. If it stays
-# below, something else used a core meanwhile (the slowest rank decides), or two reported cores share one physical core.
-# With more ranks than cores, ranks take turns: the curve goes flat. A point a little above the cores is noise.
+# below the line, another program used a core (the slowest rank decides), or two reported cores share one physical core.
+# With more ranks than cores, ranks take turns: the curve goes flat. It may also dip: with three ranks on two cores, one core
+# gets two of the three equal slices, so the speed-up can fall to 1.5. A point a little above the cores is noise.
 
 # %% tags=["claim"]
 # "With more ranks than cores, ranks take turns: the curve goes flat."

@@ -398,7 +398,7 @@ print(f"EMULATED: thread over inline {with_thread.end / with_hooks.end:.2f}")
 assert with_thread.end < with_hooks.end
 
 # %% tags=["two-hours", "half-day", "claim"]
-# "Without a thread hardly any ends during the backward pass; with one, all but the last, which nothing hides."
+# "Without a thread few or none end during the backward pass. With a thread all but the last do: nothing is left to hide it."
 for timeline, hidden in ((with_hooks, range(3)), (with_thread, [5])):
     mine = [event for event in timeline.events if event.rank == 0]
     last = max(event.end for event in mine if event.kind == "phase")
@@ -408,8 +408,8 @@ for timeline, hidden in ((with_hooks, range(3)), (with_thread, [5])):
 assert [event.dtype for event in with_hooks.events if event.rank == 0].count("int64") == 1
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Bars below layers are all-reduces. Without a thread hardly any ends during the backward pass; with one, all but the
-# last, which nothing hides.
+# Bars below layers are all-reduces. Without a thread few or none end during the backward pass. With a thread all but the
+# last do: nothing is left to hide it.
 
 # %% [markdown]
 # Without a thread (upper figure) messages move on only at hooks, and an all-reduce needs several. Where the core itself

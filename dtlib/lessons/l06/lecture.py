@@ -191,7 +191,7 @@ def of_plain(kind):
 of_stage = {kind.__name__: of_plain(kind) for kind in (Stage1, Stage2, Stage3)}
 if comm.rank == 0:
     rows = [(name, f"{some[9]:.12f}", *rest) for name, (some, *rest) in of_stage.items()]
-    lab.table(rows, ("", "last loss", "all_gathers per step", "bytes of weights between steps"))
+    lab.table(rows, ("", "last loss", "all_gathers per step", "bytes of whole weights between steps"))
 
 # %% tags=["half-day", "statement"]
 # "A unit (here: a linear layer) needs its weights twice: in its forward pass and in its backward pass."

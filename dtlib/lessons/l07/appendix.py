@@ -273,7 +273,7 @@ assert all(measured > simulated for *_, simulated, measured in rows)
 
 # %%
 def throughput(row):
-    """The same batch and model in every row; a backward pass takes 2, and 1 to recompute."""
+    """The same batch in every row, which GPipe's authors adjusted; a backward pass takes 2, and 1 to recompute."""
     p, m = int(row["K_partitions"]), int(row["M_microbatches"])
     forward = 1 / (p * m)
     return 1 / simulate(gpipe(p, m), forward, 3 * forward).makespan
@@ -301,7 +301,8 @@ assert sum(agree) >= 8 > sum(abs(a / b - 1) < 0.1 for a, b in zip(simulated, pub
 # %% [markdown]
 # Look at AmoebaNet-D with K = 4 and M = 32: 3.66 simulated, 1.84 published. Its layers are hard to cut into equal stages, as
 # GPipe's authors say themselves; torchgpipe, which can balance stages by measured times, is closer. The order agrees better
-# than the sizes: equal stages without messages give a first guess, not a forecast.
+# than the sizes: equal stages without messages give a first guess, not a forecast. And one condition differs: GPipe's authors
+# adjusted the batch size to fit the memory, so their rows may have different batches. Ours have the same.
 #
 # **Discuss.** Sort the rows of each column from slow to fast. Which pairs of rows are in another order than
 # simulated, and why?

@@ -302,8 +302,8 @@ lab.read_end(plain)
 # %% [markdown]
 # ## Memory: 1F1B
 #
-# GPipe does all forward passes first, so a rank holds the activations of all m micro-batches. *1F1B* (D. Narayanan et
-# al.) begins the backward passes as soon as it can, and then does *one forward, one backward* in turn. **Predict**
+# GPipe does all forward passes first, so a rank holds the activations of all m micro-batches. *1F1B* (PipeDream,
+# 2019; run synchronously as here: DAPPLE, 2021) begins the backward passes as soon as it can, and then does *one forward, one backward* in turn. **Predict**
 # for 8 ranks and 32 micro-batches: of how many micro-batches does rank 0 hold activations at most? And rank 7?
 
 # %% tags=["stub"]
@@ -398,19 +398,21 @@ for name, found in both.items():
     assert [kept[name][0] for kept in every] == found.peak_activations
 
 # %% tags=["statement"]
-# "Rank 0 falls to 70 % only: 327,680 of its bytes are the images themselves"
+# "With 1F1B rank 0 still holds 70 %: 327,680 of its bytes are the images themselves"
 # "keep only a stage's input, and run its forward pass again"
 gpipe, eager, again = (rows(name, "bytes of activations")[1] for name in ("GPipe", "1F1B", "GPipe, recomputing"))
 assert round(eager[0] / gpipe[0], 2) == 0.7 and 640 * 64 * 8 == 327_680
 assert (eager[0] - 327_680) / (gpipe[0] - 327_680) == 4 / 8 and all(a < b for a, b in zip(again, gpipe, strict=True))
+# "GPipe with recomputation keeps less than 1F1B on rank 0, and more on ranks 1 to 3"
+assert again[0] < eager[0] and all(more > less for more, less in zip(again[1:], eager[1:], strict=True))
 # "At the peak recomputation saves a smaller part"
 at_peak, again_at_peak = (rows(name, "live bytes at the peak")[2] for name in ("GPipe", "GPipe, recomputing"))
 assert all(again[rank] / gpipe[rank] < again_at_peak[rank] / at_peak[rank] < 1 for rank in (1, 2, 3))
 
 # %% [markdown]
-# Rank 0 falls to 70 % only: 327,680 of its bytes are the images themselves, and it has them all the time. At the
-# peak recomputation saves a smaller part: one micro-batch is computed, and messages are in flight. A published
-# table: the largest AmoebaNet-D, an image model, that fits on accelerators of 8 GB. The first row is one accelerator
+# With 1F1B rank 0 still holds 70 %: 327,680 of its bytes are the images themselves, and it has them all the time. GPipe with
+# recomputation keeps less than 1F1B on rank 0, and more on ranks 1 to 3, which keep the inputs of all micro-batches. At the peak
+# recomputation saves a smaller part: one micro-batch is computed, and messages are in flight. A published table: the largest AmoebaNet-D, an image model, that fits on accelerators of 8 GB. The first row is one accelerator
 # without GPipe; the others are GPipe, which recomputes, on 2 and on 8.
 
 # %%
@@ -436,7 +438,7 @@ assert round(1800 / 82) == 22
 # ## Other orders
 #
 # - **Interleaved 1F1B** (D. Narayanan et al., 2021): each rank has v small stages that are not neighbours, so a
-#   micro-batch goes around v times. Each takes 1/v of the time: v times less idle time, but v times as many messages.
+#   micro-batch goes around v times; p has to divide m. Each takes 1/v of the time: v times less idle time, but v times as many messages.
 #   (In the picture below v is 2, and a rank's second stage is paler.)
 # - **ZB-H1**, zero bubble (P. Qi et al., 2024): a backward pass is split in two. The stage before waits for the
 #   gradient of the input (`I`). Nobody waits for the gradients of the weights (`W`), so they fill idle time.
@@ -544,8 +546,8 @@ lab.quiz("07")
 # - Interleaved: v times less idle time, v times as many messages. ZB-H1: a third of the idle time, if F, I and W take
 #   equally long.
 # - A pipeline sends activations at the cuts, and more of them with a larger batch. ZeRO-3 sends all parameters twice and
-#   all gradients once for each micro-batch, however many samples that has. So on a slow network a pipeline wins where a model is large beside the
-#   activations at its cuts. ZeRO-3 has no bubble, and does not depend on where layers can be cut.
+#   all gradients once for each micro-batch, however many samples that has. If the activations at the cuts are fewer bytes,
+#   the pipeline wins on a slow network. ZeRO-3 has no bubble, and does not depend on where layers can be cut.
 # - A schedule is a list: check it, time it, draw it, run it. The gradients equal those of one process, to 1e-12.
 #
 # Now the [exercises](../exercises/07_pipelines_exercises.ipynb), and a puzzle: [be the
@@ -555,5 +557,7 @@ lab.quiz("07")
 # ## References
 #
 # - Y. Huang et al.: GPipe: efficient training of giant neural networks using pipeline parallelism. NeurIPS, 2019.
+# - D. Narayanan et al.: PipeDream: generalized pipeline parallelism for DNN training. SOSP, 2019; S. Fan et al.: DAPPLE: a
+#   pipelined data parallel approach for training large models. PPoPP, 2021.
 # - D. Narayanan et al.: Efficient large-scale language model training on GPU clusters using Megatron-LM. SC, 2021.
 # - P. Qi, X. Wan, G. Huang, M. Lin: Zero bubble pipeline parallelism. ICLR, 2024.

@@ -137,7 +137,7 @@ lab.read(plain.CopyToRanks, plain.ReduceFromRanks)
 lab.read(plain.slice_of, plain.ColumnParallelLinear, plain.RowParallelLinear)
 
 # %% [markdown] tags=["half-day"]
-# Every transformer block has two layers with an activation between them: gelu(X A) B. Cut the first **by columns, then
+# Most transformer blocks have two layers with an activation between them (gated ones have three): gelu(X A) B. Cut the first **by columns, then
 # the second by rows**: a rank's columns of gelu(X A) are exactly those that its rows of B need, so nothing travels in
 # between. The other order does not work: the activation of a sum is not the sum of the activations.
 

@@ -267,14 +267,14 @@ if comm.rank == 0:
 
 # %% tags=["statement"]
 # "At its best the model writes what a person has written. In the middle it begins well and loses its way"
-# "at the worst hardly a word is the reference's"
+# "at the worst no word is the reference's"
 best, middle, worst = (found(f"{which} of 24, ROUGE-L ([\\d.]+)")[0] for which in ("Best", "Middle", "Worst"))
-assert best > 0.7 > 0.5 > middle > 0.2 > worst
+assert best > 0.7 > 0.5 > middle > 0.2 and worst == 0
 assert count(r"Middle of 24(?:.*\n)+?Reference +(\w+)(?:.*\n)+?Model +\1") == 1
 
 # %% [markdown]
 # At its best the model writes what a person has written. In the middle it begins well and loses its way; at the worst
-# hardly a word is the reference's. The mean of ROUGE-L shows none of this.
+# no word is the reference's. The mean of ROUGE-L shows none of this.
 #
 # **Discuss.** Which summary would you take, and why? What does ROUGE not see?
 #

@@ -56,21 +56,32 @@ def job_script(name: str, program: list[str]) -> str:
     return render(name, program)
 
 
-def slow_network() -> dict[str, dict[str, float]]:
-    """Seconds on two hosts that are far apart, by what was done and how (measured by benchmarks/slow_network.py)."""
+def slow_network() -> dict[str, dict[str, tuple]]:
+    """Seconds on two hosts that are far apart, by operation and way, with the interval of their ratio to the first way
+    (measured by benchmarks/slow_network.py)."""
     from dtlib.lab import course
 
     found = {}
     for row in json.loads((course.folder() / "data" / "slow_network.json").read_text()):
         what, how = row["case"].split(": ")
-        found.setdefault(what, {row["peer"]: row["peer_seconds"]})[how] = row["ours_seconds"]
+        first = found.setdefault(what, {row["peer"]: (row["peer_seconds"], 1.0, 1.0)})
+        first[how] = row["ours_seconds"], row["low"], row["high"]
     return found
 
 
+def as_fast(ways: dict[str, tuple]) -> set[str]:
+    """The ways that cannot be told apart from the fastest: their intervals overlap."""
+    best = min(high for _, _, high in ways.values())
+    return {how for how, (_, low, _) in ways.items() if low <= best}
+
+
 def milliseconds_of(measured: dict, what: str) -> tuple[list, tuple]:
-    """Rows and headers of a table: a row each way, a column for all that begins with these words."""
+    """Rows and headers of a table: a row for each way, a column for each operation that begins with these words."""
     columns = [name for name in measured if name.startswith(what)]
-    rows = [(how, *(round(1e3 * measured[name][how]) for name in columns)) for how in measured[columns[0]]]
+    peer, rows = next(iter(measured[columns[0]])), []
+    for how in measured[columns[0]]:
+        cells = [(measured[name][how], 1e3 * measured[name][peer][0]) for name in columns]
+        rows.append((how, *(f"{1e3 * t:.0f} [{low * one:.0f}-{high * one:.0f}]" for (t, low, high), one in cells)))
     return rows, ("", *(f"{name}: ms" for name in columns))
 
 

@@ -265,4 +265,5 @@ lab.quiz("11b")
 # - W. Bland et al.: Post-failure recovery of MPI communication capability. IJHPCA 27, 2013.
 # - Elastic Horovod, horovod.readthedocs.io/en/stable/elastic_include.html.
 # - Z. Wang et al.: GEMINI: fast failure recovery in distributed training with in-memory checkpoints. SOSP 2023.
+# - J. W. Young: A first order approximation to the optimum checkpoint interval. CACM 17, 1974.
 # - Llama team: The Llama 3 herd of models. arXiv:2407.21783, section 3.3.4 (419 interruptions).

@@ -231,10 +231,15 @@ lab.table(lab.values("sent")[0], headers, "Rank 0 of 4; n: bytes of its queries"
 # "On four ranks, Ulysses sends less than a third of the bytes."
 ring, ulysses = row("ring", "bytes of its queries"), row("Ulysses", "bytes of its queries")
 assert ring == [3, 6, 7, 14] and ulysses == [6, 3, 6, 3] and 6 / 20 < 1 / 3
+# "with Llama's g = 1/8 2.5 n and 3.4 n, so the ring sends less"
+assert ring[1] + ring[3] == 20 and ulysses[1] + ulysses[3] == 3 * 2 and 20 / 8 == 2.5 and round(3 * 9 / 8, 1) == 3.4
 
 # %% [markdown]
-# On four ranks, Ulysses sends less than a third of the bytes. But nothing is computed while they travel, and a rank needs
-# at least one head. Models with few heads of keys, and very long sequences, take the ring, or both at once.
+# On four ranks, Ulysses sends less than a third of the bytes. That is so because here are as many heads of keys as of queries.
+# If there are only a fraction g of them, both passes of the ring send 20 g n bytes, and those of Ulysses 3 (1 + g) n: with
+# Llama's g = 1/8 2.5 n and 3.4 n, so the ring sends less. Also, nothing is computed while Ulysses' bytes travel, and a rank
+# needs at least one head. A third way is to gather all keys and values on every rank before the layer: Llama 3 was trained so,
+# as few heads of keys make them small.
 #
 # ### What is kept, and which mean
 
@@ -536,7 +541,7 @@ lab.quiz("12")
 #
 # - Keys and values travel round a ring, their gradients behind them: N - 1 messages, then 2N - 1.
 # - Contiguous slices leave the first ranks idle; zigzag takes 2N quarter blocks in place of 4N - 2.
-# - Ulysses exchanges heads for tokens: fewer bytes, no more ranks than heads.
+# - Ulysses exchanges heads for tokens: fewer bytes if keys have as many heads as queries, and no more ranks than heads.
 # - Divide by all tokens before the backward pass; divide an expert's gradient by N once.
 # - The balance is that of all ranks' choices. Outputs do not show any of these mistakes; gradients do.
 #

@@ -277,8 +277,8 @@ assert many[1] > 2 * many_8[1]
 # the hooks above). Who needs the fewest bytes until the training loss is 0.1? Indices, scales and padding count.
 #
 # Each way has its own best rate, so all are **tuned by one rule**. Of the same five rates, take the one with which most
-# of four *other* seeds reach that loss; where several rates do equally well, take the one with the fewest bytes. Then run
-# eight new seeds.
+# of four *other* seeds reach that loss; where several rates do equally well, take the one with the fewest bytes; where none
+# reaches it, the one with the lowest loss at the end. Then run eight new seeds.
 
 # %%
 # %%px
@@ -382,4 +382,6 @@ lab.quiz("13")
 # - A. Douillard et al.: DiLoCo: distributed low-communication training of language models. arXiv:2311.08105.
 # - A. Douillard et al.: Streaming DiLoCo with overlapping communication. arXiv:2501.18512.
 # - T. Vogels et al.: PowerSGD: practical low-rank gradient compression for distributed optimization. NeurIPS 2019.
+# - F. Seide et al.: 1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
+#   DNNs. Interspeech 2014 (feedback). Y. Lin et al.: Deep gradient compression. ICLR 2018 (top-k).
 # - S. Karimireddy et al.: Error feedback fixes SignSGD and other gradient compression schemes. ICML 2019.

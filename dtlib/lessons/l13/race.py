@@ -174,14 +174,15 @@ def _layers(flat: Tensor) -> list[Tensor]:
 
 
 def raced(name: str) -> Result:
-    """Tuned on OTHER_SEEDS, then run on SEEDS."""
+    """Tuned on OTHER_SEEDS, then run on SEEDS. Where no rate reaches the loss, the rate with the lowest last loss."""
     rates = torch.tensor(RATES).repeat_interleave(len(OTHER_SEEDS))
     kilobytes, losses = run(METHODS[name](), OTHER_SEEDS * len(RATES), rates)
-    tried = []
+    tried, ends = [], []
     for its_losses in losses.split(len(OTHER_SEEDS), dim=1):
         reached = [kb for kb in Result(0, [], kilobytes, its_losses.tolist()).until() if kb < math.inf]
         tried.append((len(reached), sum(reached) / len(reached) if reached else math.inf))
-    rate = RATES[min(range(len(RATES)), key=lambda i: (-tried[i][0], tried[i][1]))]
+        ends.append(its_losses[-1].mean().item())
+    rate = RATES[min(range(len(RATES)), key=lambda i: (-tried[i][0], tried[i][1], ends[i]))]
     return Result(rate, tried, *_reported(METHODS[name](), rate))
 
 

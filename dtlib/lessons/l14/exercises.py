@@ -103,7 +103,7 @@ print("bytes   ", brief.sent(plan))
 from dtlib.lessons.l14 import brief
 from dtlib.planner import Plan
 
-plan = Plan(data=2, pipe=2, zero=1, batch=16, micro_batch=2)
+plan = Plan(pipe=4, batch=16, micro_batch=2)
 print(f"{1000 * brief.predicted(plan, sample=0.02):.0f} ms a step, {brief.held(plan):,} bytes held")
 print("messages", brief.messages(plan))
 print("bytes   ", brief.sent(plan))
@@ -119,7 +119,7 @@ def my_plan():
 # %% tags=["solution"]
 # %%px
 def my_plan():
-    return {"data": 2, "pipe": 2, "zero": 1, "micro_batch": 2}
+    return {"pipe": 4, "micro_batch": 2}
 
 # %%
 lab.check("capstone-race")

@@ -28,7 +28,7 @@ from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 # %% [markdown]
 # ## 1F1B
 #
-# The usual order of level 2 is *1F1B* (D. Narayanan et al.). It begins the backward passes as soon as it can, then
+# The usual order of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021). It begins the backward passes as soon as it can, then
 # does *one forward, one backward* in turn. Rank r of p keeps p - r activations at most, however many micro-batches there
 # are. Beside GPipe:
 
