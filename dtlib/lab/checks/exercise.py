@@ -31,8 +31,9 @@ class Prediction:
     the notebook, and the answer is there when a cell has run that assigns the first of them. Where that was a ``%%px``
     cell, each is the list of what the name is on the ranks. A number is right within the fraction ``tolerance`` of the
     answer, or ``within`` so much of it; a set has answers that are equally right. ``kind`` is the type of a guess, or
-    it is one of ``choices``. ``hint`` is shown beside a wrong guess; a dict has one for each answer. ``of_this_computer``: a speed, for which no solution can be
-    right everywhere, so the build of the notebooks does not insist."""
+    it is one of ``choices``. ``hint`` is shown beside a wrong guess; a dict has one for each answer.
+    ``of_this_computer``: a speed, for which no solution can be right everywhere, so the build of the notebooks does
+    not insist."""
 
     got: Callable
     hint: str | dict = ""
