@@ -66,6 +66,19 @@ def test_there_is_a_quiz_for_each_lesson_and_the_same_topics_before_and_after():
     assert not {q.asks for q in QUIZZES["before"].questions} & {q.asks for q in QUIZZES["after"].questions}
 
 
+@for_each(name=LESSONS)
+def test_the_stored_quiz_is_the_one_of_the_source(name):
+    stored = [
+        "".join(output.get("data", {}).get("text/plain") or output.get("text", ""))
+        for path in (ROOT / "notebooks" / "solutions").glob(f"{name}_*.ipynb")
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
+        if "lab.quiz(" in "".join(cell["source"])
+        for output in cell["outputs"]
+    ]
+    assert len(stored) == 1
+    assert stored[0].split() == QUIZZES[name].text().split(), f"build lecture {name} again: python -m tools.notebooks"
+
+
 def test_neither_letter_nor_length_nor_a_word_gives_an_answer_away():
     letters, longest, shortest, telltale = Counter(), 0, 0, Counter()
     for question in QUESTIONS:
