@@ -59,7 +59,7 @@ def predict(name: str, guess: object) -> None:
         _noted[name] = guess
         report("guess", name=name, guess=guess, compared=False)
         _outcomes[name] = "not compared with any run"
-        print(fold(f"Noted: {guess}. It is compared when the next run brings the figure."))
+        print(fold(f"Noted: {guess}. The next run shows whether you are right."))
         if shell := _shell():
             shell.events.register("post_run_cell", _after_cell)  # which IPython does once only
     else:

@@ -140,12 +140,12 @@ world.comm.time_limit = 30
 
 # %% tags=["statement"]
 # "the others can say which rank they wait for"
-# "and in which line it was last"
+# "and which line it ran last"
 assert found(r"rank \d has finished its cell; its last operation was barrier \(`line \d") == [2, 2]
 
 # %% [markdown]
-# No line of this code is wrong in itself. Each rank notes where it is, so the others can say which rank they wait for,
-# and in which line it was last. (Without Stop the cell ends by itself after ten seconds.)
+# No line of this code is wrong in itself. Each rank notes where it is, so the others can say which rank they wait for, and
+# which line it ran last. (Without Stop the cell ends by itself after ten seconds.)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # Interrupted ranks are out of step. `dtlib.reset()` on **all** ranks gives a clean start. (`%px` with one percent sign

@@ -119,8 +119,8 @@ gpt3 = found(r"GPT-3 +([\d.e+]+)", "parameters")[0]
 assert round(gpt3 / tenfold[0]) == 13 and 1.9 < tenfold[1] / near < 2.1 and tenfold[2] / far > 100
 
 # %% [markdown]
-# The compute leaves its line between 2018 and 2020, and stays far below it. The parameters run ahead of theirs until 2020
-# (GPT-3 lies thirteen times above it). In 2022 PaLM is at half of it; later models lie far below. A straight line on a
+# The compute leaves its line between 2018 and 2020, and stays far below it. Until 2020, models are larger than the line
+# says (GPT-3 lies thirteen times above it). In 2022 PaLM is at half of it; later models lie far below. A straight line on a
 # logarithmic axis fits some years; it is not a law. Since 2020 the data have grown more than the models: 300 billion tokens
 # became 15,600 billion.
 #

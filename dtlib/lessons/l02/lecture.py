@@ -364,10 +364,10 @@ assert found(r"60 s, under 10 s: more than (\d+) times faster, not (\d+)") == [6
 assert 49 / 9.9 < 4.96
 
 # %% [markdown]
-# All three lines show the same contradiction, by a factor of at least 1.2. From about a minute to under ten seconds
-# would be more than six times faster on six GPUs, an efficiency above 100 %: doubt this pair most. If *about a minute*
-# was 49 seconds, then 9.9 seconds and 4.95 times fit: the words *about* and *almost* allow that, the plain figures do
-# not.
+# All three lines show the same contradiction, by a factor of at least 1.2. From about a minute to under ten seconds would
+# be more than six times faster on six GPUs, an efficiency above 100 %: so these two times are the least credible. If *about
+# a minute* was 49 seconds, then 9.9 seconds and 4.95 times fit: the words *about* and *almost* allow that, the plain
+# figures do not.
 #
 # `data/claims.csv` adds a remark: by its maker's list, the type of computer that the article names has one GPU, not
 # six.

@@ -27,8 +27,8 @@ comm = world.comm
 # ## The collectives
 #
 # A *collective* is an operation that all ranks call together, in the same order and with the same shapes. (`send` and
-# `recv` are the other kind: from one rank to another.) Both are methods of a *communicator*, such as `comm`: a group of
-# ranks that exchange messages.
+# `recv` are the other kind: from one rank to another.) Collectives, `send` and `recv` are methods of a *communicator*, such
+# as `comm`: a group of ranks that exchange messages.
 #
 # Some collectives move whole values, often to or from one rank, the *root*. Others move *chunks*: an array is cut into
 # as many equal chunks as there are ranks. Below, rank r begins with the number 10 r, or with the four numbers from 10 r
@@ -119,8 +119,8 @@ from dtlib.comm import algorithms
 lab.read(algorithms.naive_all_reduce, algorithms.tree_reduce)
 
 # %% [markdown]
-# **Predict.** On eight ranks: how many *messages* does the naive way send in all, and how many does the tree send? How
-# many of them come one after the other (*rounds*), where a rank handles one at a time?
+# **Predict.** On eight ranks: how many *messages* does the naive way send in all, and how many does the tree send? How many
+# of them come one after the other (*rounds*), if a rank handles one message at a time?
 
 # %% tags=["stub"]
 lab.predict("naive-and-tree", {
@@ -230,9 +230,9 @@ assert found(r"1000: you predicted \d+, and it came out as ([\d.]+)")[0] < 2 * 1
 assert found(r"6 messages, ([\d,]+) bytes")[0] == 2 * 1_200_000 * 3 / 4
 
 # %% [markdown]
-# No algorithm needs fewer bytes: if the ranks do the adding, N arrays of n bytes become one, and the result goes out
-# again. That is 2 (N-1) n bytes in all, so the busiest rank sends at least 2 (N-1)/N n. But the ring needs many
-# *rounds*: 2 (N-1).
+# No algorithm needs fewer bytes: if the ranks do the adding, N - 1 arrays are sent to be added, and N - 1 results are sent
+# back. That is 2 (N-1) n bytes in all, so the busiest rank sends at least 2 (N-1)/N n. But the ring needs many *rounds*: 2
+# (N-1).
 #
 # ## Recursive doubling
 #
@@ -362,10 +362,10 @@ assert off < 0.4  # Python's own time, and naps of ranks that wait
 assert all(measured["naive"][n] < model["naive"][n] for n in measured["naive"])
 
 # %% [markdown]
-# Two numbers, measured on two ranks, predict three algorithms on four ranks. The naive one is faster than its model:
-# this emulation makes only the *sender* wait, for its bytes. So three ranks may send to rank 0 at once, and its three
-# answers share a latency. A real network card receives one message after the other. **Discuss:** what else do this
-# model and this emulation leave out?
+# Two numbers, measured on two ranks, predict three algorithms on four ranks. The naive one is faster than its model: in
+# this emulation only the *sender* waits, for its bytes. So three ranks may send to rank 0 at once, and its three answers
+# share a latency. A real network card receives one message after the other. **Discuss:** what else do this model and this
+# emulation leave out?
 #
 # `all_reduce` without `algorithm=` chooses by size: doubling up to a limit, the ring above it (on 8, 16, 32, ... ranks
 # Rabenseifner's in between). The number of messages gives the choice away:
@@ -391,7 +391,7 @@ assert count("400,000 bytes: 2 messages .* recursive doubling") == count("800,00
 # If one rank does not arrive, the others wait forever; nothing breaks, nothing is printed. There are
 # three kinds. Here a wait has a short limit, and ends with a sentence (`tells_how_it_ended` prints it).
 #
-# **One: a rank that does not arrive.** Who, according to the sentence, and where was it last?
+# **One: a rank that does not arrive.** Which rank is missing? What did it do last?
 
 # %%
 # %%px
@@ -404,7 +404,7 @@ with tells_how_it_ended():
 comm.time_limit = 30  # as before
 
 # %% tags=["statement"]
-# "Who, according to the sentence, and where was it last?"
+# "Which rank is missing? What did it do last?"
 assert found(r"Waited (\d) s in barrier .*: rank (\d) has finished its cell; its last operation was all_reduce") == [2, 2]
 
 # %% [markdown]

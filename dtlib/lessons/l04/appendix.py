@@ -39,9 +39,9 @@ def fresh_net():
 # %% [markdown]
 # ## Odd batches
 #
-# **Accumulation.** If a batch does not fit into memory, add up the gradients of several backward passes. To average
-# each of them would be a waste: inside `no_sync()` gradients stay on the rank, and the first backward pass after it
-# averages the sums. Each loss is divided by the number of passes, or the sum is as many times too large.
+# **Accumulation.** If a batch does not fit into memory, add up the gradients of several backward passes. To average each of
+# them would be a waste: inside `no_sync()` gradients stay on the rank, and the first backward pass after it averages the
+# sums. Each loss is divided by the number of passes, otherwise the gradient is that many times too large.
 #
 # **Predict.** The net has four parameters, and one bucket takes them all. There are four backward passes, the last one outside
 # `no_sync()`. How many all_reduces?
@@ -71,9 +71,9 @@ if world.rank == 0:
 assert found(r"(\d) backward passes, (\d) all_reduce") == [4, 1]
 
 # %% [markdown]
-# **Uneven batches.** The mean of means is the mean over all images only if the slices are equally large. At the end of
-# an epoch they often are not. Here rank r has r + 1 images. Tell the model the number, and it weights the gradients. (With
-# torch's DDP you multiply the loss yourself, by your images times the ranks over all images.)
+# **Uneven batches.** The mean of means is the mean over all images only if the slices are equally large. At the end of an
+# epoch they often are not. Here rank r has r + 1 images. Tell the model the number, and it weights the gradients. (With
+# torch's DDP you multiply the loss yourself, by (ranks x your images) / (all images).)
 
 # %%
 # %%px

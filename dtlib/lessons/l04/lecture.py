@@ -239,8 +239,8 @@ P = found(r"P = ([\d,]+) bytes")[0]
 assert row("0", under="sent, ring") == [3 * P, 2 * P * 3 / 4] and row("1", under="sent, ring")[0] == P
 
 # %% [markdown]
-# With more ranks the gap grows: the server sends (N-1)P bytes, each rank of the ring 2P(N-1)/N. That is hardly more on
-# a thousand ranks than on ten. By these formulas:
+# With more ranks the gap grows: the server sends (N-1)P bytes, each rank of the ring 2P(N-1)/N. The ring's number hardly
+# grows with N. By these formulas:
 
 # %% tags=["nbval-ignore-output"]
 ranks, P = [2, 4, 8, 16, 64, 256], lab.values("P")[0]
@@ -254,14 +254,14 @@ lab.pictures.lines(
 
 # %% tags=["statement"]
 # "With more ranks the gap grows"
-# "That is hardly more on a thousand ranks than on ten."
+# "The ring's number hardly grows with N."
 ratios = [server / ring for server, ring in (row(f"{n}", "by formula") for n in (2, 4, 8, 16, 64, 256))]
 assert ratios == sorted(ratios) and row("256", "by formula")[1] < 1.15 * row("8", "by formula")[1]
 assert 2 * 999 / 1000 < 1.12 * 2 * 9 / 10
 
 # %% [markdown]
-# If every worker is also the server of one slice of the weights, each rank sends as much as in the ring. But a server
-# can do what an all-reduce cannot: let workers go on with weights that are out of date.
+# Let each worker serve one slice of the weights: then each rank sends as much as in the ring. But a server can do what an
+# all-reduce cannot: let workers go on with weights that are out of date.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Hooks and buckets
@@ -307,9 +307,8 @@ lab.read(plain.DataParallelHooks)
 assert found(r"in order of their gradients: ([\d ]+)") == [2, 2, 0, 0]
 
 # %% [markdown]
-# It says `while`, and not `if`, because autograd may call hooks in another order on another rank, and **all ranks must
-# send in the same order**: a gradient that is early waits for those before it. In the third class neighbours travel
-# together.
+# It says `while`, and not `if`, because autograd may call hooks in another order on another rank, and **all ranks must send
+# in the same order**: an early gradient waits for its turn. In the third class neighbours travel together.
 
 # %%
 lab.read(plain.DataParallelBuckets)
@@ -412,9 +411,9 @@ assert [event.dtype for event in with_hooks.events if event.rank == 0].count("in
 # last do: nothing is left to hide it.
 
 # %% [markdown]
-# Without a thread (upper figure) messages move on only at hooks, and an all-reduce needs several. Where the core itself
-# computes, a thread takes its time, so on the CPU `DataParallel` works without one. (The short bar after the last layer
-# is the plain class's check.)
+# Without a thread (upper figure) messages move on only at hooks, and an all-reduce needs several. On a CPU a thread takes
+# time from the computation, so on the CPU `DataParallel` works without one. (The short bar after the last layer is the
+# plain class's check.)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Horovod: seven changes
@@ -536,9 +535,9 @@ assert operations == ["all_reduce"] * 6
 # training large models; it returns an engine that wraps model, optimizer and data, and with `runtime="torch"` runs on
 # DDP.
 #
-# **Predict.** The config below leaves out `gradient_accumulation_steps`: for how many *micro-batches*, here of 12
-# images, a rank adds up gradients before a step. What must it be, on four ranks? (`spare`: a parameter that no step
-# uses; DDP by default refuses it.)
+# **Predict.** The config below leaves out `gradient_accumulation_steps`: for how many *micro-batches*, here of 12 images, a
+# rank adds up gradients before a step. How many micro-batches does each of four ranks add up? (`spare`: a parameter that no
+# step uses; DDP by default refuses it.)
 
 # %% tags=["stub"]
 lab.predict("accumulation-steps", None)

@@ -62,7 +62,7 @@ lab.table(table, ("ranks", "batch", "steps in 20 epochs"))
 assert row("1", "steps in 20")[1] == 16 * row("16", "steps in 20")[1]
 
 # %% [markdown] tags=["half-day"]
-# Fewer steps make the epoch fast, and they are the problem: fewer steps of the same length do not get as far.
+# Fewer steps save time, but training does not get as far with fewer steps of the same length.
 
 # %% [markdown]
 # ## Ranks or one large batch: the same
@@ -158,8 +158,9 @@ lab.predict("rates-at-256", {"linear": None, "square root": None})
 lab.predict("rates-at-256", {"linear": 0.32, "square root": 0.08})
 
 # %% [markdown] tags=["half-day"]
-# **Gradual warm-up** keeps the linear rule's rate but does not begin with it: at first gradients change quickly, and
-# the "if" does not hold. For five epochs the rate grows from η to k η in a straight line (P. Goyal et al., 2017).
+# **Gradual warm-up** keeps the linear rule's rate but does not begin with it: at first gradients change quickly, and k
+# small steps no longer equal one large step. For five epochs the rate grows from η to k η in a straight line (P. Goyal et
+# al., 2017).
 
 # %%
 # %%px
@@ -191,9 +192,9 @@ large_batches.rates(lab.values("schedules")[0])  # for batch 256
 # %% [markdown]
 # ## Many networks at once
 #
-# The networks are small (64-64-64-10), the data are scikit-learn's digits, and one run proves nothing: we want 32 seeds
-# for each batch and each rule. Networks with the same batch are trained together: every parameter gets one more
-# dimension. They share no parameters, so each gets its own gradient.
+# The networks are small (64-64-64-10), the data are scikit-learn's digits, and one run proves nothing: we want 32 seeds for
+# each batch and each rule. Networks with the same batch are trained together: we stack 32 networks in one tensor. They
+# share no parameters, so each gets its own gradient.
 
 # %%
 from dtlib.workloads import digits
@@ -245,8 +246,8 @@ large_batches.errors(errors, base_batch=16)
 # small dot is one network; the grey band is batch 16.
 #
 # We say that two rules differ if the interval of their *paired* differences does not contain 0. Otherwise they are *not
-# separated*, which does not mean equal. In sixteen such comparisons about one would separate equal rules by chance, so
-# an interval that ends near 0 says little. These sentences are made from the intervals:
+# separated*, which does not mean equal. In sixteen such comparisons about one would look different by chance, so an
+# interval that ends near 0 says little. These sentences are made from the intervals:
 
 # %% tags=["nbval-ignore-output"]
 from dtlib.lessons.l05 import intervals
@@ -390,12 +391,12 @@ assert goyal["constant warm-up"][0] > goyal["no warm-up"][0]
 # point is lost; *constant* warm-up (a small rate, then a jump) is worse than none.
 
 # %% tags=["statement"]
-# "From worst to best, the rules have the same order as for our digits below the elbow: none, square root, linear."
+# "From worst to best: none, square root, linear. Our digits agree up to batch 256."
 errors = [found(f"2a 8192 {rule} +([\\d.]+)", "Goyal")[0] for rule in ("no scaling", "square root", "linear")]
 assert errors == sorted(errors, reverse=True)
 
 # %% [markdown]
-# From worst to best, the rules have the same order as for our digits below the elbow: none, square root, linear.
+# From worst to best: none, square root, linear. Our digits agree up to batch 256.
 #
 # ## The generalisation gap
 #

@@ -72,9 +72,8 @@ lab.predict("gigabytes-a-rank", None)
 lab.predict("gigabytes-a-rank", 120)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# More ranks do not help. **ZeRO** (*zero redundancy optimizer*, S. Rajbhandari et al., 2020) removes what is held N
-# times: stage 1 shares out the optimizer, stage 2 the gradients as well, stage 3 the parameters too. What each rank
-# keeps:
+# More ranks do not help. **ZeRO** (*zero redundancy optimizer*, S. Rajbhandari et al., 2020) removes the N - 1 spare
+# copies: stage 1 shares out the optimizer, stage 2 the gradients as well, stage 3 the parameters too. What each rank keeps:
 
 # %% tags=["two-hours", "half-day"]
 figures.shards(ranks=4)
@@ -87,8 +86,8 @@ assert kept == [[2, 2, 12], [2, 2, 12, 4], [2, 2, 4, 12, 4], [2, 4, 2, 4, 12, 4]
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Stage 1: each rank updates a quarter
 #
-# In data parallelism every rank takes the same optimizer step, on all parameters. Let each rank take it for a quarter
-# of them, and tell the others.
+# In data parallelism every rank takes the same optimizer step, on all parameters. Let each rank update one quarter and send
+# it to the others.
 
 # %% [markdown]
 # The source file begins with the idea:
@@ -223,12 +222,12 @@ if comm.rank == 0:
     print(f"Stage3: {of_stage['Stage3'][1]} all_gathers per step; here: {gathers}")
 
 # %% tags=["statement"]
-# "Fewer bytes sent, more held"
+# "This sends less and holds more"
 stage_3, here = found(r"Stage3: (\d+) all_gathers per step; here: (\d+)")
 assert here < stage_3
 
 # %% [markdown]
-# Fewer bytes sent, more held: FSDP2, which is torch's stage 3, calls it `reshard_after_forward=False`. What our file
+# This sends less and holds more: FSDP2, which is torch's stage 3, calls it `reshard_after_forward=False`. What our file
 # leaves out:
 
 # %%
@@ -271,14 +270,14 @@ if comm.rank == 0:
     display(reports[2].beside(stage=2, scheme="mixed_adam"))
 
 # %% tags=["statement"]
-# "Count and formula agree on every line that the formula has."
+# "Count and formula agree in all lines with a formula."
 lines = {what: row(what, "mixed_adam") for what in ("parameters", "gradients", "master weights", "optimizer states", "padding")}
 assert all(numbers[0] == numbers[-1] for numbers in lines.values())
 assert row("communication", "mixed_adam")[1] < 0.1
 
 # %% [markdown] tags=["half-day"]
-# Count and formula agree on every line that the formula has. *Padding* makes shards equal; Adam has a *step counter*
-# per tensor. *Peak* is the most at any time.
+# Count and formula agree in all lines with a formula. *Padding* makes shards equal; Adam has a *step counter* per tensor.
+# *Peak* is the most at any time.
 
 # %%
 held, sizes = lab.values("lines_of")[0], lab.values("sizes_of")[0]
@@ -446,12 +445,13 @@ units_of_four = [(name, *row(stage, 4)) for stage, name in enumerate(figures.STA
 lab.table(units_of_four, ("4 micro-batches", "bytes sent", "formula", "units"))
 
 # %% tags=["statement"]
-# "So with many micro-batches stage 1 may be faster than stage 2."
+# "So with many micro-batches stage 1 may be faster than stage 2, because it sends gradients once and not four times."
 # "With M micro-batches: 2, M + 1, and 3 M units for stages 1, 2, 3."
 assert [round(row(f"stage {stage}", "4 micro-batches")[-1]) for stage in (1, 2, 3)] == [2, 4 + 1, 3 * 4]
 
 # %% [markdown]
-# So with many micro-batches stage 1 may be faster than stage 2. (12.001: stage 3 pads its shards.)
+# So with many micro-batches stage 1 may be faster than stage 2, because it sends gradients once and not four times.
+# (12.001: stage 3 pads its shards.)
 #
 # ## A step of stage 3, seen
 #
@@ -560,8 +560,8 @@ assert mixed[2] == first[2] and mixed[1] == 2.0 and 1 < again[4] < 4 / 3
 # **Mixed precision does not make model states smaller**: what 16 bits save, the master weights cost. It halves
 # activations and messages. Recomputation costs at most one more forward pass: a third more arithmetic.
 #
-# *ZeRO-Offload* (J. Ren et al., 2021) keeps gradients and all that Adam needs in the host's memory, and takes the step
-# there: 2 bytes per parameter stay on the accelerator. Then 32 GB hold 16 billion parameters.
+# *ZeRO-Offload* (J. Ren et al., 2021) moves gradients and Adam's states to the host's memory, and takes the step there: 2
+# bytes per parameter stay on the accelerator. Then 32 GB hold 16 billion parameters.
 
 # %% tags=["statement"]
 # "Then 32 GB hold 16 billion parameters"
@@ -680,23 +680,22 @@ for runtime in ("dtlib", "torch"):
 assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-5  # float32
 
 # %% tags=["statement"]
-# "The same losses. torch holds less when we look"
+# "The same losses. We look between steps, when FSDP2 holds shards only"
 (ours, held), (theirs, by_torch) = (found(f"{name} +last loss ([\\d.]+), ([\\d,]+) bytes") for name in ("dtlib", "torch"))
 assert ours == theirs and by_torch < held
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# The same losses. torch holds less when we look: like stage 2, FSDP2 keeps parameters whole from the forward to the
-# backward pass, but between steps it keeps shards.
+# The same losses. We look between steps, when FSDP2 holds shards only: like stage 2, it keeps parameters whole from
+# the forward to the backward pass.
 
 # %% [markdown]
 # (torch's stage 1, `ZeroRedundancyOptimizer`, sends three units, not two: an all-reduce, then a broadcast.)
 #
 # ## The way out: FSDP2
 #
-# torch's `fully_shard` sends through our collectives, so its timeline stands below ours. It has the same gathers;
-# in gaps a rank computes. In ours pale boxes are waits, bars below them transfers: three gathers forward, three backward
-# with three reduce_scatters. FSDP2 sends 1 %
-# more: for equal shards, the last layer's ten rows become twelve.
+# torch's `fully_shard` sends through our collectives, so its timeline stands below ours. It has the same gathers; in gaps a
+# rank computes. In the upper figure pale boxes are waits, and hatched bars are messages: three gathers forward, three
+# backward with three reduce_scatters. FSDP2 sends 1 % more: for equal shards, the last layer's ten rows become twelve.
 
 # %%
 # %%px

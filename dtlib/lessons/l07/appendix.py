@@ -261,9 +261,9 @@ last = rows[-1]
 assert all(measured > simulated for *_, simulated, measured in rows)
 
 # %% [markdown]
-# If a message takes longer than the work between two messages, the network is the slowest stage. And even without
-# messages, real ranks are late by a little in every turn. So use formulas to estimate, a simulation with *your* times to
-# choose, and a trace to know.
+# If a message takes longer than the work between two messages, the network is the slowest stage. And even without messages,
+# real ranks start each action slightly late. So use formulas to estimate, a simulation with *your* times to choose, and a
+# trace to know.
 #
 # ## GPipe's table 2
 #
@@ -315,7 +315,7 @@ assert sum(agree) >= 8 > sum(abs(a / b - 1) < 0.1 for a, b in zip(simulated, pub
 # |---|---|---|---|
 # | GPipe (2019), and lesson 07 | once a batch, on all stages | a bubble in each batch | yours |
 # | PipeDream (2019) | after each minibatch, while others are under way | no bubble once full, but several versions of the weights, and other numbers than one process | a planner, from measured times |
-# | HetPipe (2020) | in pipelines as PipeDream's; between them by parameter servers | workers may be a bounded number of *waves* (minibatches that are under way together) apart | GPUs of different kinds form *virtual workers*, each a pipeline |
+# | HetPipe (2020) | in pipelines as PipeDream's; between them by parameter servers | no worker may be more than a few *waves* (minibatches in flight together) ahead of the slowest | GPUs of different kinds form *virtual workers*, each a pipeline |
 # | DAPPLE (2021) | once a batch | 1F1B's bubble | a planner: stages, cuts, and copies of each stage |
 #
 # Pipe-torch (2019) is for clusters in which some links are fast and some slow: there the cuts must mind the links, too.

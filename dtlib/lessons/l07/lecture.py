@@ -82,8 +82,8 @@ for rank, actions in enumerate(schedule):
 print(f"\n{draw(schedule)}")
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# `--` continues a backward pass; `..` is idle time, the *bubble*. Two figures are quoted for it. With p ranks and m
-# micro-batches, GPipe has
+# `--` continues a backward pass; `..` is idle time, the *bubble*. Papers divide it by two different times. With p ranks and
+# m micro-batches, GPipe has
 #
 # - idle time / **makespan** (how long the step takes): (p-1) / (m+p-1);
 # - idle time / **ideal time** (how long it would take if nobody waited): (p-1) / m.
@@ -170,8 +170,8 @@ lab.read(plain)
 lab.read(plain.order)
 
 # %% [markdown]
-# What travels: a header tells the next rank the shape and type of what will arrive. Each receive is started one message
-# ahead:
+# What travels: a header tells the next rank the shape and type of what will arrive. A rank asks for the next message while
+# it works on this one:
 
 # %%
 lab.read(plain.announce, plain.announced, plain.arriving)
@@ -210,7 +210,7 @@ if comm.rank == 3:
 
 # %% [markdown]
 # **Change the order.** With `"1f1b"` a rank does `ranks - 1 - rank` forward passes ahead, and then one forward and one
-# backward pass in turn. (Why, you see below.) In the changed order no rank does any ahead: F0 B0 F1 B1, and so on. The
+# backward pass in turn. (Why, you see below.) In the changed order no rank runs ahead: F0 B0 F1 B1, and so on. The
 # gradients stay the same. **Predict:** what percentage of the time does a rank compute?
 
 # %% tags=["stub"]
@@ -256,7 +256,7 @@ figures.picture({f"{name} (EMULATED)": found for name, found in ran.items()})
 
 # %% tags=["statement"]
 # "The gradients stay the same."
-# "In the changed order no rank does any ahead"
+# "In the changed order no rank runs ahead"
 assert row("nobody ahead (EMULATED)", "nobody ahead")[-4:] == [1, 1, 1, 1]
 
 # %% [markdown]
@@ -522,10 +522,11 @@ explorer.explore()
 # %% [markdown]
 # ## What holds on GPUs, and what does not
 #
-# Also true on GPUs: values, schedules, bubbles for given times, activations in flight, who waits for whom. Not shown
-# here: speed, as stages slept. On GPUs the best m is not the largest, stages are never quite equal, and NCCL,
-# NVIDIA's library for messages between GPUs, sends while kernels run. Use `torch.distributed.pipelining`, Megatron-LM
-# or DeepSpeed there.
+# Also true on GPUs: values, schedules, activations in flight, which rank waits for which, and the bubble, if you put in your
+# own times.
+# Not shown here: speed, as stages slept. On GPUs the best m is not the largest, stages are never quite equal, and NCCL,
+# NVIDIA's library for messages between GPUs, sends while kernels run. Use `torch.distributed.pipelining`, Megatron-LM or
+# DeepSpeed there.
 #
 # **Discuss.** You have two machines with eight GPUs each, a slow network between them, and a model that does not fit
 # on one GPU. Where do you cut, and why there?

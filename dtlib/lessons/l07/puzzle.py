@@ -116,9 +116,9 @@ assert found(r"peak activations (\d), (\d), (\d), (\d)") == [4, 3, 2, 1]
 # %% [markdown]
 # ## Level 3: at most 3 activations
 #
-# On rank 0 an activation is kept from F0 until B0 is over: that takes four F and four B, 12 in all. Three activations
-# do not give a rank enough work for that time. How little time can you lose? (Capping 1F1B at 3, nothing else changed,
-# takes 48. Par is 39.)
+# On rank 0 an activation is kept from F0 until B0 is over: that takes four F and four B, 12 in all. Three activations do
+# not give a rank enough work for that time. How little time can you lose? (1F1B with at most 3 activations takes 48. Par is
+# 39.)
 
 # %% tags=["stub"]
 puzzle_3 = """
@@ -141,7 +141,7 @@ lab.check("schedule-puzzle-3")
 
 # %% tags=["statement"]
 # "No formula from a paper gives 39."
-# "Capping 1F1B at 3, nothing else changed, takes 48. Par is 39."
+# "1F1B with at most 3 activations takes 48. Par is 39."
 from dtlib.schedule import parse, simulate
 
 assert found(r"Makespan (\d+), par (\d+); bubble \d+%; (\d+) activations") == [39, 39, 3]

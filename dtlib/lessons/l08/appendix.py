@@ -248,8 +248,8 @@ assert count(r"cannot capture") == 2 and found(r"in 'line (\d): if x.mean") == [
 # | captured in each step | `tf.function`, once for each shape | `jax.jit`, once for each shape |
 # | an `if` on a value: refused | rewritten into the graph by AutoGraph | refused: use `jnp.where` or `lax.cond` |
 #
-# torch goes between: `torch.compile` captures what it can. At such an `if` it ends the graph, lets Python decide, and begins
-# another one.
+# PyTorch takes a middle way: `torch.compile` captures what it can. At such an `if` it ends the graph, lets Python decide,
+# and begins another one.
 #
 # **Discuss.** Where else, outside of these libraries, is something captured once and then run again and again?
 

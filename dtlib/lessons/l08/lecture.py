@@ -386,8 +386,8 @@ for event in trace.events:
         print(f"{event.what}: {event.bytes:,} bytes sent")
 
 # %% [markdown]
-# Three numbers for each of 192 tokens: the largest logit, the sum of exponentials, the target's logit. Whole logits
-# would be 50; real vocabularies have 100,000 words. (Four more count the ranks' words.)
+# Three numbers for each of 192 tokens: the largest logit, the sum of exponentials, the target's logit. Whole logits would
+# be 50; real vocabularies have 100,000 words. (Four more numbers say how many words each rank has.)
 #
 # ## Sequence parallelism
 #

@@ -133,8 +133,8 @@ seconds = {(what, form): found(f"{what} as {form}: ([\\d.]+) s")[0] for what in 
 assert seconds["pictures", "shards"] < seconds["pictures", "files"] and seconds["rows", "parquet"] < seconds["rows", "shards"]
 
 # %% [markdown] tags=["solution"]
-# Pictures: any format that packs them, as opening 1.2 million files alone takes 600 s. Rows: Parquet, which alone leaves
-# the columns unread that nobody needs.
+# Pictures: any format that packs them, as opening 1.2 million files alone takes 600 s. Rows: Parquet, as only Parquet
+# can skip columns.
 
 # %% [markdown]
 # ## Build: resume in the middle of an epoch

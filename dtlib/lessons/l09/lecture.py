@@ -90,8 +90,8 @@ assert round(row("dlrm", "MLPerf")[-1], 1) == 7.0 and round(761 * 16_384 / 0.000
 # ## From raw files to binary
 #
 # The usual first advice on input: decode *once*, before training. A raw sample here is an image (JPEG), an annotation
-# (JSON) and a text. A record holds the same as arrays, and always has the same length. Decoded
-# once, it has only to be copied in each epoch (and read: files follow below).
+# (JSON) and a text. A record holds the same as arrays, and always has the same length. Each epoch then only reads
+# and copies it.
 
 # %%
 print(preprocessing.RECORD, preprocessing.RECORD.itemsize, "bytes")
@@ -126,10 +126,9 @@ assert binary > raw
 # ## One set of samples, four formats
 #
 # The formats are *one file per sample*; *shards*, files with many records each; *tar*, the same in the archives that
-# webdataset reads; and *Parquet*, which stores columns. A reader is a torch data set that finds a sample by its
-# number. In a shard all records are equally long: number times length (`stride`) is the place of a record, and
-# `_read_into` reads it. (`_check` makes sure, once a file, that no record has another length: all behind it would be
-# read at the wrong place.)
+# webdataset reads; and *Parquet*, which stores columns. A reader is a torch data set that finds a sample by its number. In
+# a shard all records are equally long: number times length (`stride`) is the place of a record, and `_read_into` reads it.
+# (`_check` checks each file once: if one record had another length, all later ones would be read wrongly.)
 
 # %%
 lab.read(readers.RawReader._stride, readers.RawReader._read_into)
@@ -163,12 +162,12 @@ headers = ("format", "opens", "reads", "bytes", "reads that jump")
 lab.table(rows, headers)
 
 # %% tags=["statement"]
-# "With one file per sample, reads never jump in a file: here the randomness is in the opens."
+# "With one file per sample, reads never jump in a file: the random order shows in which file is opened."
 assert row("files", "reads that jump")[-1] == 0 and row("files", "reads that jump")[0] == 1920
 
 # %% [markdown]
-# With one file per sample, reads never jump *in* a file: here the randomness is in the opens. On a cluster's file
-# system an open is a request to a *metadata server*, which all users share. On Lustre, a common one, a shard can also
+# With one file per sample, reads never jump *in* a file: the random order shows in which file is opened. On a cluster's
+# file system an open is a request to a *metadata server*, which all users share. On Lustre, a common one, a shard can also
 # be striped over several disks; a small file gains nothing from that.
 
 # %% [markdown] tags=["half-day"]
@@ -255,15 +254,14 @@ none, two = row("shards  no worker", "large samples"), row("shards  2 workers", 
 assert two[0] > none[0] + 5
 
 # %% tags=["statement"]
-# "Small ones in files of their own gain as well"
+# "Small samples, one in each file, gain too"
 none, two = row("files   no worker", "small samples"), row("files   2 workers", "small samples")
 assert two[0] > none[0] + 5
 
 # %% [markdown]
-# Without workers the accelerator waits for every read. Large samples take long to read, so workers can hide much.
-# Small ones in files of their own gain as well: there workers hide the opens. Small ones in shards are read so quickly
-# that a message from a worker costs about as much; where cores are few, workers can even hurt. **How many workers?
-# Measure.**
+# Without workers the accelerator waits for every read. Large samples take long to read, so workers can hide much. Small
+# samples, one in each file, gain too: there workers hide the opens. Small ones in shards are read so quickly that a message
+# from a worker costs about as much; where cores are few, workers can even hurt. **How many workers? Measure.**
 
 # %% [markdown] tags=["half-day"]
 # ## A faster accelerator starves
@@ -426,8 +424,8 @@ lab.table(rows, ("ranks that read", "ms a batch", "AU on paper", "AU measured"))
 assert max(au.values()) < 1
 
 # %% [markdown]
-# No measured rank reaches 100 %, not even one that reads alone. So buy storage by a measurement with as many readers as
-# you will have.
+# No measured rank reaches 100 %, not even one that reads alone. So before buying, measure with as many readers as you will
+# have.
 #
 # **Discuss.** Why do ranks wait although a batch is read in time on paper? How would you find out what sixteen ranks
 # do?

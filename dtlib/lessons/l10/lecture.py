@@ -232,8 +232,8 @@ lab.table([(name, f"{1e3 * one:.2f}") for name, one in medians.items()], ("", "m
 # can also copy words of the article. It is already trained on most of them. We train it further on one library that it
 # has not seen, for two minutes at most.
 #
-# So small a model is good for the whole way of a real one (tokens, a start from a checkpoint, beam search, a measure), in
-# the minutes of a lesson. It is not good enough to read instead of the article.
+# Though small, it goes through every step of a real one (tokens, a start from a checkpoint, beam search, a measure), in the
+# minutes of a lesson. It is not good enough to read instead of the article.
 #
 # ROUGE-L, from 0 to 1, measures the longest common subsequence of words with the reference. The *lead*, the article's
 # first sentence, is what every model must beat.

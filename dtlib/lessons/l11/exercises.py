@@ -20,8 +20,7 @@ world = dtlib.init()
 # ## Predict
 #
 # - 5 % of a program's time is serial. How many times as fast can it become, with as many ranks as you like?
-# - 512 GPUs run at 90 % efficiency for an hour. In how many minutes would one GPU alone do what each of them does in
-#   that hour?
+# - 512 GPUs run at 90 % efficiency for an hour. How many minutes would one GPU alone need for one GPU's share of that hour?
 #
 # Replace each `None`.
 

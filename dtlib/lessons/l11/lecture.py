@@ -192,8 +192,8 @@ models = {n: row(f"{n:,}", "A tenth is serial")[-1] for n in (64, 1024)}
 assert 0.85 < 0.1 * models[64] < 0.9 and models[1024] < 10  # the serial tenth, over the time on 64 ranks
 
 # %% [markdown]
-# Filled marks were measured. Marks above the line break no law: the run on one rank, by which all are divided, has
-# overhead too. On 64 ranks all others wait for rank 0 nearly nine tenths of the time.
+# Filled marks were measured. Marks above the line break no law: we divide by the time on one rank, which contains overhead
+# too. On 64 ranks all others wait for rank 0 nearly nine tenths of the time.
 #
 # Clusters are worth it because people run larger jobs on them (J. L. Gustafson, 1988): the
 # serial tenth takes as long as before, while the rest grows. That is weak scaling, and training does it: more GPUs,
@@ -223,9 +223,9 @@ assert few[0] == many[0] == 93 and many[1] == 0 < few[1] and 2 * 4095 / 4096 < 1
 assert 100 > row("8", "A step of data")[1] > 50 > row("16", "A step of data")[1]  # 0.2 s / 8 are 25 ms, the all-reduce 14
 
 # %% [markdown]
-# Strong scaling ends where a rank's computing is as short as the all-reduce, which gets no shorter. Weak scaling
-# hardly ends: a rank sends little more with 4,096 ranks than with 8, and the fastest algorithm has few rounds. Nobody
-# is late here: real curves lie below.
+# Strong scaling ends where a rank's computing is as short as the all-reduce, which gets no shorter. Weak scaling hardly
+# ends: a rank sends little more with 4,096 ranks than with 8, and the fastest algorithm has few rounds. The model has no
+# slow ranks; real curves are lower.
 #
 # **Discuss.** Overlap ([04](04_data_parallel.ipynb)) hides communication behind computing. Which of the two curves does
 # it help more, and up to which number of ranks?
@@ -342,7 +342,8 @@ assert ring < 1.05 * halving
 # At 4 MB on 1,024 ranks the ring pays 2,046 latencies, and takes 25 times as long as Rabenseifner's. At 4 GB the two
 # hardly differ. So a library chooses: dtlib in `dtlib/comm/selection.py`, NVIDIA's NCCL between ring and tree.
 #
-# Links inside a machine are faster: one often reduces there first, then between machines with one rank each.
+# Links inside a machine are faster: libraries often reduce inside each machine first, then between machines with one rank
+# each.
 #
 # ## Two hosts, measured
 #
@@ -401,13 +402,13 @@ assert some < few < many
 # 7. Compare one step on 1 node and on 2. Below 80 % efficiency? More nodes will not fix it.
 # 8. Ask for as many cores as ranks and their data loaders need; ranks' threads must not compete (`OMP_NUM_THREADS`).
 # 9. Look at the queue (`squeue --me`, `qstat -u $USER`); end what went wrong (`scancel`, `qdel`).
-# 10. Let nothing listen beyond its machine without need, and keep your keys private: `dtlib doctor` says who can be
-#     reached.
+# 10. Open no port to other machines unless you must, and keep your keys private: `dtlib doctor` says who can be reached.
 
 # %% [markdown]
 # ## Which cut, when?
 #
-# The cuts of lessons 04 to 08 and 12. At a yes go right; if that is not enough, down. `dtlib plan` computes it.
+# The cuts of lessons 04 to 08 and 12. If yes, take the box on the right. Not enough? Ask the next question. `dtlib plan`
+# computes it.
 
 # %%
 lab.chart()

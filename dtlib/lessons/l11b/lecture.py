@@ -63,7 +63,7 @@ lab.read(restart.train_and_save)
 
 # %% [markdown]
 # This way works for every strategy, and on any number of ranks: `dtlib.checkpoint` saves shards under their parameters'
-# full names. Most of its time is the start of four processes that import torch. On a cluster you also wait in the queue.
+# full names. Most of this time starts four processes that import torch. On a cluster you also wait in the queue.
 #
 # ## Two: shrink and go on
 #
@@ -194,7 +194,7 @@ if world.rank == 0:
 # | fault | who notices | what happens |
 # |---|---|---|
 # | a rank is killed, or crashes | mpiexec; with ULFM whoever talks with it | as above |
-# | an error on one rank | a journal, which has its last words | all end with that sentence; a commit is tried once more |
+# | an error on one rank | a journal, which has its last words | all end with that sentence; with commits, the step is tried again |
 # | NaN on one rank | a flag that travels with the gradients | all ranks raise the same, before any parameter changes |
 # | a straggler, a slow rank | the seconds of each rank, which travel too | a sentence; training goes on, at its pace |
 # | a rank is stopped (SIGSTOP) | nobody in MPI: it counts as alive | a sentence from outside; killed, it counts as dead |
@@ -237,11 +237,11 @@ assert count("is stopped, by SIGSTOP") == 1 and count("rank 1 has not arrived") 
 # |---|---|---|---|
 # | checkpoint | a disk that all see | steps since it, and the start of the job | a save now and then |
 # | commit in memory | ULFM or the like; whole copies | steps since the commit | a copy of the model per commit |
-# | shrink | the same, and steps that are whole | the step under way | nothing |
+# | shrink | ULFM, whole copies, and all-or-nothing steps | the step under way | nothing |
 #
 # How often does one save? If a save takes C and something fails every M: every √(2 C M) (J. W. Young, 1974). Large
-# trainings use the first, with copies of shards in a neighbour's memory, and spare nodes instead of shrinking.
-# torchrun's `--max-restarts` is our `supervise`; Elastic Horovod is our commit; ULFM is what MPI offers.
+# trainings use checkpoints, with copies of shards in a neighbour's memory, and spare nodes instead of shrinking. torchrun's
+# `--max-restarts` is our `supervise`; Elastic Horovod is our commit; ULFM is what MPI offers.
 
 # %% [markdown]
 # ## Quiz

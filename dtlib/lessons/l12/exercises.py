@@ -43,9 +43,10 @@ lab.predict("rows-that-leave", 1750)
 # %% [markdown]
 # ## Fix: a softmax in blocks
 #
-# Attention of this rank's queries, one block of keys after the other (the *online softmax*). `top` is the largest score so far, `total` the sum of
-# exp(score - top), and `out` the sum of exp(score - top) times the values; in the end `out / total[:, None]` is the average.
-# At first `top` is -inf, and the others are zero. `scores` has a row a query. Sometimes it is right. Fix it.
+# Attention of this rank's queries, one block of keys after the other (the *online softmax*). `top` is the largest score so
+# far, `total` the sum of exp(score - top), and `out` the sum of exp(score - top) times the values; in the end `out /
+# total[:, None]` is the average. At first `top` is -inf, and the others are zero. `scores` has one row per query. The code
+# is right for some inputs only. Fix it.
 
 # %% tags=["stub"]
 # %%px

@@ -51,8 +51,8 @@ def equal(a, b):
 # token, and do not notice. Attention does: a query looks at the keys of all tokens before it, and out = Σ exp(score)
 # · value / Σ exp(score). How does a query see keys that other ranks have?
 #
-# For one block of keys, attention gives an average of values; the logarithm of its denominator is the *log-sum-exp*. In a
-# merged average each block counts in proportion to its denominator. That is enough to merge two blocks. Here are eight
+# Attention over one block of keys is a weighted average of values; the logarithm of its denominator is the *log-sum-exp*.
+# In a merged average each block counts in proportion to its denominator. That is enough to merge two blocks. Here are eight
 # keys, in blocks of five and three:
 
 # %%
@@ -73,9 +73,9 @@ print("merged, and all at once: " + ("equal to 1e-12" if apart < 1e-12 else "not
 assert count("all at once: equal to 1e-12") == 1
 
 # %% [markdown]
-# So keys and values travel round a ring, as gradients do in lesson 03. In step s, rank r has those of rank r - s (modulo N),
-# and merges what they add into its result. Attention is *causal*: no query looks at later tokens. So a block of keys that
-# are all later is no work.
+# So keys and values travel round a ring, as gradients do in lesson 03. In step s, rank r has those of rank r - s (modulo
+# N), and merges what they add into its result. Attention is *causal*: no query looks at later tokens. So a block whose keys
+# are all later costs nothing.
 #
 # **Predict.** Four ranks with contiguous slices. Which ranks have nothing to do in step 2? Write a list.
 
@@ -299,7 +299,7 @@ assert row("mean of the ranks' means", "gradient off by")[0] > 1 and row("mean_o
 
 # %% [markdown]
 # The sum over all tokens has to be divided *before* the backward pass. A key's gradient already adds up parts of all ranks'
-# losses: afterwards no weight can separate them.
+# losses: after that, no weight can correct one rank's part.
 #
 # ## Second half: experts
 #

@@ -202,9 +202,9 @@ assert top[0] > 10 * bits[0] > 0 and bits[0] == bits[1]
 
 # %% [markdown]
 # What top-k has sent is far off; with what it keeps, the sum is exact. What 8 bits have sent is much nearer, but their
-# errors stay. A rank could keep its own rounding. The mean is rounded once more, by the rank that has this part; it
-# would have to keep that error as well. Ours keeps neither. PowerSGD keeps what it leaves out, as top-k does. It leaves
-# nothing out where the *averaged* gradient, a matrix, has no higher rank than P has columns.
+# errors stay. A rank could keep its own rounding. Each rank rounds the mean of its part again, and would have to keep that
+# second error too. Ours keeps neither. PowerSGD keeps what it leaves out, as top-k does. It leaves nothing out where the
+# *averaged* gradient, a matrix, has rank at most the number of P's columns.
 #
 # ## Do 8 bits pay?
 #
@@ -344,15 +344,14 @@ lab.table(rows, ("loss of", "rate", "ratio", "interval"))
 
 # %% tags=["claim"]
 # "The order of the two is reversed as the rate grows: an order at *one* rate says nothing."
-# "ranks that were averaged once are a few percent behind DDP, for 240 times fewer bytes."
+# "ranks that were averaged once are a few percent behind DDP, with 1/240 of the bytes."
 ends = [[float(end) for end in found.split(" to ")] for *_, found in rows]
 assert ends[0][1] < 1 < ends[2][0] and 1 < ends[3][0] < ends[3][1] < 1.2
 
 # %% [markdown]
 # The order of the two is reversed as the rate grows: an order at *one* rate says nothing. And at a low rate, ranks that
-# were averaged once are a few percent behind DDP, for 240 times fewer bytes. A task that hardly needs the messages
-# flatters a method that sends none. Digits at a low rate are such a task. What holds for larger models has to be shown
-# with them:
+# were averaged once are a few percent behind DDP, with 1/240 of the bytes. A task that hardly needs the messages flatters a
+# method that sends none. Digits at a low rate are such a task. What holds for larger models has to be shown with them:
 #
 # - DiLoCo (A. Douillard et al., 2023): on eight workers as good as synchronous training, with 500 times less
 #   communication, on C4.

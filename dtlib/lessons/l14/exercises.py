@@ -85,8 +85,9 @@ lab.check("choose-build")
 # ## The race: the fastest plan
 #
 # Write `my_plan()`, which returns the fields of your `Plan` for the task of the lecture: four ranks, 16 samples, 6,000,000
-# bytes. The check trains three steps with it, counts what ranks hold and send, and gives the seconds of a step by the formula
-# of the lecture, for cores of its own with 20 ms a sample. Par is the lecture's `pipe 4`. `lab.scores()` keeps your best.
+# bytes. The check trains three steps with it, counts what ranks hold and send, and gives the seconds of a step by the
+# formula of the lecture, as if each rank had its own core, with 20 ms per sample. Par is the lecture's `pipe 4`.
+# `lab.scores()` keeps your best.
 #
 # Try plans here, as often as you like:
 
