@@ -115,7 +115,7 @@ def test_a_guess_is_compared_below_the_cell_that_brings_the_figure(shell, capsys
     monkeypatch.setattr(import_module("dtlib.lab.engines.names"), "values", lambda name: {"found": [1, 1, 1]}[name])
     said = lambda: capsys.readouterr().out  # noqa: E731
     shell.run("predict('count', 5)")
-    assert said() == "Noted: 5. It is compared when the next run brings the figure.\n"
+    assert said() == "Noted: 5. The next run shows whether you are right.\n"
     with pytest.raises(DtlibError, match="count: not compared with any run"):
         all_right()
     shell.run("%%px\ndef f():\n    found = [1]\nprint(found)")  # another's name, and a use of it
