@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 from dtlib.errors import DtlibError, number
 from dtlib.storage.files import MOST_PROCESSES
 from dtlib.storage.order import order, slice_of_rank
-from dtlib.storage.slots import HandedOver, Slots
+
+SHARED = 2**20  # bytes of a batch from which on a copy through a pipe costs more than fresh shared memory
 
 
 @runtime_checkable
@@ -171,14 +172,11 @@ class Loader:
         """(batch, what was skipped) for each step, or the error; by workers, by a thread, or when asked for."""
         source = _Batches(self.reader)
         if self.workers:
-            # One slot for each batch that is read ahead, one for the loop's, and one for that which it gets next.
-            ahead, sample_bytes = self.workers * self.prefetch, getattr(self.reader, "sample_bytes", 0)
-            slots = Slots(ahead + 2, self.batch_size, sample_bytes)
             read_by_workers = DataLoader(
-                HandedOver(source, slots), batch_size=None, sampler=_Sampler(slots.with_slots(steps), count),
-                num_workers=self.workers, prefetch_factor=self.prefetch, collate_fn=_as_it_is,
+                source, batch_size=None, sampler=_Sampler(steps, count), num_workers=self.workers,
+                prefetch_factor=self.prefetch, collate_fn=_packed,
             )  # fmt: skip
-            return map(slots.take, _of_living(read_by_workers))
+            return map(_unpacked, _of_living(read_by_workers))
         return _in_thread(source.__getitem__, steps, self.prefetch)
 
 
@@ -211,8 +209,15 @@ class _Sampler:
         return self._count
 
 
-def _as_it_is(batch):
-    return batch
+def _packed(got):
+    """In a worker: a small batch goes through the pipe, a large one by memory that torch shares."""
+    if isinstance(got, DtlibError) or sum(x.nbytes for x in got[0].values()) >= SHARED:
+        return got
+    return {name: x.numpy() for name, x in got[0].items()}, got[1]
+
+
+def _unpacked(got):
+    return got if isinstance(got, DtlibError) else ({name: torch.as_tensor(x) for name, x in got[0].items()}, got[1])
 
 
 def _of_living(workers):
