@@ -88,7 +88,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     fresh = commands.add_parser("fresh", help="give the notebooks of a lesson anew, and keep yours beside them")
     fresh.add_argument("lesson", help="its number, such as 04, or the name of one notebook")
 
-    tour = commands.add_parser("tour", help="run the core of lessons 00 to 08 on MPI engines and print a table")
+    tour = commands.add_parser("tour", help="solve exercises of lessons 00 to 08 on MPI engines and print a table")
     tour.add_number("--ranks", "engines to start (default: 2)", 2, **some)
     tour.add_argument(
         "--profile", help="folder of an ipyparallel profile (default: a copy of the one for this machine)"
@@ -126,7 +126,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     plan.add_argument("--fixed", default="", help="parts of the plan that are given: zero=3,recompute=full")
     plan.add_number("--best", "how many plans to show (default: 10)", 10)
     plan.add_number("--tokens", "of the whole training: say days, too", most=10**18, whole=False)
-    plan.add_argument("--write", metavar="FILE", action="append", help="as x.dtlib.json or x.deepspeed.json")
+    plan.add_argument("--write", metavar="FILE", action="append", help="the fastest plan, as a config of dtlib train")
     plan.add_argument("--json", action="store_true", help="print the best plans as JSON")
     plan.add_argument("--measure", action="store_true", help="calibrate on four ranks; say how far off that is")
 

@@ -3,15 +3,13 @@
 import json
 import os
 import re
-import subprocess
 from dataclasses import replace
 
 import pytest
 
 from dtlib.cli import main
-from dtlib.planner import DEVICES, MODELS, Plan, PlanError, configs, estimate
+from dtlib.planner import DEVICES, MODELS, Plan, PlanError, configs, estimate, report
 from dtlib.planner.command import asked, fixed_of, model_of
-from tests.test_deepspeed import ENVIRONMENT, python_with_deepspeed
 
 LLAMA = MODELS["llama3-8b"]
 
@@ -20,7 +18,7 @@ def test_a_table_a_map_and_the_best_in_full(capsys):
     assert main(["plan", "llama3-8b", "--gpus", "16", "--batch", "256", "--seq", "4096", "--tokens", "1e12"]) == 0
     said = capsys.readouterr().out
     for words in (
-        "Nine of ten steps are expected", "\n~: nothing like it was measured, and its bounds are a guess.", "tokens/s",
+        "Nine of ten steps are expected", "\n~: nothing like it was measured", "tokens/s",
         "tensor 1", "pipe 2", "memory", "sent a rank, a step", "days", "GiB",
     ):  # fmt: skip
         assert words in said, words
@@ -35,14 +33,16 @@ def test_a_table_a_map_and_the_best_in_full(capsys):
         ("llama3-8b --seq 4096 --fixed zero=1,pipe=4", "pipe 4 is outside of what was measured (1 to 1)."),
     ),
 )
-def test_where_the_planner_was_far_off_it_gives_one_digit_and_says_why(line, says, capsys):
+def test_where_nothing_was_measured_it_gives_two_digits_and_says_why(line, says, capsys):
     """Beyond 8,192 tokens, and for pipelines on H100: docs/planner.md."""
     assert main(f"plan {line} --gpus 16 --batch 256 --tokens 1e12".split()) == 0
     said = capsys.readouterr().out
-    assert says in said and "about" in said and "Nine of ten" not in said
-    row = r"^(?:data|tensor|pipe) \d+ .* (~[\d.]+) +[\d.]+ +[\d.]+ +(~[\d,]+) k +(~\d+)% +[\d.]+ *$"
+    assert says in said and "about" in said and "nothing was fitted" in said
+    row = r"^(?:1=|\d+) +(?:data|tensor|pipe|context) \d+ .* (~[\d.]+) +[\d.]+ +[\d.]+ +(~[\d,]+) k +(~\d+)% +[\d.]+ *$"
     rows = re.findall(row, said, re.MULTILINE)
-    assert rows and all(len(value.strip("~0.,").replace(",", "")) == 1 for row in rows for value in row), said
+    assert rows and all(
+        len(value.strip("~0.,").replace(",", "").replace(".", "")) <= 2 for row in rows for value in row
+    )
 
 
 def test_as_json(capsys):
@@ -61,14 +61,14 @@ def test_as_json(capsys):
         ("plan gpt5", "There is no model 'gpt5': give one of"),
         ("plan llama3-8b --device tpu", "There is no device 'tpu': choose one of"),
         ("plan llama3-8b --gpus 0", "--gpus is 0: give a whole number from 1"),
-        ("plan llama3-8b --fixed zero=9", "No mesh of 8 GPUs divides"),
+        ("plan llama3-8b --fixed zero=9", "zero is 9: choose one of 0, 1, 2, 3"),
+        ("plan llama3-8b --fixed recompute=half", "recompute is 'half': choose one of"),
         ("plan llama3-8b --fixed zeros=1", "'zeros=1' is nothing of a plan"),
         ("plan llama3-8b --fixed zero=x", "zero is 'x': give a whole number"),
         ("plan layers=2,hidden=64", "heads, vocab, seq is missing"),
         ("plan layers=2,hidden=64,heads=3,vocab=9,seq=8", "hidden is 64, and 3 heads"),
-        ("plan llama3-8b --write x.json", "does not say whose config it is"),
-        ("plan llama3-8b --write no/where/x.deepspeed.json", "cannot be written"),
-        ("plan llama3-405b --gpus 8 --write x.dtlib.json", "Nothing fits"),
+        ("plan llama3-8b --write no/where/x.json", "cannot be written"),
+        ("plan llama3-405b --gpus 8 --write x.json", "Nothing fits"),
         ("plan llama3-8b --gpus 1e9", "gpus is 1000000000: give a whole number from 1 to 1,000,000"),
         ("plan llama3-8b --seq 1e308", "--seq is 1e+308"),
         (f"plan llama3-8b --batch {'9' * 400}", "batch is 9999"),
@@ -97,7 +97,7 @@ def test_what_cannot_be_ends_with_one_sentence(line, says, capsys, tmp_path, mon
 
 
 def test_json_and_files_at_once(tmp_path, capsys):
-    sizes, file = "layers=2,hidden=64,heads=4,vocab=256,seq=8", tmp_path / "x.deepspeed.json"
+    sizes, file = "layers=2,hidden=64,heads=4,vocab=256,seq=8", tmp_path / "x.json"
     assert main(["plan", sizes, "--gpus=1", "--batch=1", "--json", f"--write={file}"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out) and json.loads(file.read_text()) and str(file) in said.err
@@ -166,10 +166,6 @@ def test_what_others_cannot_do_is_refused():
         configs.for_dtlib(LLAMA, replace(plan, tensor=1, context=2))
     with pytest.raises(PlanError, match="dtlib train's pipelines take ZeRO stage 0, 1 or 2, not 3"):
         configs.for_dtlib(LLAMA, replace(plan, tensor=1, zero=3))
-    with pytest.raises(PlanError, match="DeepSpeed's config has no context axis"):
-        configs.for_deepspeed(LLAMA, replace(plan, context=2))
-    with pytest.raises(PlanError, match="DeepSpeed's pipelines take ZeRO stage 0 or 1, not 3"):
-        configs.for_deepspeed(LLAMA, replace(plan, zero=3))
 
 
 def test_our_own_config_is_one_that_initialize_reads():
@@ -183,44 +179,11 @@ def test_our_own_config_is_one_that_initialize_reads():
     assert (pipeline.stages, pipeline.schedule, pipeline.activation_checkpoint_interval) == (2, "1f1b", 1)
 
 
-DEEPSPEED = """
-import sys
-import deepspeed.runtime.config as parser
-parser.dist.get_rank, parser.dist.is_initialized = (lambda *_: 0), (lambda: True)
-for file in sys.argv[1:]:
-    ways = int(file.split(".")[-2])
-    parser.dist.get_world_size = lambda *_: ways
-    made = parser.DeepSpeedConfig(file)
-    print("read", made.train_batch_size, made.zero_optimization_stage, made.gradient_accumulation_steps)
-"""
-
-
-def parsed(python, program, files) -> list[str]:
-    """What a parser of others says of each file."""
-    command, environment = [python, "-W", "ignore", "-c", program, *files], {**os.environ, **ENVIRONMENT}
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=files[0].parent)
-    lines = re.findall(r"^read (.*)$", said.stdout, re.MULTILINE)
-    assert len(lines) == len(files), said.stderr[-2000:]
-    return lines
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_deepspeeds_own_parser_accepts_it(tmp_path):
-    plans = [Plan(data=8, zero=stage, batch=64, micro_batch=2) for stage in range(4)]
-    plans.append(Plan(data=4, pipe=2, zero=1, batch=64, micro_batch=2, recompute="full"))
-    files = [tmp_path / f"{number}.{plan.data}.json" for number, plan in enumerate(plans)]
-    for file, plan in zip(files, plans, strict=True):
-        file.write_text(json.dumps(configs.for_deepspeed(LLAMA, plan)))
-    found = parsed(python_with_deepspeed(), DEEPSPEED, files)
-    assert found == [f"64 {plan.zero} {plan.micro_batches}" for plan in plans]
-
-
 def test_what_is_written_is_what_was_planned(tmp_path, capsys):
-    files = [tmp_path / "x.deepspeed.json", tmp_path / "x.dtlib.json"]
+    file = tmp_path / "x.json"
     line = ["plan", "llama3-8b", "--gpus", "16", "--batch", "256", "--seq", "4096"]
-    assert main([*line, *(f"--write={file}" for file in files)]) == 0
-    assert json.loads(files[0].read_text())["train_batch_size"] == 256
+    assert main([*line, f"--write={file}"]) == 0
+    assert json.loads(file.read_text())["train_batch_size"] == 256
     assert "for dtlib" in capsys.readouterr().out
     assert estimate(LLAMA, Plan(data=8, batch=8, micro_batch=1), DEVICES["h100"]).plan.gpus == 8
 
@@ -264,3 +227,13 @@ def test_the_chart_is_drawn_and_its_page_is_that_of_today():
     page = decision_chart.PAGE.read_text()
     assert drawn.alt in page and all(branch[3] in page for branch in BRANCHES)
     assert len(BRANCHES) == 8 and "8 questions" in drawn.alt and "lesson 06" in str(drawn)
+
+
+def test_plans_whose_bands_overlap_tie():
+    best, tried = asked("llama3-8b", 16, batch=256, seq=4096)
+    places = [row[0] for row in report.best_rows(best)]
+    tied = sum(each.low <= best[0].high for each in best)
+    assert tied > 1 and places[:tied] == ["1="] * tied
+    apart = [best[0], replace(best[1], low=2 * best[0].high, high=3 * best[0].high)]
+    assert [row[0] for row in report.best_rows(apart)] == ["1", "2"]
+    assert "tie" in report.summary(best, tried) and "tie" not in report.summary(apart, tried)

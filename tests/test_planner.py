@@ -325,7 +325,7 @@ def test_the_best_plans_are_those_that_fit_and_are_fastest():
     assert [each.seconds for each in best] == sorted(each.seconds for each in best)
     assert {each.plan.gpus for each in tried} == {16}
     assert len({(e.plan.data, e.plan.tensor, e.plan.pipe) for e in tried}) == len(tried) >= 10
-    with pytest.raises(PlanError, match="No mesh of 7 GPUs divides"):
+    with pytest.raises(PlanError, match="No plan for 7 GPUs and a batch of 256"):
         search(replace(LLAMA, layers=2), 7, H100, batch=256)
     given, _ = search(LLAMA, 16, H100, batch=256, zero=3)
     assert {each.plan.zero for each in given} == {3}
@@ -355,6 +355,31 @@ def test_a_config_of_transformers():
     assert from_transformers(gpt).parameters / 1e6 == pytest.approx(124.4, abs=0.1)
     with pytest.raises(PlanError, match="no hidden_size nor n_embd"):
         from_transformers({"num_attention_heads": 4, "num_hidden_layers": 2})
+
+
+def test_heads_wider_than_hidden_gated_gelu_and_many_experts():
+    """Sizes as their config.json has them, and the parameters that their model cards give, in billions."""
+    tied = {"tie_word_embeddings": True, "max_position_embeddings": 8192}
+    untied = {"tie_word_embeddings": False, "max_position_embeddings": 8192, "hidden_act": "silu"}
+    heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    gemma = {
+        "model_type": "gemma", "hidden_act": "gelu", "hidden_size": 3072, "num_hidden_layers": 28, "vocab_size": 256000,
+        "intermediate_size": 24576, **dict(zip(heads, (16, 16, 256), strict=True)), **tied,
+    }  # fmt: skip
+    qwen = {
+        "model_type": "qwen3", "hidden_size": 5120, "num_hidden_layers": 64, "vocab_size": 151936,
+        "intermediate_size": 25600, **dict(zip(heads, (64, 8, 128), strict=True)), **untied,
+    }  # fmt: skip
+    experts = {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 151936,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        **dict(zip(heads, (32, 4, 128), strict=True)), **untied,
+    }  # fmt: skip
+    found = [from_transformers(config).parameters / 1e9 for config in (gemma, qwen, experts)]
+    assert found == pytest.approx([8.54, 32.8, 30.5], rel=0.005)
+    assert from_transformers(experts).active == 8
+    with pytest.raises(PlanError, match="kv_lora_rank"):
+        from_transformers({**qwen, "kv_lora_rank": 512})
 
 
 def test_a_footprint_changes_what_it_says():

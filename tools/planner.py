@@ -56,11 +56,69 @@ def calibration(name: str):
     return rows, fits.fit(done, took, expected), fits.held_out(done, took, expected), source
 
 
+def outside(speeds: dict) -> dict[str, np.ndarray]:
+    """Measured over predicted on rows on which nothing was fitted, by family: who measured, and on what."""
+    found: dict[str, list] = {}
+    for where, model, plan, took, _ in other_papers():
+        known = speeds["a100-node" if plan.gpus <= 8 else "a100-cluster"]
+        found.setdefault(where.split(",")[0], []).append(took / seconds(work(model, plan, DEVICES["a100"]), known))
+    for row in fits.torchtitan():
+        says = seconds(work(row.model, row.plan, DEVICES["h100"]), speeds["h100-cluster"])
+        found.setdefault("torchtitan, H100", []).append(row.seconds / says)
+    for model, plan, device, took in foundry():
+        found.setdefault(f"LLM Foundry, {device.upper()}", []).append(took / foundry_says(model, plan, device, speeds))
+    return {family: np.array(ratios) for family, ratios in found.items()}
+
+
+def band_of_families(families) -> tuple[float, float]:
+    """Between which factors nine of ten rows lie, if each family counts as much as each other."""
+    ratios = np.concatenate(list(families))
+    weights = np.concatenate([np.full(len(each), 1 / len(each)) for each in families])
+    order = np.argsort(ratios)
+    share = np.cumsum(weights[order]) / weights.sum()
+    return tuple(float(ratios[order][np.searchsorted(share, edge)]) for edge in (0.05, 0.95))
+
+
+def outside_rows(speeds: dict) -> str:
+    """Each family, beside the band that the others give."""
+    families, rows = outside(speeds), []
+    for name, ratios in families.items():
+        low, high = band_of_families([each for other, each in families.items() if other != name])
+        covered = np.mean((low <= ratios) & (ratios <= high))
+        rows.append([name, len(ratios), percent(1 / ratios - 1), f"{low:.2f} to {high:.2f}", f"{covered:.0%}"])
+    everything, (low, high) = np.concatenate(list(families.values())), band_of_families(list(families.values()))
+    covered = np.mean((low <= everything) & (everything <= high))
+    rows.append(["all", len(everything), percent(1 / everything - 1), f"{low:.2f} to {high:.2f}", f"{covered:.0%}"])
+    return table(["left out", "rows", "mean error", "band of the others", "of its rows inside"], rows)
+
+
+def deep_rows() -> list:
+    """Rows of the scan with pipelines, which the H100 calibration has not seen."""
+    return [row for row in fits.scan() if row.seconds and row.plan.pipe > 1]
+
+
+def memory_off() -> np.ndarray:
+    """Errors of memory: torchtitan's rows and the scan's, each as one family."""
+    found = []
+    for rows in (fits.torchtitan(), [row for row in fits.scan() if row.gib]):
+        says = fits.bytes_of(rows) / GIB
+        found.append(np.abs(says / np.array([row.gib for row in rows]) - 1)[np.isfinite(says)].mean())
+    return np.array(found)
+
+
 def write_calibrated(found: dict, usable: float) -> None:
+    speeds = {name: each[1] for name, each in found.items()}
+    low, high = band_of_families(list(outside(speeds).values()))
+    done, took = fits.amounts(deep_rows(), "h100")
+    least, most = np.quantile(took / seconds(done, speeds["h100-cluster"]), (0.05, 0.95))
     lines = [
         '"""Coefficients of the planner, with their bands: written by ``python -m tools.planner``."""', "",
         "from dtlib.planner.time import Calibration, Speeds", "", "# Of a GPU's memory, before it is full.",
-        f"USABLE = {usable:.3f}", "CALIBRATIONS = {",
+        f"USABLE = {usable:.3f}", "# Mean error of memory, on the family of rows where it is larger.",
+        f"MEMORY_ERROR = {memory_off().max():.2f}",
+        "# Factors of a prediction between which nine of ten rows lie on which nothing was fitted; and with pipelines,",
+        "# where the calibration has seen none.",
+        f"OUTSIDE, OUTSIDE_PIPE = ({low:.3f}, {high:.3f}), ({least:.3f}, {most:.3f})", "CALIBRATIONS = {",
     ]  # fmt: skip
     for name, (rows, speeds, off, source) in found.items():
         seen = {axis: (min(v), max(v)) for axis in AXES if (v := [getattr(row.plan, axis) for row in rows])}
@@ -217,9 +275,9 @@ MPT = {"1b": (24, 2048, 16), "3b": (32, 2560, 20), "7b": (32, 4096, 32), "13b": 
        "70b": (80, 8192, 64)}  # layers, hidden, heads  # fmt: skip
 
 
-def another_framework(speeds: dict) -> str:
-    """LLM Foundry's MPT models under FSDP, on which nothing was fitted: by device and length."""
-    found = {}
+def foundry() -> list[tuple]:
+    """LLM Foundry's MPT models under FSDP, on which nothing was fitted: model, plan, device, seconds."""
+    rows = []
     for each in fits.published("llm_foundry_mpt_mfu"):
         if each["model"] not in MPT:
             continue  # of less than a billion parameters
@@ -229,12 +287,22 @@ def another_framework(speeds: dict) -> str:
             micro_batch=int(each["microbatch"]), scheme="adam",
             recompute="full" if each["act_ckpt"] == "True" else "none",
         )  # fmt: skip
-        device = each["gpu"][:4]
-        known = replace(
-            speeds[f"{device}-cluster"], hidden=speeds["h100-cluster"].hidden
-        )  # FSDP hides, Megatron did not
         took = plan.batch * model.seq / float(each["tokens_per_s_per_gpu"]) / plan.gpus
-        off = seconds(work(model, plan, DEVICES[device]), known) / took - 1
+        rows.append((model, plan, each["gpu"][:4], took))
+    return rows
+
+
+def foundry_says(model: Model, plan: Plan, device: str, speeds: dict) -> float:
+    # FSDP hides messages, Megatron-LM did not.
+    known = replace(speeds[f"{device}-cluster"], hidden=speeds["h100-cluster"].hidden)
+    return seconds(work(model, plan, DEVICES[device]), known)
+
+
+def another_framework(speeds: dict) -> str:
+    """LLM Foundry's rows by device and length."""
+    found: dict[tuple, list] = {}
+    for model, plan, device, took in foundry():
+        off = foundry_says(model, plan, device, speeds) / took - 1
         length = "at most 2,048" if model.seq <= 2048 else "4,096 and 8,192" if model.seq <= 8192 else "16,384 and more"
         found.setdefault((device, length), []).append(off)
     rows = [[*key, len(off), percent(off), signed(np.mean(off))] for key, off in sorted(found.items())]
@@ -293,7 +361,8 @@ def main() -> None:
         "halves": random_halves(), "models": whole_models(), "torchtitan": memory_of_torchtitan(),
         "scan": fits_of_the_scan(),
         "peers": peers(), "others": others(speeds),
-        "foundry": another_framework(speeds), "activations": activations(), "coefficients": coefficients(speeds),
+        "foundry": another_framework(speeds), "outside": outside_rows(speeds),
+        "activations": activations(), "coefficients": coefficients(speeds),
         "deep": f"{len(deep)} rows: mean {percent(off)}, half of them within {100 * np.median(np.abs(off)):.0f} %",
     }  # fmt: skip
     for name, piece in pieces.items():

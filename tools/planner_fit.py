@@ -23,7 +23,8 @@ SIGMA = 0.06
 # name: expected, factor of one standard deviation, lowest, highest, unit
 EXPECTED = {
     "matrix": (0.70, 1.1, 0.3, 0.95, "of peak"),
-    "attention": (0.35, 1.5, 0.05, 0.9, "of peak"),
+    # Held at what is expected: where sequences are short, a fit drives it anywhere, and long sequences pay for it.
+    "attention": (0.35, 1.0001, 0.349, 0.351, "of peak"),
     "bandwidth": (0.75, 1.28, 0.3, 1.0, "of peak"),
     "launch": (9e-4, 2.0, 1e-5, 5e-3, "s"),
     "call": (1e-4, 2.7, 1e-6, 5e-3, "s"),

@@ -6,7 +6,7 @@ memory.py      bytes on a GPU                          wire.py    bytes that tra
 time.py        seconds of a step                       runs.py    days, save interval
 calibrated.py  coefficients, with their bands: written by `python -m tools.planner`, with how far off they were
 estimate.py    one plan in one call; why not; the best of many
-configs.py     a plan for `dtlib train` and DeepSpeed
+configs.py     a plan for `dtlib train`
 """
 
 from dtlib.planner.calibrated import CALIBRATIONS

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from dtlib.errors import read_number
 from dtlib.files import read_json, refuse_to_wait, writing
-from dtlib.planner import configs, report
+from dtlib.planner import report
+from dtlib.planner.configs import for_dtlib
 from dtlib.planner.estimate import Estimate, search
 from dtlib.planner.mesh import Plan
 from dtlib.planner.model import DEVICES, GIB, MODELS, Device, Model, PlanError, from_transformers, whole
 
 MOST_GPUS = 10**6
-WRITERS = {"dtlib": configs.for_dtlib, "deepspeed": configs.for_deepspeed}
 
 
 def model_of(asked: Model | str | dict, seq: int = 0) -> Model:
@@ -68,14 +68,11 @@ def asked(
 
 
 def written(plan: Estimate, path: str) -> str:
-    """The plan, written for what the file's name says (`x.dtlib.json`, `x.deepspeed.json`)."""
-    whose = next((name for name in WRITERS if name in Path(path).name), None)
-    if whose is None:
-        raise PlanError(f"{path} does not say whose config it is: put {', '.join(WRITERS)} into the file's name.")
-    text = json.dumps(WRITERS[whose](plan.model, plan.plan), indent=2) + "\n"
+    """Write the plan as a config of ``dtlib train``; return a sentence that says so."""
+    text = json.dumps(for_dtlib(plan.model, plan.plan), indent=2) + "\n"
     with writing(path), open(path, "w", encoding="utf-8", opener=refuse_to_wait) as file:
         file.write(text)
-    return f"{path}: {plan.plan}, for {whose}"
+    return f"{path}: {plan.plan}, for dtlib train"
 
 
 def run(options: Namespace) -> int:

@@ -1,7 +1,4 @@
-"""A plan written down for what runs it: `dtlib train` and DeepSpeed, each in its own keys.
-
-What one of them cannot do is refused in a sentence, and not left out.
-"""
+"""A plan as a config of `dtlib train`, in DeepSpeed's keys; refused where `dtlib train` cannot do it."""
 
 from dataclasses import replace
 
@@ -71,37 +68,11 @@ def is_decoder(model: Model | None) -> bool:
     return replace(model, ffn=model.mlp, kv_heads=model.kv) == alike
 
 
-def for_deepspeed(model: Model, plan: Plan) -> dict:
-    """For `deepspeed.initialize`. The stages of a pipeline are made by the program,
-    `PipelineModule(num_stages=...)`."""
-    _only(plan, "DeepSpeed's config", "data", "tensor", "pipe")
-    if plan.pipe > 1 and plan.zero > 1:
-        raise PlanError(f"DeepSpeed's pipelines take ZeRO stage 0 or 1, not {plan.zero}.")
-    config = _batch(plan) | {
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0003}},
-        "zero_optimization": {"stage": plan.zero},
-    }
-    if plan.tensor > 1:
-        config["tensor_parallel"] = {"autotp_size": plan.tensor}
-    if plan.recompute != "none":
-        config["activation_checkpointing"] = {"partition_activations": plan.tensor > 1}
-    if plan.pipe > 1:
-        config["pipeline"] = {"activation_checkpoint_interval": int(plan.recompute == "full")}
-    return config
-
-
 def _batch(plan: Plan) -> dict:
     return {
         "train_batch_size": plan.batch, "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.micro_batches,
     }  # fmt: skip
-
-
-def _only(plan: Plan, whose: str, *axes: str) -> None:
-    for axis in ("data", "tensor", "pipe", "context", "expert"):
-        if getattr(plan, axis) > 1 and axis not in axes:
-            raise PlanError(f"{whose} has no {axis} axis, and the plan has {getattr(plan, axis)} ranks on it.")
 
 
 def _known(value: str, names: dict, whose: str) -> str:

@@ -1,13 +1,14 @@
 """One plan, estimated: does it fit, how long does a step take, between which bounds; and the best plans of many.
 
-What was never measured is not given as if it had been: an estimate lists what lies outside of its calibration, and its
-time is rounded to one digit there, with a band that is twice as wide."""
+An estimate lists in which respects a plan lies outside of its calibration. Its band is then drawn from rows of other
+papers, on which nothing was fitted, and its time is marked."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import exp, floor, isqrt, log, log10
+from math import floor, isqrt, log10
 
-from dtlib.planner.calibrated import CALIBRATIONS, USABLE
+from dtlib.planner.calibrated import CALIBRATIONS, OUTSIDE, OUTSIDE_PIPE, USABLE
 from dtlib.planner.memory import Footprint, Memory, memory
 from dtlib.planner.mesh import Plan, check
 from dtlib.planner.model import GIB, Device, Model, PlanError
@@ -67,8 +68,9 @@ def estimate(
     known = CALIBRATIONS[name]
     outside = outside_of(known, model, plan, device)
     by_part = parts(work(model, plan, device), known.speeds)
-    took, widen = sum(by_part.values()), 2 if outside else 1
-    low, high = (took * exp(widen * log(factor)) for factor in known.band)
+    took = sum(by_part.values())
+    band = known.band if not outside else OUTSIDE if plan.pipe <= known.seen["pipe"][1] else OUTSIDE_PIPE
+    low, high = (took * factor for factor in band)
     held = memory(model, plan, footprint)
     return Estimate(
         model, plan, device, held, took, low, high, by_part, step_bytes(model, plan),
@@ -145,8 +147,8 @@ def _said(change: dict) -> str:
 
 
 def rounded(value: float) -> str:
-    """To one digit: 3.7 is 4, 0.042 is 0.04."""
-    power = floor(log10(value)) if value > 0 else 0
+    """To two digits: 3.71 is 3.7, 0.0423 is 0.042, 87.7 is 88."""
+    power = floor(log10(value)) - 1 if value > 0 else 0
     return f"{round(value / 10**power) * 10**power:.{max(0, -power)}f}"
 
 
@@ -163,16 +165,15 @@ def search(
         PlanError: where no mesh divides the model and the batch.
     """
     found: dict[tuple, Estimate] = {}
-    for plan in plans(model, gpus, device, batch, **fixed):
+    refused: Counter[str] = Counter()
+    for plan in plans(model, gpus, device, batch, refused, **fixed):
         each = estimate(model, plan, device)
         mesh = (plan.data, plan.tensor, plan.pipe, plan.context, plan.expert)
         if mesh not in found or _rank(each) < _rank(found[mesh]):
             found[mesh] = each
     if not found:
-        raise PlanError(
-            f"No mesh of {gpus} GPUs divides a batch of {batch}, {model.heads} heads and {model.layers} layers: "
-            f"give a batch that is a multiple of {gpus}, or other numbers."
-        )
+        [[why, _], *_] = refused.most_common(1) or [("the axes that are fixed do not multiply to it.", 0)]
+        raise PlanError(f"No plan for {gpus} GPUs and a batch of {batch}: {why}")
     tried = sorted(found.values(), key=_rank)
     return [each for each in tried if each.fits][:best], tried
 
@@ -181,10 +182,13 @@ def _rank(each: Estimate) -> tuple:
     return (not each.fits, each.seconds if each.fits else each.memory.total)
 
 
-def plans(model: Model, gpus: int, device: Device, batch: int, **fixed: int | str | bool) -> Iterator[Plan]:
+def plans(
+    model: Model, gpus: int, device: Device, batch: int, refused: Counter[str], **fixed: int | str | bool
+) -> Iterator[Plan]:
     """All plans that can be: every factorisation of the GPUs, powers of two as micro-batches, stages of ZeRO,
-    recomputation. Tensor parallelism stays in a node, as across nodes it was never the fastest."""
-    contexts = [fixed["context"]] if "context" in fixed else [1]
+    recomputation. Tensor parallelism stays in a node, as across nodes it was never the fastest, and sequences of up to
+    LONG tokens stay whole. ``refused`` counts why others cannot be."""
+    contexts = [fixed["context"]] if "context" in fixed else [1, 2, 4, 8, 16][: 5 if model.seq > LONG else 1]
     for pipe in _divisors(gpus):
         for tensor in _divisors(gpus // pipe):
             for context in contexts:
@@ -193,17 +197,20 @@ def plans(model: Model, gpus: int, device: Device, batch: int, **fixed: int | st
                     continue
                 choices = {
                     "zero": (0, 1, 3) if pipe == 1 else (0, 1),
-                    "recompute": ("none", "full"),
+                    "recompute": ("none", "operators", "full"),
                     "micro_batch": tuple(2**power for power in range(7)),
                     "expert": tuple(e for e in _divisors(data) if model.experts and model.experts % e == 0) or (1,),
                 }
                 axes: dict = {"data": data, "tensor": tensor, "pipe": pipe, "context": context, "batch": batch}
                 if any(axes.get(name, value) != value for name, value in fixed.items()):
                     continue
-                yield from _checked(model, Plan(**axes), choices, fixed)
+                yield from _checked(model, Plan(**axes), choices, fixed, refused)
 
 
-def _checked(model, plan, choices, fixed):
+LONG = 8192
+
+
+def _checked(model, plan, choices, fixed, refused):
     variants = [plan]
     for name, values in choices.items():
         wanted = (fixed[name],) if name in fixed else values
@@ -213,8 +220,8 @@ def _checked(model, plan, choices, fixed):
             continue  # nothing to share out
         try:
             yield check(model, replace(each, **fixed))
-        except PlanError:
-            continue
+        except PlanError as problem:
+            refused[str(problem)] += 1
 
 
 def _divisors(number: int) -> list[int]:

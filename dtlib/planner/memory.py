@@ -80,15 +80,15 @@ def tokens_of_rank(model: Model, plan: Plan) -> float:
 def layer_activations(model: Model, plan: Plan, recompute: str | None = None) -> float:
     """Bytes that one layer keeps of one micro-batch on a rank."""
     recompute = recompute or plan.recompute
-    n, h, t, k = tokens_of_rank(model, plan), model.hidden, plan.tensor, model.kv_width
+    n, h, t, k, w = tokens_of_rank(model, plan), model.hidden, plan.tensor, model.kv_width, model.width
     outside = t if plan.sequence_parallel else 1
     width = model.mlp * model.active
     if recompute == "full":
         return 2 * n * h / outside
     if recompute == "operators":
-        return 4 * n * h / outside + 2 * n * (2 * h + k + width) / t
+        return 4 * n * h / outside + 2 * n * (2 * w + k + width) / t
     scores = 0 if plan.flash or recompute == "selective" else 5 * model.heads * model.seq * n / t
-    inside = 2 * (h + 2 * k) + 2 * h + (8 if model.gated else 4) * width
+    inside = 2 * (w + 2 * k) + 2 * w + (8 if model.gated else 4) * width
     return n * h * (8 if model.gated else 10) / outside + n * inside / t + scores
 
 

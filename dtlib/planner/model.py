@@ -32,8 +32,10 @@ def whole(name: str, value: object, least: int = 1, most: int = MOST) -> int:
 class Model:
     """Sizes of a decoder.
 
-    ``ffn`` 0 means 4 ``hidden``, ``kv_heads`` 0 as many as ``heads``. ``gated``: the MLP has a third matrix, norms have
-    no biases, positions no parameters (Llama). ``experts``: MLPs a layer, of which a token uses ``active``."""
+    ``ffn`` 0 means 4 ``hidden``, ``kv_heads`` 0 as many as ``heads``, ``head_dim`` 0 ``hidden / heads``. ``gated``: the
+    MLP has a third matrix, norms have no biases, positions no parameters (Llama). ``experts``: MLPs of a layer, of
+    which a token uses ``active``.
+    """
 
     layers: int
     hidden: int
@@ -46,14 +48,15 @@ class Model:
     tied: bool = True
     experts: int = 0
     active: int = 1
+    head_dim: int = 0
     name: str = ""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "seq", "active"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
-        for name in ("ffn", "kv_heads", "experts"):
+        for name in ("ffn", "kv_heads", "experts", "head_dim"):
             object.__setattr__(self, name, whole(name, getattr(self, name), least=0))
-        if self.hidden % self.heads:
+        if self.hidden % self.heads and not self.head_dim:
             raise PlanError(f"hidden is {self.hidden}, and {self.heads} heads do not divide it: change one of them.")
         if self.heads % self.kv:
             raise PlanError(f"{self.heads} heads are no multiple of kv_heads={self.kv}: change one of them.")
@@ -69,12 +72,17 @@ class Model:
         return self.kv_heads or self.heads
 
     @property
+    def width(self) -> int:
+        """Of all heads together."""
+        return self.heads * self.head_dim or self.hidden
+
+    @property
     def kv_width(self) -> int:
-        return self.hidden * self.kv // self.heads
+        return self.width * self.kv // self.heads
 
     @property
     def attention_parameters(self) -> int:
-        return 2 * self.hidden * (self.hidden + self.kv_width)
+        return 2 * self.hidden * (self.width + self.kv_width)
 
     @property
     def expert_parameters(self) -> int:
@@ -104,7 +112,7 @@ class Model:
         """Floating-point operations of forward and backward passes, and with ``again`` of full recomputation;
         attention is not halved for its mask, as is customary."""
         matrices = self.attention_parameters + self.active * self.expert_parameters
-        layer = (8 if again else 6) * (matrices + 2 * self.seq * self.hidden)
+        layer = (8 if again else 6) * (matrices + 2 * self.seq * self.width)
         return tokens * (self.layers * layer + 6 * self.embedding)
 
 
@@ -119,15 +127,18 @@ def from_transformers(config: dict, seq: int = 0) -> Model:
             raise PlanError(f"The config of the model has no {' nor '.join(names)}: give sizes instead.")
         return default
 
-    activation = str(find("hidden_act", "activation_function", default="gelu"))
-    heads = find("num_attention_heads", "n_head")
+    kind, activation = str(config.get("model_type", "")), str(find("hidden_act", "activation_function", default="gelu"))
+    if config.get("kv_lora_rank"):
+        raise PlanError(f"{kind or 'This model'} compresses keys and values (kv_lora_rank), which is not planned here.")
+    heads, experts = find("num_attention_heads", "n_head"), find("num_local_experts", "num_experts", default=0)
     return Model(
         layers=find("num_hidden_layers", "n_layer"), hidden=find("hidden_size", "n_embd"), heads=heads,
         vocab=find("vocab_size"), seq=seq or find("max_position_embeddings", "n_positions"),
-        ffn=find("intermediate_size", "n_inner", default=0), kv_heads=find("num_key_value_heads", default=heads),
-        gated=any(name in activation for name in ("silu", "swiglu", "geglu")),
-        tied=bool(config.get("tie_word_embeddings", True)), experts=find("num_local_experts", default=0),
-        active=find("num_experts_per_tok", default=1), name=str(config.get("model_type", "")),
+        ffn=find(*["moe_intermediate_size"] * bool(experts), "intermediate_size", "n_inner", default=0),
+        kv_heads=find("num_key_value_heads", default=heads), head_dim=find("head_dim", default=0),
+        gated=kind.startswith("gemma") or any(name in activation for name in ("silu", "swiglu", "geglu")),
+        tied=bool(config.get("tie_word_embeddings", True)), experts=experts,
+        active=find("num_experts_per_tok", default=1), name=kind,
     )  # fmt: skip
 
 

@@ -1,15 +1,23 @@
 """An answer in rows: the best plans, what fits where, and one plan in full. Tables are drawn by whoever shows them."""
 
+from dtlib.planner.calibrated import MEMORY_ERROR
 from dtlib.planner.estimate import Estimate, rounded
 from dtlib.planner.model import GIB
 from dtlib.planner.runs import days_of
 
-HEADERS = ("plan", "step, s", "from", "to", "tokens/s", "MFU", "GiB")
+HEADERS = ("", "plan", "step, s", "from", "to", "tokens/s", "MFU", "GiB")
 
 
 def best_rows(best: list[Estimate]) -> list[tuple]:
-    """A row a plan; seconds that were never measured in such a place have one digit and a ~."""
-    return [(str(e.plan), time_of(e), *bounds_of(e), *_rates(e)) for e in best]
+    """A row for each plan; ``1=`` stands before those whose band overlaps that of the fastest, and ~ before seconds
+    that were never measured in such a place."""
+    places = ["1=" if e.low <= best[0].high and ties(best) > 1 else f"{n}" for n, e in enumerate(best, 1)]
+    return [(place, str(e.plan), time_of(e), *bounds_of(e), *_rates(e)) for place, e in zip(places, best, strict=True)]
+
+
+def ties(best: list[Estimate]) -> int:
+    """Return the number of plans that cannot be told from the fastest, which is one of them."""
+    return sum(e.low <= best[0].high for e in best)
 
 
 def _rates(e: Estimate) -> tuple[str, str, str]:
@@ -63,9 +71,14 @@ def summary(best: list[Estimate], tried: list[Estimate]) -> str:
     if not best:
         return f"None of {len(tried)} meshes fits. The smallest: {tried[0].plan}. {tried[0].why_not}"
     fit = sum(e.fits for e in tried)
-    says = [f"{fit} of {len(tried)} meshes fit."]
-    if not all(e.outside for e in best):
-        says.append("Nine of ten steps are expected between the bounds of their band.")
+    says = [f"{fit} of {len(tried)} meshes of {best[0].plan.gpus} {best[0].device.name} fit."]
+    if (tied := ties(best)) > 1:
+        says.append(f"The first {tied} tie (1=): their bands overlap.")
+    says.append("Nine of ten steps are expected between the bounds of their band.")
     if any(e.outside for e in best):
-        says.append("~: nothing like it was measured, and its bounds are a guess.")
+        says.append("~: nothing like it was measured; the bounds are those of papers on which nothing was fitted.")
+    says.append(
+        f"MFU: useful operations over the data sheet's. GiB: memory, {MEMORY_ERROR:.0%} off on average where it was "
+        "measured."
+    )
     return "\n".join(says)

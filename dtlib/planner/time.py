@@ -93,7 +93,7 @@ def work(model: Model, plan: Plan, device: Device) -> Work:
     own = sum(parameters_of_stage(model, plan, 0))
     layers, m = model.layers / plan.pipe, plan.micro_batches
     matrices = 2 * n * (model.attention_parameters + model.active * model.expert_parameters) / t
-    core = 4 * n * model.seq * h / t
+    core = 4 * n * model.seq * model.width / t
     once_more = core if plan.recompute == "selective" and not plan.flash else 0
     # Traffic of what is no product of matrices, bytes a forward pass: norms, residuals, activation functions, scores.
     outside_of_products = (16 if model.gated else 22) * n * h / (t if plan.sequence_parallel else 1)

@@ -28,7 +28,7 @@ def layer_bytes(model: Model, plan: Plan) -> dict[str, float]:
     if plan.context_algorithm == "ring":
         context = p * (c - 1) * 2 * n * model.kv_width * 2 / t
     else:
-        context = p * 2 * n * (2 * h + 2 * model.kv_width) * (c - 1) / c / t
+        context = p * 2 * n * (2 * model.width + 2 * model.kv_width) * (c - 1) / c / t
     return {
         "tensor": 2 * (p - 1) * 2 * (t - 1) / t * whole,
         "context": context,

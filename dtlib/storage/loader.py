@@ -1,4 +1,4 @@
-"""Batches for a rank: workers, prefetch, copies to a device, and resuming in the middle of an epoch.
+"""Batches for a rank: workers, prefetch, and resuming in the middle of an epoch.
 
     loader = Loader(open_samples(folder), batch_size=32, rank=world.rank, ranks=world.size, workers=2)
     for batch in loader:                     # an epoch; the next loop is the next one, in another order
@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 from dtlib.errors import DtlibError, number
 from dtlib.storage.files import MOST_PROCESSES
 from dtlib.storage.order import order, slice_of_rank
-from dtlib.storage.slots import HandedOver, Slots
+
+SHARED = 2**20  # bytes of a batch from which on a copy through a pipe costs more than fresh shared memory
 
 
 @runtime_checkable
@@ -45,8 +46,8 @@ class Loader:
     leaves a loop early goes on from there with the next one.
 
     ``workers``: processes that read; with none, a thread does. ``prefetch``: batches that each of them reads ahead; 0
-    with no workers: a batch is read when it is asked for. ``device``: where batches go, copied one ahead. ``block``
-    and ``window``: how the order is shuffled, if otherwise than the reader is best read; ``shuffle=False``: not at all.
+    with no workers: a batch is read when it is asked for. ``block`` and ``window``: how the order is shuffled, if
+    otherwise than the reader is best read; ``shuffle=False``: not at all.
 
     What a reader with ``damaged="skip"`` leaves out is in ``skipped``, a list of errors.
 
@@ -57,8 +58,8 @@ class Loader:
 
     def __init__(
         self, reader: Source, batch_size: int, rank: int = 0, ranks: int = 1, *, seed: int = 0, workers: int = 0,
-        prefetch: int = 2, shuffle: bool = True, drop_last: bool = False,
-        device: torch.device | str | None = None, block: int | None = None, window: int | None = None,
+        prefetch: int = 2, shuffle: bool = True, drop_last: bool = False, block: int | None = None,
+        window: int | None = None,
     ):  # fmt: skip
         sizes = {"batch_size": batch_size, "ranks": ranks, "block": block or 1, "window": window or 1}
         for name, size in sizes.items():
@@ -73,7 +74,7 @@ class Loader:
                 "all of them: give a smaller batch_size."
             )
         self.reader, self.batch_size, self.rank, self.ranks = reader, batch_size, rank, ranks
-        self.workers, self.prefetch, self.drop_last, self.device = workers, prefetch, drop_last, device
+        self.workers, self.prefetch, self.drop_last = workers, prefetch, drop_last
         self.skipped: list[Exception] = []
         self._epoch, self._taken = 0, 0  # samples that all ranks have taken
         self._begin = 0  # of them, before the first step of this size
@@ -133,8 +134,6 @@ class Loader:
         together = self.batch_size * self.ranks
         firsts = range(self._taken, self._end, together)
         batches = self._read(self._steps(numbers, firsts), len(firsts))
-        if self.device is not None:
-            batches = _copied_ahead(batches, self.device)
         for first, got in zip(firsts, batches, strict=True):
             if isinstance(got, DtlibError):
                 try:
@@ -171,14 +170,11 @@ class Loader:
         """(batch, what was skipped) for each step, or the error; by workers, by a thread, or when asked for."""
         source = _Batches(self.reader)
         if self.workers:
-            # One slot for each batch that is read ahead, one for the loop's, and one for that which it gets next.
-            ahead, sample_bytes = self.workers * self.prefetch, getattr(self.reader, "sample_bytes", 0)
-            slots = Slots(ahead + 2, self.batch_size, sample_bytes)
             read_by_workers = DataLoader(
-                HandedOver(source, slots), batch_size=None, sampler=_Sampler(slots.with_slots(steps), count),
-                num_workers=self.workers, prefetch_factor=self.prefetch, collate_fn=_as_it_is,
+                source, batch_size=None, sampler=_Sampler(steps, count), num_workers=self.workers,
+                prefetch_factor=self.prefetch, collate_fn=_packed,
             )  # fmt: skip
-            return map(slots.take, _of_living(read_by_workers))
+            return map(_unpacked, _of_living(read_by_workers))
         return _in_thread(source.__getitem__, steps, self.prefetch)
 
 
@@ -211,8 +207,15 @@ class _Sampler:
         return self._count
 
 
-def _as_it_is(batch):
-    return batch
+def _packed(got):
+    """In a worker: a small batch goes through the pipe, a large one by memory that torch shares."""
+    if isinstance(got, DtlibError) or sum(x.nbytes for x in got[0].values()) >= SHARED:
+        return got
+    return {name: x.numpy() for name, x in got[0].items()}, got[1]
+
+
+def _unpacked(got):
+    return got if isinstance(got, DtlibError) else ({name: torch.as_tensor(x) for name, x in got[0].items()}, got[1])
 
 
 def _of_living(workers):
@@ -240,26 +243,3 @@ def _in_thread(read, steps, ahead: int):
             yield reading.popleft().result()
     finally:
         thread.shutdown(wait=True, cancel_futures=True)
-
-
-def _copied_ahead(batches, device):
-    """Each batch on a GPU, while the next one is on its way there, from memory that its copy engine can reach."""
-    stream, ahead = torch.cuda.Stream(device), None
-    for got in batches:
-        if not isinstance(got, DtlibError):
-            with torch.cuda.stream(stream):
-                batch = {name: x.pin_memory().to(device, non_blocking=True) for name, x in got[0].items()}
-            got = batch, got[1]
-        behind, ahead = ahead, (got, stream.record_event())
-        if behind:
-            yield _arrived(*behind)
-    if ahead:
-        yield _arrived(*ahead)
-
-
-def _arrived(got, copied):
-    """Work that is given to the GPU from here on waits for the copy; the host does not."""
-    torch.cuda.current_stream().wait_event(copied)
-    for x in () if isinstance(got, DtlibError) else got[0].values():
-        x.record_stream(torch.cuda.current_stream())
-    return got

@@ -192,18 +192,14 @@ def _compare(name: str, guess, got) -> None:
 
 def _shown(got) -> str:
     """Four digits, and no power of ten: 13,020, as a page would have it."""
-    if isinstance(got, set):
-        return " or ".join(sorted(got))
     if not isinstance(got, float):
-        return f"{got}"
+        return " or ".join(sorted(got)) if isinstance(got, set) else f"{got}"
     return f"{got:.4g}" if abs(got) < 1e4 else f"{float(f'{got:.4g}'):,.0f}"
 
 
 def _is_right(guess, got, prediction: Prediction) -> bool:
-    if isinstance(got, set):
-        return guess in got
     if not all(isinstance(one, Number) for one in (got, guess)):
-        return guess == got
+        return guess in got if isinstance(got, set) else guess == got
     near = max(prediction.within, prediction.tolerance * abs(got))
     return guess == got or abs(guess - got) <= near or _is_rounded(guess, got)
 

@@ -49,7 +49,7 @@ def _observed(all_reduce, length, dtype, comm):
             case.update(error=got, hints=hints, waited=False)
         else:
             case["sends"] = not_waited_for(handles)
-            _let_messages_leave(events)
+            let_messages_leave(events)
             case.update(values=(memory if len(tensor) == length else tensor).tolist(), returned=_as_list(got))
     case["operations"] = [
         (event.name, event.peer if event.name == "send" else None, event.messages, event.bytes)
@@ -69,11 +69,11 @@ def unit_of(ranks: int, dtype: str) -> int:
     return UNIT if ranks <= 4 and dtype == "float64" else 1  # sums of more ranks would not be exact in float64
 
 
-def _let_messages_leave(events, seconds: float = 1.0) -> None:
+def let_messages_leave(events, seconds: float = 1.0) -> None:
     """They are counted once they have left, whether the answer has waited for them or not."""
     from dtlib.comm.waiting import advance_all
 
-    deadline = time.monotonic() + seconds
+    events, deadline = list(events), time.monotonic() + seconds
     while any(event.end is None for event in events) and time.monotonic() < deadline:
         advance_all()
         time.sleep(0.001)
