@@ -27,7 +27,7 @@ from tests.conftest import ROOT
 from tests.ranks import on_ranks
 from tools import glossary, instructor
 
-GUIDE = (ROOT / "docs" / "instructor" / "guide.md").read_text()
+GUIDE = (ROOT / "docs" / "how-to" / "write_your_own_exercise.md").read_text()
 LISTINGS = {match[1]: match[2] for match in re.finditer(r"`(\w+\.py)`.*?```python\n(.*?)```", GUIDE, re.S)}
 
 
@@ -100,7 +100,7 @@ def test_each_word_of_the_glossary_is_in_the_lesson_that_explains_it():
 
 
 def test_the_cheat_sheet_names_what_there_is_and_computes_what_it_says():
-    text = (ROOT / "docs" / "cheat_sheet.md").read_text()
+    text = (ROOT / "docs" / "reference" / "cheat_sheet.md").read_text()
     assert len(text.split()) < 650, "one page"
     for name in re.findall(r"`(?:with )?(dtlib(?:\.\w+)+)", text):
         try:
@@ -118,7 +118,7 @@ def test_the_cheat_sheet_names_what_there_is_and_computes_what_it_says():
 
 
 def test_the_code_in_the_checklist_is_one():
-    (code,) = re.findall(r"`(dtlib-\d[\w.-]+)`", (ROOT / "docs" / "instructor" / "before.md").read_text())
+    (code,) = re.findall(r"`(dtlib-\d[\w.-]+)`", (ROOT / "docs" / "how-to" / "prepare_the_day_before.md").read_text())
     machine, version = doctor_code.decoded(code)
     assert (machine.words, machine.failed, version) == (("Linux, x86_64", "3.11", "2", "8 GB"), 0, "0.1.0")
 

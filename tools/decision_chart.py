@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dtlib.lab.decision_chart import BRANCHES, ELSE, LETTERS, chart
 
-HERE = Path(__file__).parents[1] / "docs"
+HERE = Path(__file__).parents[1] / "docs" / "reference"
 PICTURE, PAGE = HERE / "decision_chart.svg", HERE / "decision_chart.md"
 
 
@@ -16,7 +16,7 @@ def main() -> None:
     PAGE.write_text(
         f"# Which cut when\n\n{LETTERS} In a notebook: `lab.chart()`; with your numbers: `lab.plan()`.\n\n"
         f"![{drawn.alt}](decision_chart.svg)\n\n" + "\n".join(rows) + f"\n\nElse: {ELSE[0].lower()}{ELSE[1:]}.\n\n"
-        "How far off the planner's figures are: [planner.md](planner.md).\n",
+        "How far off the planner's figures are: [their errors, row by row](../explanation/how_far_off_the_planner_is.md).\n",
         encoding="utf-8",
     )
 

@@ -1,7 +1,7 @@
-"""What an instructor has beside the lessons: ``python -m tools.instructor`` writes two pages in docs/instructor.
+"""What an instructor has beside the lessons: ``python -m tools.instructor`` writes two pages in docs/reference.
 
 wrong_answers.md: from the plausible wrong answers of the tests, as they were recorded on ranks, and the checks' hints.
-discussions.md: from the lessons' quizzes, the question that is for all, and what may be said to it; and the prompts of
+questions_to_discuss.md: from the lessons' quizzes, the question that is for all, and what may be said to it; and the prompts of
 the lectures, whose answers are in prompts.toml.
 """
 
@@ -17,8 +17,8 @@ from dtlib.lab.lesson_files import notebooks
 from tests.wrong_answers import recordings
 from tests.wrong_answers.cases import CASES
 
-FILE = Path(__file__).parents[1] / "docs" / "instructor" / "wrong_answers.md"
-DISCUSSIONS = FILE.with_name("discussions.md")
+FILE = Path(__file__).parents[1] / "docs" / "reference" / "wrong_answers.md"
+DISCUSSIONS = FILE.with_name("questions_to_discuss.md")
 PROMPTS = Path(__file__).parent / "data" / "prompts.toml"
 HEAD = """# Wrong answers, and what to say
 

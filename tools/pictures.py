@@ -17,7 +17,7 @@ from playwright.sync_api import sync_playwright
 from dtlib.lab import course
 from dtlib.world.processes import Process, end_processes, with_descendants
 
-HERE = Path(__file__).parents[1] / "docs"
+HERE = Path(__file__).parents[1] / "docs" / "pictures"
 FLAGS = [
     *("--no-sandbox", "--no-first-run", "--disable-gpu", "--disable-quic", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
