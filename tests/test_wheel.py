@@ -138,12 +138,12 @@ def test_the_book_needs_no_network_and_its_links_lead_somewhere(tmp_path):
     if (tmp_path / "book-page").exists() or os.environ.get(
         "CI"
     ):  # the web page, which lessons lead to, and which leads back
-        assert 'href="../page/index.html#schedule"' in (tmp_path / "book/lectures/07_pipelines.html").read_text()
-        assert 'href="page/index.html"' in (tmp_path / "book/start.html").read_text()
-        assert 'href="../lectures/07_pipelines.html"' in (tmp_path / "book/page/index.html").read_text()
+        assert 'href="../../page/index.html#schedule"' in (tmp_path / "book/course/lectures/07_pipelines.html").read_text()
+        assert 'href="page/index.html"' in (tmp_path / "book/index.html").read_text()
+        assert 'href="../course/lectures/07_pipelines.html"' in (tmp_path / "book/page/index.html").read_text()
     pages = sorted((tmp_path / "book").rglob("*.html"))
     text = {page: page.read_text(encoding="utf-8") for page in pages}
-    assert "<img" in text[tmp_path / "book" / "lectures" / "02_pi.html"]
+    assert "<img" in text[tmp_path / "book" / "course" / "lectures" / "02_pi.html"]
     broken = [
         f"{page.name}: {link}"
         for page in pages for link in re.findall(r'(?:href|src)="([^"#?:]+)', text[page])
