@@ -13,7 +13,7 @@ from tools import addresses
 
 project = "dtlib"
 author = "The dtlib authors"
-copyright = "The dtlib authors"  # noqa: A001  Sphinx's name
+copyright = "The dtlib authors"
 release = version = dtlib.__version__
 root_doc = "index"
 # imgmath: MathJax would add a script from a network to every page. The lessons write formulas in plain letters.
@@ -49,6 +49,7 @@ nb_ipywidgets_js: dict = {}  # widgets live in JupyterLab; their scripts would b
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-# With -n every reference to a name of dtlib must be right. Other libraries' names are not looked up: that needs a network.
-nitpick_ignore_regex = [("py:.*", r"(?!dtlib\.).*")]
+# With -n a reference to a function or method of dtlib must be right. Types in signatures are not all documented, and to
+# look up names of other libraries needs a network.
+nitpick_ignore_regex = [("py:class", ".*"), ("py:.*", r"(?!dtlib\.).*")]
 suppress_warnings = ["mystnb.unknown_mime_type", "myst.header"]  # JupyterLab's own types; notebooks skip heading levels

@@ -75,10 +75,10 @@ def test_addresses_stand_in_one_place():
 @lint
 def test_links_of_a_page_lead_to_places_in_the_site(monkeypatch):
     monkeypatch.setattr(addresses, "repository", lambda: "https://example.org/r")
-    text = "[a](../../notebooks/solutions/02_pi.ipynb) [b](../../CHANGELOG.md#x) [c](../../LICENSE) [d](teach_a_class.md)"
+    text = "[a](../../notebooks/solutions/02_pi.ipynb) [b](../../CHANGELOG.md#x) [c](../../LICENSE) [d](run_a_hub.md)"
     assert book.relinked(text, "docs/how-to/install.md", "how-to/install.md") == (
         "[a](../course/lectures/02_pi.ipynb) [b](../generated/changelog.md#x) "
-        "[c](https://example.org/r/blob/main/LICENSE) [d](teach_a_class.md)"
+        "[c](https://example.org/r/blob/main/LICENSE) [d](run_a_hub.md)"
     )
     monkeypatch.setattr(addresses, "repository", lambda: "")
     assert book.relinked("[c](LICENSE)", "README.md", "x.md") == "c"
@@ -111,4 +111,5 @@ def test_the_first_cell_of_the_readme_prints_what_stands_below_it(tmp_path):
 
 @pytest.mark.parametrize("block", BLOCKS[1:], ids=["backend", "library"])
 def test_the_other_blocks_of_the_readme_run_on_ranks(tmp_path, block):
-    assert output_of(f"{block}\nassert model(torch.zeros(1, 8)).shape == (1, 1)\nprint('fine')\n", 2, tmp_path) == ["fine"] * 2
+    script = f"{block}\nassert model(torch.zeros(1, 8)).shape == (1, 1)\nprint('fine')\n"
+    assert output_of(script, 2, tmp_path) == ["fine"] * 2

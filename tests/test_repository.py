@@ -252,7 +252,8 @@ def test_no_package_is_larger_than_its_budget():
 
 def test_walks_of_the_docs_lead_where_they_say():
     """A step is written as `dtlib/file.py` `name`: that file has the name."""
-    steps = re.findall(r"`(dtlib/[\w/]+\.py)` `(\w+)`", (ROOT / "docs" / "explanation" / "how_a_gradient_travels.md").read_text())
+    page = ROOT / "docs" / "explanation" / "how_a_gradient_travels.md"
+    steps = re.findall(r"`(dtlib/[\w/]+\.py)` `(\w+)`", page.read_text())
     assert steps, "the page has no walk"
     wrong = [(file, word) for file, word in steps if not re.search(rf"\b{word}\b", (ROOT / file).read_text())]
     assert not wrong, wrong

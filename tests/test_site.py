@@ -1,4 +1,4 @@
-"""The documentation site: built as readers build it, complete, without a network, and readable on a phone and on paper."""
+"""The documentation site: built as readers build it, complete, without a network, readable on a phone and on paper."""
 
 import importlib.util
 import os
@@ -58,7 +58,7 @@ def test_links_of_the_site_lead_somewhere(site, pages):
         f"{page.relative_to(site)}: {link}"
         for page, text in pages.items()
         for link in re.findall(r'(?:href|src)="([^"#?:]+)', text)
-        if link != "data" and not (page.parent / unquote(link)).exists()  # a figure is in the page itself, data:image...
+        if link != "data" and not (page.parent / unquote(link)).exists()  # "data" begins a figure inside the page
     ]
     assert not broken
 
@@ -85,13 +85,13 @@ def test_what_teachers_print_has_two_sheets(site, browser):  # noqa: F811
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_page_fits_its_window(site, browser, width, scheme):  # noqa: F811
     page = new_page(browser, viewport={"width": width, "height": 900}, color_scheme=scheme)
-    for name in ("index", "how-to/install", "reference/cheat_sheet", "generated/commands", "course/lectures/07_pipelines"):
+    for name in ("index", "how-to/install", "reference/cheat_sheet", "generated/api", "course/lectures/07_pipelines"):
         page.goto((site / f"{name}.html").as_uri())
         wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert wide <= 1, f"{name} is {wide} pixels wider than the window"
-        ground, letters = page.evaluate(
-            "() => [getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('article')).color]"
-        )
+        ground, letters = page.evaluate("""() => [
+            getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector("article")).color
+        ]""")
         lightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (ground, letters)]
         assert (lightness[0] < lightness[1]) == (scheme == "dark"), (ground, letters)
     page.close()

@@ -27,6 +27,7 @@ COURSE, GENERATED = DOCS / "course", DOCS / "generated"
 FILES = ("tools/data/planner_rows.csv", "tools/data/laptop_predicted.json")  # that pages offer to download
 COPIED = {"CHANGELOG.md": "generated/changelog.md", "cluster_profiles/README.md": "generated/cluster_profiles.md"}
 KINDS = {"lectures": "Lectures", "exercises": "Exercises", "solutions": "Exercises, solved", "workshop": "Short tracks"}
+TRY = '<a href="{}">Try it in this browser</a>: nothing to install.'
 LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\(([^()\s]+)\)")
 # What a page needs to be drawn. A link that is only followed when clicked may lead anywhere.
 FETCHED = re.compile(r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']((?:https?:)?//[^"']+)|"""
@@ -87,7 +88,7 @@ def prepare(page: bool) -> None:
         _write(f"course/{kind}/index.md", f"# {title}\n\n```{{toctree}}\n:maxdepth: 1\n\n{listed}\n```\n")
     start = relinked((notebooks / "start.md").read_text(encoding="utf-8"), "notebooks/start.md", "course/start.md")
     if page:
-        start = start.replace("\n", '\n\n<a href="../page/index.html">Try it in this browser</a>: nothing to install.\n', 1)
+        start = start.replace("\n", f"\n\n{TRY.format('../page/index.html')}\n", 1)
     decks = " · ".join(
         f'<a href="../slides/{path.stem}.html">{path.stem.partition("_")[0]}</a>' for path in slides.sources()
     )
@@ -155,7 +156,7 @@ def setup(app: Any) -> dict[str, bool]:
         if path.exists() and not name.startswith(("course/", "generated/")):
             content[0] = relinked(content[0], f"docs/{name}.md", f"{name}.md")
         if name == "index" and made:
-            content[0] = content[0].replace("\n\n|", '\n\n<a href="page/index.html">Try it in this browser</a>.\n\n|', 1)
+            content[0] = content[0].replace("\n\n|", f"\n\n{TRY.format('page/index.html')}\n\n|", 1)
 
     def context(app: Any, name: str, template: str, context: dict, doctree: Any) -> None:
         if home := addresses.repository():

@@ -15,7 +15,8 @@ def main() -> None:
     rows += ["| " + " | ".join(cell.replace("\n", " ") for cell in row) + " |" for row in BRANCHES]
     PAGE.write_text(
         f"# Which parallelism when\n\n{LETTERS} In a notebook: `lab.chart()`; with your numbers: `lab.plan()`.\n\n"
-        f"![{drawn.alt}](decision_chart.svg)\n\n" + "\n".join(rows) + f"\n\nIf no row applies: {ELSE[0].lower()}{ELSE[1:]}.\n\n"
+        f"![{drawn.alt}](decision_chart.svg)\n\n" + "\n".join(rows) + "\n\n"
+        f"If no row applies: {ELSE[0].lower()}{ELSE[1:]}.\n\n"
         "[How far off the planner is](../explanation/how_far_off_the_planner_is.md) has the errors of its figures.\n",
         encoding="utf-8",
     )

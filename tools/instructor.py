@@ -1,7 +1,7 @@
 """Pages for teachers: ``python -m tools.instructor`` writes two pages in docs/reference.
 
 wrong_answers.md: plausible wrong answers of the tests, as recorded on ranks, with a question from the checks' hints.
-questions_to_discuss.md: the last question of each quiz and its answer; the prompts of the lectures, whose answers are in
+questions_to_discuss.md: the last question of each quiz and its answer; the prompts of the lectures, with answers of
 tools/data/prompts.toml.
 """
 
@@ -27,6 +27,7 @@ shows of the answer, or the name of the mistake. The check itself gives plainer 
 `python -m tools.instructor` writes this page from the wrong answers of the tests.
 """
 SENTENCE = re.compile(r"[^.?!]+(?:[.?!](?!\s|$)[^.?!]*)*[.?!]*")
+SHORT = 22  # words
 
 
 recorded = functools.cache(recordings.read)
@@ -52,9 +53,11 @@ def mistakes(exercise: str) -> dict:
 
 
 def question(hints: tuple[str, ...]) -> str:
-    """The first question of the hints, or the first sentence if they ask nothing."""
-    said = [part.strip() for hint in hints for part in SENTENCE.findall(hint)]
-    return next((part for part in said if part.endswith("?")), said[0])
+    """The first hint that asks, or its question alone if the hint is long; the first sentence if no hint asks."""
+    for hint in hints:
+        if "?" in hint:
+            return hint if len(hint.split()) <= SHORT else next(filter(_asks, SENTENCE.findall(hint))).strip()
+    return SENTENCE.findall(hints[0])[0].strip()
 
 
 def answer(mistake: str, got: str) -> str:
@@ -98,12 +101,16 @@ def discussions() -> str:
     answers = tomllib.loads(PROMPTS.read_text(encoding="utf-8"))["prompt"]
     rows = [(quiz.name, quiz.discuss, quiz.answer) for quiz in quizzes().values() if quiz.discuss]
     rows += [(row["lesson"], row["asks"], row["says"]) for row in answers]
-    text = "# Questions to discuss\n\nFor teachers: the last question of each quiz, then those of the lecture, with an answer.\n"
+    text = "# Questions to discuss\n\nFor teachers: the last question of each quiz, then the lecture's, with answers.\n"
     for lesson in sorted({lesson for lesson, _, _ in rows}):
         text += f"\n## Lesson {lesson}\n" if lesson[0].isdigit() else f"\n## {lesson}\n"
         for _, asks, says in (row for row in rows if row[0] == lesson):
             text += f"\n**{asks[0].upper()}{asks[1:]}**\n\n{' '.join(says.split())}\n"
     return text
+
+
+def _asks(sentence: str) -> bool:
+    return sentence.rstrip().endswith("?")
 
 
 def _in_short(text: str) -> str:

@@ -74,12 +74,16 @@ def public(package: str) -> list[str]:
 def api() -> str:
     """Public classes and functions with their docstrings."""
     parts = ["# API\n\nGenerated from the docstrings. [Packages](packages.md) has every package in one sentence.\n"]
+    shown: set[object] = set()
     for package, heading in PACKAGES.items():
-        if not (names := public(package)):
+        module = import_module(package)
+        names = [name for name in public(package) if getattr(module, name) not in shown]
+        shown |= {getattr(module, name) for name in names}
+        if not names:
             continue
         parts.append(f"## {heading}: `{package}`\n\n```{{eval-rst}}")
         for name in names:
-            kind = "class" if inspect.isclass(getattr(import_module(package), name)) else "function"
+            kind = "class" if inspect.isclass(getattr(module, name)) else "function"
             parts.append(f".. auto{kind}:: {package}.{name}")
             parts.append(f"   :members:\n   :inherited-members: {OTHERS}\n" if kind == "class" else "")
         parts.append("```\n")
@@ -95,8 +99,7 @@ def commands() -> str:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, said in zip(cli._COMMANDS, pool.map(lambda each: _help("dtlib", each), cli._COMMANDS), strict=True):
             text += f"\n### dtlib {name}\n\n```text\n{said}\n```\n"
-    text += "\n## Benchmarks\n\n`python -m benchmarks NAME` compares dtlib with another library, interleaved in one run.\n\n"
-    text += "| name | question |\n|---|---|\n"
+    text += "\n## Benchmarks\n\n`python -m benchmarks NAME` measures dtlib and a peer, interleaved in one run.\n"
     names = re.search(r"\{([\w,-]+)\}", _help("benchmarks"))
     assert names
     for name in names[1].split(","):
@@ -112,7 +115,8 @@ def _help(*command: str) -> str:
 
 def packages() -> str:
     """Every folder with the first sentence of its ``__init__.py``."""
-    text = "# Packages\n\nEvery folder with the first sentence of its `__init__.py`.\n\n| folder | what it is for |\n|---|---|\n"
+    text = "# Packages\n\nEvery folder, and the first sentence of its `__init__.py`.\n\n"
+    text += "| folder | what it is for |\n|---|---|\n"
     lectures = {source.parent: title(source) for source in notebooks().values() if source.stem == "lecture"}
     for path in folders():
         words = _first(path) or f"Lesson {lectures[path.parent]}"

@@ -61,11 +61,11 @@ class GradientShard:
             assert first.grad is not None
             whole, first.grad = first.grad.detach().view(-1), None
             return whole
-        buffer = FlatBuffer(self.shards.shapes, self.dtype, first.device, self.shards.padding)
+        buffer = FlatBuffer(self.shards.shapes, self.dtype, first.device, self.shards.padding, zeroed=False)
+        buffer.tail.zero_()
         for parameter, view in zip(self.parameters, buffer.views, strict=True):
-            if parameter.grad is not None:
-                view.copy_(parameter.grad)
-                parameter.grad = None
+            view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+            parameter.grad = None
         return buffer.flat
 
     def collect(self, weighted: bool = False) -> None:
