@@ -42,7 +42,8 @@ BUSY = "runs on the engines"  # what that button says meanwhile
 
 
 STOP = "[data-command='notebook:interrupt-kernel'], [title^='Interrupt the kernel']"
-LONGEST_FRAME, LAST_FRAME = 2500, 5000  # milliseconds
+MIDDLE = "cell => cell.scrollIntoView({block: cell.offsetHeight > innerHeight - 150 ? 'start' : 'center'})"
+SHORTEST_FRAME, LONGEST_FRAME, LAST_FRAME = 1200, 2500, 5000  # milliseconds
 
 
 class Film:
@@ -63,9 +64,13 @@ class Film:
             self.frames.append([shot, took])
 
     def save(self, path: Path) -> None:
-        colours = self.frames[-1][0].quantize(64)
+        width, height = self.frames[0][0].size
+        both = Image.new("RGB", (width, 2 * height))  # the colours of all: more than the last frame has
+        for place, frame in ((0, 0), (height, -1)):
+            both.paste(self.frames[frame][0], (0, place))
+        colours = both.quantize(128)
         pictures = [shot.quantize(palette=colours, dither=Image.Dither.NONE) for shot, _ in self.frames]
-        lasts = [round(min(max(took, 300), LONGEST_FRAME)) for _, took in self.frames]
+        lasts = [round(min(max(took, SHORTEST_FRAME), LONGEST_FRAME)) for _, took in self.frames]
         lasts[-1] = LAST_FRAME
         pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=lasts, loop=0, optimize=True)
 
@@ -102,7 +107,7 @@ def take(page, address: str, token: str, name: str, folder: Path) -> None:
         before = page.locator(".jp-Notebook .jp-CodeCell .jp-InputPrompt").nth(-2).element_handle()
         page.wait_for_function("p => /\\[\\d+\\]/.test(p.innerText)", arg=before, timeout=LONGEST)
         page.keyboard.press("Control+B")
-        last.scroll_into_view_if_needed()
+        last.evaluate(MIDDLE)
         film, end = Film(page, page.locator(".jp-NotebookPanel")), time.monotonic() + LONGEST / 1000
         while words not in cell.inner_text() and time.monotonic() < end:
             film.look()
@@ -119,11 +124,11 @@ def take(page, address: str, token: str, name: str, folder: Path) -> None:
     page.wait_for_timeout(2000)  # what comes last is drawn
     if button:  # and wide figures: room for them in place of the list of files
         page.keyboard.press("Control+B")
-    last.evaluate("cell => cell.scrollIntoView({block: cell.offsetHeight > innerHeight - 150 ? 'start' : 'center'})")
+    last.evaluate(MIDDLE)
     page.wait_for_timeout(500)
     page.screenshot(path=HERE / f"{name}.png")
     if words:
-        page.locator(STOP).first.hover()
+        page.locator(STOP).first.evaluate("button => button.style.outline = '3px solid #D55E00'")
         film.look()
         page.locator(STOP).first.click()
         while "[*]" in last.locator(".jp-InputPrompt").inner_text() and time.monotonic() < end:

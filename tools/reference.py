@@ -100,6 +100,7 @@ def commands() -> str:
         for name, said in zip(cli._COMMANDS, pool.map(lambda each: _help("dtlib", each), cli._COMMANDS), strict=True):
             text += f"\n### dtlib {name}\n\n```text\n{said}\n```\n"
     text += "\n## Benchmarks\n\n`python -m benchmarks NAME` measures dtlib and a peer, interleaved in one run.\n"
+    text += "\n| name | question |\n|---|---|\n"
     names = re.search(r"\{([\w,-]+)\}", _help("benchmarks"))
     assert names
     for name in names[1].split(","):
