@@ -14,6 +14,7 @@ from tests.test_browser import browser, new_page  # noqa: F401
 from tools import book
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+OUTSIDE = ("data", "http", "https")  # how a figure inside a page begins, and an address
 PRINTED = (  # for teachers: at most two sheets each
     "how-to/teach_a_class.html", "how-to/prepare_the_day_before.html", "course/workshop/two-hours/run_sheet.html",
     "course/workshop/half-day/run_sheet.html",
@@ -38,7 +39,11 @@ def site(tmp_path_factory):
 def pages(site):
     """The site's own pages, without slides and the web page: path -> HTML."""
     found = {path: path.read_text(encoding="utf-8") for path in sorted(site.rglob("*.html"))}
-    return {path: text for path, text in found.items() if not {"page", "slides"} & set(path.relative_to(site).parts)}
+    return {
+        path: text
+        for path, text in found.items()
+        if not {"page", "slides", "_static"} & set(path.relative_to(site).parts)
+    }
 
 
 def test_the_site_needs_no_network(site):
@@ -58,7 +63,7 @@ def test_links_of_the_site_lead_somewhere(site, pages):
         f"{page.relative_to(site)}: {link}"
         for page, text in pages.items()
         for link in re.findall(r'(?:href|src)="([^"#?:]+)', text)
-        if link != "data" and not (page.parent / unquote(link)).exists()  # "data" begins a figure inside the page
+        if link not in OUTSIDE and not (page.parent / unquote(link)).exists()
     ]
     assert not broken
 
