@@ -1,12 +1,14 @@
-# Not run by those who wrote it: they had no Docker. docker build -t dtlib . && docker run -it --rm -p 8888:8888 dtlib
-FROM python:3.11-slim-bookworm
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home learner && install -d -o learner /course
-COPY --chown=learner . /srv/dtlib
-# setuptools is asked of PyPI, and torch's CPU build of PyTorch's own index.
+# docker build -t dtlib . && docker run -it --rm -p 8888:8888 --shm-size=1g dtlib
+FROM debian:bookworm-slim
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates gcc libc6-dev python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home learner && install -d -o learner /course && python3 -m venv /opt/dtlib
+ENV PATH=/opt/dtlib/bin:/usr/local/bin:/usr/bin:/bin
+COPY . /srv/dtlib
 RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu \
     && pip install --no-cache-dir --constraint /srv/dtlib/requirements.lock /srv/dtlib
 USER learner
 WORKDIR /course
-# Ranks speak through shared memory: docker run --shm-size=1g if /dev/shm is too small for your arrays.
+# Ranks exchange messages in shared memory: --shm-size=1g leaves room for large arrays.
 CMD ["dtlib", "lab", "--no-browser", "--", "--ip=0.0.0.0", "--port=8888"]

@@ -1,4 +1,4 @@
-"""Distributed deep learning that you can read: see CONTRIBUTING.md for the map of the house.
+"""Distributed deep learning that you can read: CONTRIBUTING.md has the layers.
 
 ``import dtlib`` is lazy: it loads neither torch nor MPI, so that ``dtlib doctor`` runs where one of
 them is broken.

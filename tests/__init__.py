@@ -1,0 +1,1 @@
+"""Tests of dtlib, in the order of its packages; ``lessons/lNN`` has wrong answers that judges must reject."""

@@ -104,8 +104,8 @@ def test_in_a_clone_learners_work_where_git_does_not_look(monkeypatch):
     assert ignored.returncode == 0
 
 
-@pytest.mark.parametrize("page", ["notebooks/start.md", "README.md"])
-def test_the_map_of_the_course_leads_to_every_notebook(page):
+def test_the_map_of_the_course_leads_to_every_notebook():
+    page = "notebooks/start.md"
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
     missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
     assert not missing, f"{page} has links that lead nowhere: {missing}"
@@ -122,8 +122,14 @@ def test_the_start_page_has_the_minutes_that_the_lessons_say():
     assert found["09_data_input_exercises"] == 50, "those of `five minutes each: ten minutes` count"
     lectures = sum(minutes for name, minutes in found.items() if not name.endswith("_exercises"))
     hours = [round(minutes / 60) for minutes in (sum(found.values()), lectures, sum(found.values()) - lectures)]
-    said = "{} hours in all, {} of lectures and {} of exercises".format(*hours)
-    assert said in " ".join((ROOT / "README.md").read_text().split())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert "takes {} hours: {} of lectures and {} of exercises".format(*hours) in readme
+    rows = re.findall(r"\| (\d\d)(?:(?: to|,) (\d\d)) \| [^|]+ \| (\d+) \|", readme)
+    assert len(rows) == 5 and rows[0][0] == "00" and rows[-1][1] == "14"
+    for (first, last, said), following in zip(rows, [*rows[1:], ("15",)], strict=True):
+        assert int(last) + 1 == int(following[0]), "each lesson is in one row"
+        total = sum(minutes for name, minutes in found.items() if first <= name[:2] <= last)
+        assert abs(total / 60 - int(said)) < 0.6, f"{first} to {last} take {total} minutes"
 
 
 def test_every_notebook_leads_on_and_back():

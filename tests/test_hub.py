@@ -163,7 +163,7 @@ def test_nobody_ends_or_changes_what_is_another_s(report, spy):
 @pytest.mark.parametrize("spy", ["eve", "bob"])
 def test_who_connects_to_the_ports_of_another_hears_nothing(report, spy):
     """Those of JupyterLab's server ask for a password, the controller's for keys; gloo's and the launcher's are
-    useless: docs/hub.md lists them."""
+    useless: docs/how-to/run_a_hub.md lists them."""
     assert report[spy]["ports"] and report[spy]["heard"] == []
     answers = [said for of_port in report[spy]["http"].values() for said in of_port]
     assert any(said.startswith("HTTP/1.") for said in answers)

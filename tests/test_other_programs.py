@@ -1,4 +1,4 @@
-"""The scripts of docs/other_programs.md, on our backend and on gloo: the same losses."""
+"""The scripts of docs/how-to/use_torch_on_mpi_ranks.md, on our backend and on gloo: the same losses."""
 
 import importlib.util
 import os
@@ -11,9 +11,9 @@ import pytest
 from dtlib.world.launch import start_ranks
 from tests.conftest import ROOT
 
-PAGE = (ROOT / "docs" / "other_programs.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "use_torch_on_mpi_ranks.md").read_text()
 SCRIPTS = {text.split("\n")[0].removeprefix("# "): text for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}
-NEEDS = {"trainer": ("transformers", "accelerate"), "lightning": ("lightning",), "torchrun": ()}
+NEEDS = {"ddp": (), "trainer": ("transformers", "accelerate"), "lightning": ("lightning",), "torchrun": ()}
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 

@@ -34,7 +34,7 @@ def test_a_table_a_map_and_the_best_in_full(capsys):
     ),
 )
 def test_where_nothing_was_measured_it_gives_two_digits_and_says_why(line, says, capsys):
-    """Beyond 8,192 tokens, and for pipelines on H100: docs/planner.md."""
+    """Beyond 8,192 tokens, and for pipelines on H100: docs/explanation/how_far_off_the_planner_is.md."""
     assert main(f"plan {line} --gpus 16 --batch 256 --tokens 1e12".split()) == 0
     said = capsys.readouterr().out
     assert says in said and "about" in said and "nothing was fitted" in said

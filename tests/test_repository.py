@@ -252,16 +252,21 @@ def test_no_package_is_larger_than_its_budget():
 
 def test_walks_of_the_docs_lead_where_they_say():
     """A step is written as `dtlib/file.py` `name`: that file has the name."""
-    steps = re.findall(r"`(dtlib/[\w/]+\.py)` `(\w+)`", (ROOT / "docs" / "how_it_works.md").read_text())
+    page = ROOT / "docs" / "explanation" / "how_a_gradient_travels.md"
+    steps = re.findall(r"`(dtlib/[\w/]+\.py)` `(\w+)`", page.read_text())
     assert steps, "the page has no walk"
     wrong = [(file, word) for file, word in steps if not re.search(rf"\b{word}\b", (ROOT / file).read_text())]
     assert not wrong, wrong
 
 
-@for_each(page=("CONTRIBUTING.md", "README.md", "docs/how_it_works.md", "docs/how_to_add.md"))
+SPEAK_OF_FILES = ("add_a_lesson", "add_a_strategy", "how_ranks_live", "how_a_hang", "how_exercises", "how_a_gradient")
+
+
+@for_each(page=("CONTRIBUTING.md", "README.md", *SPEAK_OF_FILES))
 def test_files_and_names_that_are_spoken_of_exist(page):
     """A file by its path from the root, or by the end of its path in dtlib/; a folder; `dtlib.name`."""
-    text = (ROOT / page).read_text()
+    (path,) = [ROOT / page] if page.endswith(".md") else ROOT.glob(f"docs/*/{page}*.md")
+    text = path.read_text()
     files = set(re.findall(r"(?<![\w./*:-])(?:[\w*]+/)*[\w*]+\.(?:py|c)\b", text))
     folders = set(re.findall(r"`((?:\w+/)+)`", text)) | set(re.findall(r"\bdtlib/(?:\w+/)*", text))
     made = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}  # by a command

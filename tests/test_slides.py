@@ -148,7 +148,7 @@ def test_a_slide_that_misses_something_or_answers_too_early_is_refused():
 
 
 def test_lesson_01_is_a_talk_that_fits_the_minutes_of_both_tracks():
-    deck = slides.deck(ROOT / "docs" / "decks" / "01_why_distribute.md")
+    deck = slides.deck(slides.SOURCES / "01_why_distribute.md")
     assert all(slide.says for slide in deck), "every slide has what is said"
     (in_r,) = [block for slide in deck for block in slide.blocks if "Rmpi" in block.text]
     assert len(in_r.text.splitlines()) >= 5

@@ -552,7 +552,7 @@ def test_real_kernels_and_ranks_tell_who_is_stuck_wrong_done_idle_and_away(wall,
 
 
 def test_the_guide_says_what_is_sent_and_how_to_leave():
-    guide = " ".join((ROOT / "docs" / "instructor" / "wall.md").read_text().split())
+    guide = " ".join((ROOT / "docs" / "how-to" / "see_who_is_stuck.md").read_text().split())
     for word in ("dtlib wall", "lab.join(", "lab.leave()", reports.FILE, "services/wall"):
         assert word in guide, word
     assert kept.SECRET_SECONDS == 24 * 3600 and "for a day" in guide

@@ -1,11 +1,7 @@
-"""From a wheel, without the clone: built, installed into an environment of its own, and used in an empty folder.
-
-And the book, which is made from the same notebooks.
-"""
+"""From a wheel, without the clone: built, installed into an environment of its own, and used in an empty folder."""
 
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -126,29 +122,3 @@ def test_a_wheel_has_the_course_in_an_empty_folder(tmp_path):
     assert (empty / "cluster_profiles" / "profile_local_mpi" / "log").is_dir(), "ranks are those of this folder"
     tour = run("dtlib", "tour")
     assert " yes " in tour and "NO" not in tour
-
-
-@pytest.mark.slow
-def test_the_book_needs_no_network_and_its_links_lead_somewhere(tmp_path):
-    needs("myst_nb")
-    from tools import book
-
-    book.build(tmp_path / "book")
-    assert book.fetched(tmp_path / "book") == []
-    if (tmp_path / "book-page").exists() or os.environ.get(
-        "CI"
-    ):  # the web page, which lessons lead to, and which leads back
-        assert 'href="../page/index.html#schedule"' in (tmp_path / "book/lectures/07_pipelines.html").read_text()
-        assert 'href="page/index.html"' in (tmp_path / "book/start.html").read_text()
-        assert 'href="../lectures/07_pipelines.html"' in (tmp_path / "book/page/index.html").read_text()
-    pages = sorted((tmp_path / "book").rglob("*.html"))
-    text = {page: page.read_text(encoding="utf-8") for page in pages}
-    assert "<img" in text[tmp_path / "book" / "lectures" / "02_pi.html"]
-    broken = [
-        f"{page.name}: {link}"
-        for page in pages for link in re.findall(r'(?:href|src)="([^"#?:]+)', text[page])
-        if link != "data" and not (page.parent / link).exists()  # a figure is in the page itself, data:image...
-    ]  # fmt: skip
-    assert not broken
-    (tmp_path / "book" / "new.html").write_text('<script async src="https://cdn.example.org/x.js"></script>')
-    assert book.fetched(tmp_path / "book") == ["new.html: https://cdn.example.org/x.js"]

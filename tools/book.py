@@ -1,140 +1,193 @@
-"""The course to read without installing it: ``make book`` makes a static site of the executed notebooks.
+"""The documentation site, as an extension of Sphinx: ``make book``, or ``sphinx-build -n -W docs FOLDER``.
 
-Its pages need no server and no network: open build/book/index.html. Lectures are the solved ones, with their outputs;
-exercises stand as learners get them, and their solutions beside them, so that the notebooks' links lead where they do
-in JupyterLab. The slides, the glossary, the cheat sheet and the instructor's guide are part of it, and so is the web
-page in which nothing has to be installed (dtlib/browser).
+Before Sphinx reads docs/, this adds what the repository has elsewhere: the executed notebooks (docs/course) and the
+generated pages (docs/generated). git ignores both folders. After the build it adds slides and the web page that needs
+no installation. The pages need no server and no network: open index.html.
 """
 
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
-from sphinx.application import Sphinx
 
 from dtlib.browser import build as browser
 from dtlib.browser import rooms
 from dtlib.errors import DtlibError
 from dtlib.lab.checks.questions import quizzes
-from tools import reference, slides
+from tools import addresses, reference, slides
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = {
-    "project": "dtlib",
-    "author": "The dtlib authors",
-    # The lessons write their formulas in plain letters. MathJax would put a script from a network on every page.
-    "extensions": ["myst_nb", "sphinx.ext.imgmath", "sphinx.ext.autodoc", "sphinx.ext.napoleon"],
-    "html_math_renderer": "imgmath",
-    "root_doc": "start",
-    "html_theme": "alabaster",
-    "html_theme_options": {
-        "page_width": "1200px",
-        "body_max_width": "960px",
-        "description": "Distributed deep learning on ranks of your own",
-    },
-    "html_sidebars": {"**": ["about.html", "navigation.html", "searchbox.html"]},
-    "html_show_sphinx": False,
-    "html_copy_source": False,
-    "html_static_path": [str(ROOT / "docs" / "book_static")],
-    "html_css_files": ["book.css"],  # columns of tables, and a dark page for who asks the browser for one
-    "nb_execution_mode": "off",
-    "nb_ipywidgets_js": {},  # widgets live in JupyterLab alone; their scripts would come from a network
-    "autodoc_member_order": "bysource",
-    "autodoc_typehints": "signature",
-    "suppress_warnings": ["mystnb.unknown_mime_type", "myst.header", "ref.python"],
-}
-BESIDE = (
-    "cheat_sheet.md", "glossary.md", "instructor/guide.md", "instructor/before.md", "instructor/wrong_answers.md",
-    "instructor/discussions.md", "instructor/wall.md", "decision_chart.md", "planner.md", "laptop.md", "hub.md",
-)  # fmt: skip
+DOCS = ROOT / "docs"
+COURSE, GENERATED = DOCS / "course", DOCS / "generated"
+FILES = ("tools/data/planner_rows.csv", "tools/data/laptop_predicted.json")  # that pages offer to download
+COPIED = {"CHANGELOG.md": "generated/changelog.md", "cluster_profiles/README.md": "generated/cluster_profiles.md"}
+KINDS = {"lectures": "Lectures", "exercises": "Exercises", "solutions": "Exercises, solved", "workshop": "Short tracks"}
+TRY = '<a href="{}">Try it in this browser</a>: nothing to install.'
+LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\(([^()\s]+)\)")
 # What a page needs to be drawn. A link that is only followed when clicked may lead anywhere.
 FETCHED = re.compile(r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']((?:https?:)?//[^"']+)|"""
                      r"""<link\b(?![^>]*rel=["'](?:canonical|author|license))[^>]*\bhref=["']((?:https?:)?//[^"']+)|"""
                      r"""(?:@import|url\()\s*["']?((?:https?:)?//[^"')]+)""")  # fmt: skip
 
 
-def lay_out(source: Path, page: bool = False) -> None:
-    """The notebooks as a book has them: folders and names are those of the workshop. ``page``: lessons have links to
-    their rooms in the web page, which stands in ``page/``."""
+def place_of(path: str) -> str | None:
+    """Where the site has a file of the repository, relative to docs/; None if it is not in the site."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if path in FILES:
+        return f"generated/files/{Path(path).name}"
+    if found := re.fullmatch(r"notebooks/(start\.md|(?:lectures|exercises|workshop)/.+)", path):
+        return f"course/{found[1]}"
+    if found := re.fullmatch(r"notebooks/solutions/(.+)", path):  # a solved lecture is shown in place of the lecture
+        return f"course/{'solutions' if found[1].endswith('_exercises.ipynb') else 'lectures'}/{found[1]}"
+    return COPIED.get(path)
+
+
+def relinked(text: str, file: str, place: str) -> str:
+    """The text of a file of the repository for its place in the site, with links that lead to places in the site."""
+
+    def link(match: re.Match) -> str:
+        words, target = match.groups()
+        path, hash, anchor = target.partition("#")
+        there = os.path.normpath(os.path.join(os.path.dirname(file), path))
+        if ":" in target or not path or not (ROOT / there).exists():
+            return match[0]
+        if found := place_of(there):
+            return f"[{words}]({os.path.relpath(found, os.path.dirname(place))}{hash}{anchor})"
+        home = addresses.repository()
+        return f"[{words}]({home}/blob/main/{there}{hash}{anchor})" if home else words
+
+    return LINK.sub(link, text)
+
+
+def prepare(page: bool) -> None:
+    """Write docs/course and docs/generated. ``page``: the site has the web page, so lessons link to it."""
+    for folder in (COURSE, GENERATED):
+        shutil.rmtree(folder, ignore_errors=True)
     notebooks = ROOT / "notebooks"
-    shutil.rmtree(source, ignore_errors=True)
-    shutil.copytree(notebooks / "exercises", source / "exercises", ignore=shutil.ignore_patterns(".*"))
-    for kind in ("lectures", "solutions"):
-        (source / kind).mkdir()
-    for path in sorted((notebooks / "solutions").glob("*.ipynb")):
-        solved = path.stem.endswith("_exercises")
-        text = path.read_text(encoding="utf-8")
-        if solved:  # so that a list of pages, such as what a search has found, tells it from the exercises themselves
+    sources = [*(notebooks / "solutions").glob("*.ipynb"), *(notebooks / "exercises").glob("*.ipynb")]
+    sources += [path for path in (notebooks / "workshop").rglob("*.*") if path.suffix in (".ipynb", ".md")]
+    for path in sorted(sources):
+        if any(part.startswith(".") for part in path.relative_to(notebooks).parts):
+            continue
+        file = path.relative_to(ROOT).as_posix()
+        text = relinked(path.read_text(encoding="utf-8"), file, _written(file))
+        if place_of(file).startswith("course/solutions/"):  # so that a list of pages distinguishes it from the exercise
             text = re.sub(r'"(# [^\n"\\]+)', r'"\1, solved', text, count=1)
-        (source / ("solutions" if solved else "lectures") / path.name).write_text(text, encoding="utf-8")
-    for path in [*(source / "lectures").glob("*.ipynb"), *(source / "exercises").glob("*.ipynb")] if page else ():
-        _lead_to_the_page(path)
-    shutil.copytree(notebooks / "workshop", source / "workshop", ignore=shutil.ignore_patterns(".*"))
-    contents = "\n## Slides\n\n" + " · ".join(
-        f'<a href="slides/{path.stem}.html">{path.stem.partition("_")[0]}</a>' for path in slides.sources()
-    )
-    contents += "\n\nWho teaches: [the guide](docs/instructor/guide.md). To look up: [glossary](docs/glossary.md), "
-    contents += "[one page](docs/cheat_sheet.md), [reference](docs/reference.md).\n"
-    for name in BESIDE:
-        (source / "docs" / name).parent.mkdir(parents=True, exist_ok=True)
-        text = (ROOT / "docs" / name).read_text(encoding="utf-8").replace("../notebooks/", "../")
-        text = re.sub(r"\[([^\]]+)\]\([./]*/cluster_profiles/[^)]*\)", r"\1", text)  # which the book has not
-        (source / "docs" / name).write_text(text, encoding="utf-8")
-    for name in ("decision_chart.svg", "planner_rows.csv"):  # which those pages show, or lead to
-        shutil.copy(ROOT / "docs" / name, source / "docs" / name)
-    (source / "docs" / "reference.md").write_text(reference.page(), encoding="utf-8")
-    pages = "\n".join(f"docs/{name.removesuffix('.md')}" for name in (*BESIDE, "reference.md"))
-    contents += f"\n```{{toctree}}\n:hidden:\n:caption: Beside the course\n\n{pages}\n```\n"
-    for kind in ("lectures", "exercises", "solutions"):
-        pages = "\n".join(f"{kind}/{path.stem}" for path in sorted((source / kind).glob("*.ipynb")))
-        contents += f"\n```{{toctree}}\n:hidden:\n:caption: {kind.capitalize()}\n\n{pages}\n```\n"
-    pages = "\n".join(
-        path.relative_to(source).with_suffix("").as_posix() for path in sorted((source / "workshop").rglob("*.*"))
-    )
-    contents += f"\n```{{toctree}}\n:hidden:\n:caption: Short tracks\n\n{pages}\n```\n"
-    start = (notebooks / "start.md").read_text()
+        _write(place_of(file), text)
+    for path in [*(COURSE / "lectures").glob("*.ipynb"), *(COURSE / "exercises").glob("*.ipynb")] if page else ():
+        _link_to_the_page(path)
+    for kind, title in KINDS.items():
+        pages = sorted(path.relative_to(COURSE / kind).with_suffix("") for path in (COURSE / kind).rglob("*.*"))
+        listed = "\n".join(path.as_posix() for path in pages)
+        _write(f"course/{kind}/index.md", f"# {title}\n\n```{{toctree}}\n:maxdepth: 1\n\n{listed}\n```\n")
+    start = relinked((notebooks / "start.md").read_text(encoding="utf-8"), "notebooks/start.md", "course/start.md")
     if page:
-        start = start.replace(
-            "\n", '\n\n<a href="page/index.html">Try it in this browser</a>: nothing to install.\n', 1
-        )
-    (source / "start.md").write_text(start + contents)
+        start = start.replace("\n", f"\n\n{TRY.format('../page/index.html')}\n", 1)
+    decks = " · ".join(
+        f'<a href="../slides/{path.stem}.html">{path.stem.partition("_")[0]}</a>' for path in slides.sources()
+    )
+    _write("course/start.md", f"{start}\n## Slides\n\n{decks}\n")
+    for path, place in COPIED.items():
+        _write(place, relinked((ROOT / path).read_text(encoding="utf-8"), path, place))
+    for path in FILES:
+        (GENERATED / "files").mkdir(exist_ok=True)
+        shutil.copy(ROOT / path, GENERATED / "files")
+    for name, text in reference.pages().items():
+        _write(f"generated/{name}.md", text)
 
 
-def _lead_to_the_page(notebook: Path) -> None:
-    """Put links to its rooms of the web page, and to its quiz there, below the first words of a notebook."""
+def _written(file: str) -> str:
+    place = place_of(file)
+    assert place, f"{file} is not in the site"
+    return place
+
+
+def _write(place: str, text: str) -> None:
+    (DOCS / place).parent.mkdir(parents=True, exist_ok=True)
+    (DOCS / place).write_text(text, encoding="utf-8")
+
+
+def _link_to_the_page(notebook: Path) -> None:
+    """Put links to a notebook's rooms of the web page, and to its quiz there, below its first words."""
     found = {name: rooms.room(name).TITLE for name in rooms.NAMES if notebook.stem == rooms.room(name).LESSON}
     number = notebook.stem.partition("_")[0]
     if number in quizzes() and notebook.parent.name == "lectures":
         found[f"quiz={number}"] = "the quiz"
     if found:
-        links = ", ".join(f'<a href="../page/index.html#{state}">{title}</a>' for state, title in found.items())
+        links = ", ".join(f'<a href="../../page/index.html#{state}">{title}</a>' for state, title in found.items())
         book = nbformat.read(notebook, as_version=4)
         book.cells[0].source += f"\n\nIn this browser, without ranks: {links}."
         nbformat.write(book, notebook)
 
 
+def source_of(place: str) -> str:
+    """The file to edit for a page of the site, relative to the repository."""
+    name = Path(place).stem
+    if place.startswith("course/workshop/"):
+        return f"notebooks/source/tracks/{place.split('/')[2]}"
+    if place.startswith("course/"):
+        from dtlib.lab.lesson_files import notebooks
+
+        source = notebooks().get(name)
+        return source.relative_to(ROOT).as_posix() if source else "notebooks/source/start.md"
+    copied = {there: path for path, there in COPIED.items()}
+    return copied.get(place, "tools/reference.py" if place.startswith("generated/") else f"docs/{place}")
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Sphinx calls this once."""
+    out, made = Path(app.outdir), {}
+
+    def before(app: Any) -> None:
+        try:
+            made["page"] = browser.write(out.parent / f"{out.name}-page", course="../course/")
+        except DtlibError as problem:
+            print(f"The site has no web page to try things in: {problem}")
+        prepare("page" in made)
+
+    def read(app: Any, name: str, content: list[str]) -> None:
+        path = DOCS / f"{name}.md"
+        if path.exists() and not name.startswith(("course/", "generated/")):
+            content[0] = relinked(content[0], f"docs/{name}.md", f"{name}.md")
+        if name == "index" and made:
+            content[0] = content[0].replace("\n\n|", f"\n\n{TRY.format('page/index.html')}\n\n|", 1)
+
+    def context(app: Any, name: str, template: str, context: dict, doctree: Any) -> None:
+        if home := addresses.repository():
+            context["edited"] = lambda file: f"{home}/edit/main/{source_of(file)}"
+            context |= {"edit_page_url_template": "{{ edited(file_name) }}", "edit_page_provider_name": "GitHub"}
+
+    def after(app: Any, problem: Exception | None) -> None:
+        if problem or app.builder.format != "html":
+            return
+        slides.write(out / "slides")
+        if made:
+            folder, single = made["page"]
+            shutil.copytree(folder, out / "page", dirs_exist_ok=True)
+            shutil.copy(single, out / "page" / "in_one_file.html")
+
+    app.connect("builder-inited", before)
+    app.connect("source-read", read)
+    app.connect("html-page-context", context, priority=1)
+    app.connect("build-finished", after)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
 def build(out: Path) -> None:
-    """Write the site to ``out``; with the web page, where npm or a former build has Python for browsers."""
-    source, page = out.parent / "book-source", None
-    try:
-        page = browser.write(out.parent / "book-page", course="../")
-    except DtlibError as problem:
-        print(f"The book has no web page to try things in: {problem}")
-    lay_out(source, bool(page))
+    """Write the site to ``out``. Each warning of Sphinx is an error."""
     shutil.rmtree(out, ignore_errors=True)
-    Sphinx(source, None, out, out.parent / "book-doctrees", "html", confoverrides=SETTINGS, freshenv=True).build()
-    slides.write(out / "slides")
-    if page:
-        folder, single = page
-        shutil.copytree(folder, out / "page")
-        shutil.copy(single, out / "page" / "in_one_file.html")
-    (out / "index.html").write_text('<meta http-equiv="refresh" content="0; url=start.html">\n')
+    options = ["-n", "-W", "--keep-going", "-q", "-E", "-d", str(out.parent / f"{out.name}-doctrees")]
+    subprocess.run([sys.executable, "-m", "sphinx", *options, str(DOCS), str(out)], cwd=ROOT, check=True)
 
 
 def fetched(out: Path) -> list[str]:
-    """What pages of the site would fetch from a network, each with the page's name."""
+    """Files that pages of the site would fetch from a network, each with the page's name."""
     return [
         f"{path.relative_to(out)}: {next(filter(None, match))}"
         for path in sorted(out.rglob("*")) if path.suffix in (".html", ".css")
@@ -146,8 +199,8 @@ def main() -> None:
     out = ROOT / "build" / "book"
     build(out)
     if found := fetched(out):
-        sys.exit("The book is not to need a network, but these are fetched from one:\n" + "\n".join(found))
-    print(f"\nThe book is in {out.relative_to(ROOT)}: open index.html in a browser.")
+        sys.exit("The site must not need a network, but fetches from one:\n" + "\n".join(found))
+    print(f"\nThe site is in {out.relative_to(ROOT)}: open index.html in a browser.")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Conformance tables: each public name and argument of three counterparts, and what it is here.
 
-    python -m tools.conformance              writes docs/conformance/*.md
+    python -m tools.conformance              writes docs/reference/conformance/*.md
     python -m tools.conformance --signatures also reads the signatures anew, of those counterparts that are installed
 
 ``same``: there is such a name, and the argument with the same default. ``differs``: in the way that is said.
@@ -16,7 +16,7 @@ from pathlib import Path
 from dtlib.errors import DtlibError
 
 DATA = Path(__file__).parent / "data"
-FOLDER = Path(__file__).parents[1] / "docs" / "conformance"
+FOLDER = Path(__file__).parents[1] / "docs" / "reference" / "conformance"
 TITLES = {
     "torch": "torch 2.13: DistributedDataParallel, FSDP2, ZeroRedundancyOptimizer",
     "deepspeed": "DeepSpeed 0.19: what its example scripts call",

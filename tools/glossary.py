@@ -10,7 +10,7 @@ from dtlib.lab.lesson_files import notebooks
 from tools.navigation import is_lecture, name_of
 
 ROOT = Path(__file__).parents[1]
-FILE = ROOT / "docs" / "glossary.md"
+FILE = ROOT / "docs" / "reference" / "glossary.md"
 TERMS = tomllib.loads((lesson_files.FOLDER / "glossary.toml").read_text(encoding="utf-8"))  # [meaning, lesson]
 
 
@@ -28,7 +28,7 @@ def page() -> str:
     rows = []
     for term, (meaning, number) in sorted(TERMS.items(), key=lambda item: item[0].lower()):
         source = lecture(number)
-        rows.append(f"| **{term}** | {meaning} | [{title(source)}](../notebooks/lectures/{name_of(source)}.ipynb) |")
+        rows.append(f"| **{term}** | {meaning} | [{title(source)}](../../notebooks/lectures/{name_of(source)}.ipynb) |")
     head = "# Glossary\n\nEach word with the lesson that explains it. `python -m tools.glossary` writes this page.\n\n"
     return head + "| word | what it means | lesson |\n|---|---|---|\n" + "\n".join(rows) + "\n"
 

@@ -1,8 +1,8 @@
-"""What an instructor has beside the lessons: ``python -m tools.instructor`` writes two pages in docs/instructor.
+"""Pages for teachers: ``python -m tools.instructor`` writes two pages in docs/reference.
 
-wrong_answers.md: from the plausible wrong answers of the tests, as they were recorded on ranks, and the checks' hints.
-discussions.md: from the lessons' quizzes, the question that is for all, and what may be said to it; and the prompts of
-the lectures, whose answers are in prompts.toml.
+wrong_answers.md: plausible wrong answers of the tests, as recorded on ranks, with a question from the checks' hints.
+questions_to_discuss.md: the last question of each quiz and its answer; the prompts of the lectures, with answers of
+tools/data/prompts.toml.
 """
 
 import functools
@@ -17,16 +17,17 @@ from dtlib.lab.lesson_files import notebooks
 from tests.wrong_answers import recordings
 from tests.wrong_answers.cases import CASES
 
-FILE = Path(__file__).parents[1] / "docs" / "instructor" / "wrong_answers.md"
-DISCUSSIONS = FILE.with_name("discussions.md")
+FILE = Path(__file__).parents[1] / "docs" / "reference" / "wrong_answers.md"
+DISCUSSIONS = FILE.with_name("questions_to_discuss.md")
 PROMPTS = Path(__file__).parent / "data" / "prompts.toml"
-HEAD = """# Wrong answers, and what to say
+HEAD = """# Wrong answers
 
-Made by `python -m tools.instructor` from the wrong answers of the tests: these are the usual mistakes. On the left
-what the learner has before them; then the hint that the check gives first, to be asked as a question, and the plainest
-one, which is what to say before you move on. Where a check has one hint, it stands in one of the two columns: after
-a question, what was expected. The schedule puzzle draws what was handed in, and says there what is wrong.
+For teachers: the usual wrong answers of each exercise, and a question that leads on. The left column is what the check
+shows of the answer, or the name of the mistake. The check itself gives plainer hints when an answer is checked again.
+`python -m tools.instructor` writes this page from the wrong answers of the tests.
 """
+SENTENCE = re.compile(r"[^.?!]+(?:[.?!](?!\s|$)[^.?!]*)*[.?!]*")
+SHORT = 22  # words
 
 
 recorded = functools.cache(recordings.read)
@@ -51,30 +52,36 @@ def mistakes(exercise: str) -> dict:
     return found
 
 
-def ask_and_say(verdict) -> tuple[str, str]:
-    """The first hint and the plainest. A single one is asked if it is a question; what was expected is said."""
-    ask, say = verdict.hints[0], verdict.hints[-1]
-    if ask != say:
-        return ask, say
-    return (ask, f"Wanted: {verdict.expected}") if "?" in ask else ("", say)
+def question(hints: tuple[str, ...]) -> str:
+    """The first hint that asks, or its question alone if the hint is long; the first sentence if no hint asks."""
+    for hint in hints:
+        if "?" in hint:
+            return hint if len(hint.split()) <= SHORT else next(filter(_asks, SENTENCE.findall(hint))).strip()
+    return SENTENCE.findall(hints[0])[0].strip()
+
+
+def answer(mistake: str, got: str) -> str:
+    """What the check shows of an answer if that has words, else the name of the mistake."""
+    shown = _in_short(got)
+    return shown if len(re.findall(r"[A-Za-z]{2,}", shown)) > 2 else mistake.replace("-", " ")
 
 
 def page() -> str:
-    """The whole page, as Markdown."""
+    """The whole page, as Markdown: a table for each exercise, with one row for each question."""
     text, lesson = HEAD, ""
     asked = "".join(source.read_text(encoding="utf-8") for source in notebooks().values())
     for exercise in sorted(homes(), key=lambda name: asked.index(f'lab.check("{name}")')):
-        rows = [
-            f"| {_cell(_in_short(verdict.got))} | {_cell(ask)} | {_cell(say)} |"
-            for mistake, (verdict, _) in mistakes(exercise).items() if mistake not in ("missing", "other-size")
-            for ask, say in [ask_and_say(verdict)]
-        ]  # fmt: skip
+        rows: dict[str, list[str]] = {}
+        for mistake, (verdict, _) in mistakes(exercise).items():
+            if mistake not in ("missing", "other-size"):
+                rows.setdefault(question(verdict.hints), []).append(answer(mistake, verdict.got))
         if not rows:
             continue
         number = homes()[exercise].parent.name[1:]
         if number != lesson:
             text, lesson = f"{text}\n## Lesson {number}\n", number
-        text += f"\n### {exercise}\n\n| got | ask | say |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+        text += f"\n### {exercise}\n\n| answer | ask |\n|---|---|\n"
+        text += "".join(f"| {_cell('; '.join(dict.fromkeys(got)))} | {_cell(ask)} |\n" for ask, got in rows.items())
     return text
 
 
@@ -94,7 +101,7 @@ def discussions() -> str:
     answers = tomllib.loads(PROMPTS.read_text(encoding="utf-8"))["prompt"]
     rows = [(quiz.name, quiz.discuss, quiz.answer) for quiz in quizzes().values() if quiz.discuss]
     rows += [(row["lesson"], row["asks"], row["says"]) for row in answers]
-    text = "# Questions to discuss\n\nOf each lesson: its quiz's last, then its lecture's; and what may be said.\n"
+    text = "# Questions to discuss\n\nFor teachers: the last question of each quiz, then the lecture's, with answers.\n"
     for lesson in sorted({lesson for lesson, _, _ in rows}):
         text += f"\n## Lesson {lesson}\n" if lesson[0].isdigit() else f"\n## {lesson}\n"
         for _, asks, says in (row for row in rows if row[0] == lesson):
@@ -102,8 +109,12 @@ def discussions() -> str:
     return text
 
 
+def _asks(sentence: str) -> bool:
+    return sentence.rstrip().endswith("?")
+
+
 def _in_short(text: str) -> str:
-    return text if len(text) <= 110 else text[:107].rsplit(" ", 1)[0] + " ..."
+    return text if len(text) <= 80 else text[:77].rsplit(" ", 1)[0] + " ..."
 
 
 def _cell(text: str) -> str:

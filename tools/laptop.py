@@ -1,9 +1,9 @@
 """Meshes of four ranks, predicted before they are run.
 
-    python -m tools.laptop predict    meshes of CALIBRATION are run, and docs/laptop.json says what each of MESHES will
-                                     hold, send and take
-    python -m tools.laptop measure    those are run, and docs/laptop.md has both side by side
-    python -m tools.laptop page       the page alone, from what was measured
+    python -m tools.laptop predict    runs the meshes of CALIBRATION; writes tools/data/laptop_predicted.json: what each
+                                     of MESHES will hold, send and take
+    python -m tools.laptop measure    runs MESHES; writes docs/explanation/predicted_and_measured_steps.md
+    python -m tools.laptop page       writes that page alone, from the last measurement
 
 Ten of the meshes are lesson 14's, without its emulated link; the others are of other sizes. Seconds of a step are
 
@@ -26,8 +26,9 @@ from dtlib.planner.exact import of_decoder
 from dtlib.world.launch import run_ranks
 from dtlib.world.machine import usable_cores
 
-HERE = Path(__file__).parents[1] / "docs"
-PREDICTED, MEASURED, PAGE = HERE / "laptop.json", HERE / "laptop_measured.json", HERE / "laptop.md"
+ROOT, DATA = Path(__file__).parents[1], Path(__file__).parent / "data"
+PREDICTED, MEASURED = DATA / "laptop_predicted.json", DATA / "laptop_measured.json"
+PAGE = ROOT / "docs" / "explanation" / "predicted_and_measured_steps.md"
 BAND, STEPS = 1.5, 7
 UNITS = (
     (1e3, "ms a pass"), (1e12, "ps an operation"), (1e9, "ns a parameter"), (1e3, "ms a message"), (1e9, "ns a byte"),
@@ -149,7 +150,7 @@ def page(said: dict, found: dict) -> str:
     def error(some) -> str:
         return f"{100 * sum(abs(1 / ratio - 1) for ratio in some) / len(some):.0f} %"
 
-    text = (Path(__file__).parent / "data" / "laptop_text.md").read_text(encoding="utf-8")
+    text = (DATA / "laptop_text.md").read_text(encoding="utf-8")
     return text.format(
         table=headers + " |\n" + "\n".join(rows), exact=exact, count=len(rows), band=said["band"],
         inside_old=inside(old), inside_new=inside(new), error_old=error(old), error_new=error(new),

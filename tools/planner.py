@@ -1,5 +1,8 @@
-"""``python -m tools.planner``: fits the planner's coefficients (tools/planner_fit.py), writes
-dtlib/planner/calibrated.py, and docs/planner.md with docs/planner_rows.csv: how far off it is, row by row."""
+"""Fit the planner's coefficients (tools/planner_fit.py): ``python -m tools.planner``.
+
+Writes dtlib/planner/calibrated.py, docs/explanation/how_far_off_the_planner_is.md, and tools/data/planner_rows.csv, its
+errors row by row.
+"""
 
 import csv
 import textwrap
@@ -15,7 +18,8 @@ from dtlib.planner.time import seconds, work
 from tools import planner_fit as fits
 
 ROOT = Path(__file__).parents[1]
-PAGE, ROWS = ROOT / "docs" / "planner.md", ROOT / "docs" / "planner_rows.csv"
+PAGE = ROOT / "docs" / "explanation" / "how_far_off_the_planner_is.md"
+ROWS = ROOT / "tools" / "data" / "planner_rows.csv"
 CALIBRATED = ROOT / "dtlib" / "planner" / "calibrated.py"
 # name: (rows, device, what is expected, where from)
 SETS = {

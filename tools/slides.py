@@ -1,8 +1,8 @@
-"""One deck a lesson: ``make slides`` writes notebooks/slides/NN_*.html from docs/decks and the lectures' figures.
+"""One deck a lesson: ``make slides`` writes notebooks/slides/NN_*.html from its sources and the lectures' figures.
 
 A deck is one file that needs no network: arrow keys, space, Home and End turn its slides, a click too; ``n`` shows what
-to say; printed, each slide is a page. Its source, docs/decks/NN_*.md, is Markdown with a heading for each slide. Text,
-lists, tables and code stand there as they are shown; what the lecture computed is taken from its stored outputs:
+to say; printed, each slide is a page. Its source, notebooks/source/decks/NN_*.md, is Markdown with a heading for each
+slide. Text, lists, tables and code are shown as they stand there. Results of the lecture are taken from its outputs:
 
     {figure: words}     the lecture's first figure with these words in its alternative text; "words #2" is the second
     {table: words}      its first table with these words
@@ -27,7 +27,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ROOT / "docs" / "decks"
+SOURCES = ROOT / "notebooks" / "source" / "decks"
 FOLDER = ROOT / "notebooks" / "slides"
 SLIDES, WORDS, LINES = 12, 40, 12  # the most of a deck; the most of a slide, beside tables and code
 _IMAGE = re.compile(r'<img alt="([^"]*)" src="data:image/svg[^>]*>')

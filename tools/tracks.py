@@ -25,7 +25,7 @@ TRACKS = ("two-hours", "half-day")
 WORDS_A_MINUTE = 200
 MINUTES_A_CELL = 0.75
 MINUTES_A_PREDICTION = 0.5
-_LABELS = {"say": "Say", "fails": "What fails", "seen": "Checkpoint", "late": "If twenty minutes behind"}
+_LABELS = {"say": "say", "fails": "what fails", "seen": "checkpoint", "late": "if twenty minutes late"}
 _LINES_SHOWN = re.compile(r"(?:, lines |, )(\d+) to (\d+)")
 
 
@@ -114,12 +114,13 @@ def run_sheet(root: Path, track: str) -> list[dict]:
 
 
 def run_sheet_page(root: Path, track: str) -> str:
-    """The run-sheet as a page, with the minute at which each row begins."""
-    rows, began = ["# Run-sheet: " + track.replace("-", " "), ""], 0
+    """The run-sheet as a page: a table, with the minute at which each part begins."""
+    began, rows = 0, [("at", "part", *_LABELS.values()), ("---",) * (2 + len(_LABELS))]
     for row in run_sheet(root, track):
         name = row.get("notebook")
         what = f"[{row['what']}]({name}.ipynb)" if name else row["what"]
-        rows += [f"## {began // 60}:{began % 60:02d} {what} ({row['minutes']} minutes)", ""]
+        part = f"{what} ({row['minutes']} minutes)"
+        rows.append((f"{began // 60}:{began % 60:02d}", part, *(row.get(key, "") for key in _LABELS)))
         began += row["minutes"]
-        rows += [f"- **{label}:** {row[key]}" for key, label in _LABELS.items() if row.get(key)] + [""]
-    return "\n".join([*rows, f"Ends at {began // 60}:{began % 60:02d}.", ""])
+    table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+    return f"# Run-sheet: {track.replace('-', ' ')}\n\n{table}\n\nEnds at {began // 60}:{began % 60:02d}.\n"

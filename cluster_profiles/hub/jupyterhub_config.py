@@ -1,7 +1,7 @@
 """A hub on one machine, for people who have an account there: `jupyterhub -f jupyterhub_config.py`, as root.
 
 Each learner's server is `dtlib lab --hub`, a process of that user: the course in ~/course, kernels, ranks. What a site
-changes stands in ../site.toml, under [hub]. docs/hub.md goes through it step by step.
+changes stands in ../site.toml, under [hub]. docs/how-to/run_a_hub.md goes through it step by step.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from runpy import run_path
 c = get_config()  # noqa: F821
 hub = run_path(str(Path(__file__).parents[1] / "render.py"))["read_site"]()["hub"]
 
-c.JupyterHub.bind_url = "http://:8000"  # learners' browsers; docs/hub.md says how it becomes https
+c.JupyterHub.bind_url = "http://:8000"  # learners' browsers; docs/how-to/run_a_hub.md says how it becomes https
 c.JupyterHub.authenticator_class = "pam"
 c.Authenticator.allowed_users = set(hub["learners"])
 c.Authenticator.allow_all = not hub["learners"]

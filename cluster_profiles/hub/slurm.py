@@ -1,7 +1,7 @@
 """A hub whose learners' servers are jobs of Slurm: `jupyterhub -f slurm.py`, as root, where `sbatch` works.
 
 The server runs on a job's first node, and lab.engines() takes all tasks of the job. Nodes, ranks, minutes, account and
-queue are those of ../site.toml. docs/hub.md goes through it.
+queue are those of ../site.toml. docs/how-to/run_a_hub.md goes through it.
 """
 
 import socket

@@ -8,7 +8,7 @@
 
 The figure is an SVG in an <img>: so it has alternative text, its names do not clash with those of other figures, and it
 is shown in a notebook that was not run here (in HTML that JupyterLab does not trust it leaves out SVG). An <img> hears
-of no theme: on a dark page its white is a card, less bright (settings/custom/custom.css, docs/book_static/book.css).
+of no theme: on a dark page its white is a card, less bright (settings/custom/custom.css, docs/_static/site.css).
 """
 
 import functools

@@ -64,7 +64,7 @@ def serve_hub(extra: list[str]) -> int:
     if importlib.util.find_spec("jupyterhub") is None:
         raise DtlibError("--hub needs JupyterHub, which is not installed here: pip install 'dtlib[hub]'.")
     if TOLD_BY_A_HUB not in os.environ:
-        raise DtlibError("--hub is for a hub, which starts it for each learner (docs/hub.md): leave --hub away.")
+        raise DtlibError("A hub starts --hub for each learner (docs/how-to/run_a_hub.md): leave --hub away.")
     os.environ.setdefault(forking.ALONE, "1")  # memory is short where many learn
     home = Path.home() / COURSE
     try:

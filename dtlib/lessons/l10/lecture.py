@@ -384,8 +384,8 @@ except dtlib.DtlibError as sentence:
 #
 # **Discuss.** Which line is for your own model, and what would make you change?
 #
-# The tables for [torch](../../docs/conformance/torch.md), [DeepSpeed](../../docs/conformance/deepspeed.md) and
-# [Horovod](../../docs/conformance/horovod.md) say what has the same name and arguments, what differs, and what is
+# The tables for [torch](../../docs/reference/conformance/torch.md), [DeepSpeed](../../docs/reference/conformance/deepspeed.md) and
+# [Horovod](../../docs/reference/conformance/horovod.md) say what has the same name and arguments, what differs, and what is
 # refused.
 
 # %% [markdown]

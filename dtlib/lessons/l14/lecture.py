@@ -328,9 +328,8 @@ assert count(r"~\d") >= 4
 # %% [markdown]
 # In the grid's first row `pipe 1` fits and `pipe 2` does not: only without a pipeline does the planner try ZeRO-3.
 #
-# A `~` stands before each time, and it has one digit: nothing like it was measured. How far off such figures were where
-# somebody has looked is on [a page of its own](../../docs/planner.md): 15 % on average for other papers. Beyond 8,192
-# tokens it predicts 1.5 times the measured time.
+# A `~` stands before each time: nothing like it was measured. [Another page](../../docs/explanation/how_far_off_the_planner_is.md)
+# compares such figures with measurements: 15 % off on average for other papers.
 #
 # **Discuss.** You are asked for a date. Which of these numbers do you give: GiB, kB, seconds, the order of the meshes? What
 # would you run first, on how many GPUs, for how long?
