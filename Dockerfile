@@ -1,4 +1,5 @@
 # docker build -t dtlib . && docker run -it --rm -p 8888:8888 --shm-size=1g dtlib
+# Its steps were run in a Debian 12 root made by debootstrap, with torch's wheel from a disk. Docker itself was not run.
 FROM debian:bookworm-slim
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates gcc libc6-dev python3 python3-venv \
