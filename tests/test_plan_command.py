@@ -67,8 +67,8 @@ def test_as_json(capsys):
         ("plan llama3-8b --fixed zero=x", "zero is 'x': give a whole number"),
         ("plan layers=2,hidden=64", "heads, vocab, seq is missing"),
         ("plan layers=2,hidden=64,heads=3,vocab=9,seq=8", "hidden is 64, and 3 heads"),
-        ("plan llama3-8b --write no/where/x.json", "cannot be written"),
-        ("plan llama3-405b --gpus 8 --write x.json", "Nothing fits"),
+        ("plan llama3-8b --write no/where/x.dtlib.json", "cannot be written"),
+        ("plan llama3-405b --gpus 8 --write x.dtlib.json", "Nothing fits"),
         ("plan llama3-8b --gpus 1e9", "gpus is 1000000000: give a whole number from 1 to 1,000,000"),
         ("plan llama3-8b --seq 1e308", "--seq is 1e+308"),
         (f"plan llama3-8b --batch {'9' * 400}", "batch is 9999"),
@@ -97,7 +97,7 @@ def test_what_cannot_be_ends_with_one_sentence(line, says, capsys, tmp_path, mon
 
 
 def test_json_and_files_at_once(tmp_path, capsys):
-    sizes, file = "layers=2,hidden=64,heads=4,vocab=256,seq=8", tmp_path / "x.json"
+    sizes, file = "layers=2,hidden=64,heads=4,vocab=256,seq=8", tmp_path / "x.dtlib.json"
     assert main(["plan", sizes, "--gpus=1", "--batch=1", "--json", f"--write={file}"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out) and json.loads(file.read_text()) and str(file) in said.err
@@ -155,10 +155,10 @@ def test_in_a_notebook(capsys):
     assert picture is None or "tensor" in str(picture)
 
 
-# Configs for others.
+# Configs for dtlib train.
 
 
-def test_what_others_cannot_do_is_refused():
+def test_what_dtlib_train_cannot_do_is_refused():
     plan = Plan(data=2, tensor=2, pipe=2, batch=32)
     with pytest.raises(PlanError, match="dtlib train cuts layers, sequences and experts of its own decoder"):
         configs.for_dtlib(LLAMA, plan)
@@ -180,9 +180,8 @@ def test_our_own_config_is_one_that_initialize_reads():
 
 
 def test_what_is_written_is_what_was_planned(tmp_path, capsys):
-    file = tmp_path / "x.json"
-    line = ["plan", "llama3-8b", "--gpus", "16", "--batch", "256", "--seq", "4096"]
-    assert main([*line, f"--write={file}"]) == 0
+    file = tmp_path / "x.dtlib.json"
+    assert main(f"plan llama3-8b --gpus 16 --batch 256 --seq 4096 --write={file}".split()) == 0
     assert json.loads(file.read_text())["train_batch_size"] == 256
     assert "for dtlib" in capsys.readouterr().out
     assert estimate(LLAMA, Plan(data=8, batch=8, micro_batch=1), DEVICES["h100"]).plan.gpus == 8

@@ -256,11 +256,10 @@ def test_what_was_read_ahead_does_not_count(folder_of):
 
 @pytest.mark.parametrize("form", ["shards", "parquet"])
 def test_a_batch_stays_as_it_is_while_somebody_holds_it(folder_of, monkeypatch, form):
-    """Workers share the memory of large batches. To see that, small ones count as large here."""
-    monkeypatch.setattr("dtlib.storage.loader.SHARED", 1)
+    """Workers hand over large batches in memory that is used again. To see that, small ones count as large here."""
+    monkeypatch.setattr("dtlib.storage.slots.SHARED", 1)
     loader = Loader(open_samples(folder_of(form)), 8, workers=2)
-    held = list(loader)
-    assert all(batch["data"].is_shared() for batch in held)
+    held = list(loader)  # more than there are slots
     views = [batch["data"][-1].numpy()[3:5] for batch in loader]
     del held[5:]
     held += list(loader)[5:]
@@ -272,6 +271,8 @@ def test_a_batch_stays_as_it_is_while_somebody_holds_it(folder_of, monkeypatch, 
     assert all(view[0] == view[1] for view in views) and len({int(view[0]) for view in views}) == len(views)
     assert sorted(flat(numbers.tolist() for numbers, _ in rest)) == list(range(SAMPLES))
 
+    places = [batch["number"].data_ptr() for batch in loader]  # each gone before the next one but one
+    assert len(places) == 13 and len(set(places)) <= 2 * 2 + 2, "memory is used again"
     skips = Loader(open_samples(folder_of(form, name="gone"), damaged="skip"), 8, workers=1)
     next(iter(skips.reader.files.folder.glob("shard-00002*"))).unlink()
     assert sorted(numbers_in(skips)) == [number for number in range(SAMPLES) if number not in THIRD]
@@ -753,9 +754,10 @@ def test_staging_where_there_is_an_older_staging(folder_of, tmp_path, monkeypatc
             assert sorted(path.name for path in local.iterdir()) == names
     again = stage(local, tmp_path / "again")  # from a folder that was staged itself
     assert open_samples(again.folder)[range(40)]["number"].tolist() == expected
+    others = folder_of("files")
     for where in (folder, folder_of("tar"), tmp_path / "again"):
         with pytest.raises(DtlibError, match="has samples already, and not those of"):
-            stage(folder_of("files"), where)
+            stage(others, where)
     (tmp_path / "a file").write_text("")
     with pytest.raises(StorageError, match="a file cannot be written"):
         stage(folder, tmp_path / "a file")

@@ -14,7 +14,7 @@ import numpy as np
 from dtlib.planner.memory import layer_activations
 from dtlib.planner.mesh import Plan
 from dtlib.planner.model import DEVICES, GIB, Model
-from dtlib.planner.time import seconds, work
+from dtlib.planner.time import work
 from tools import planner_fit as fits
 
 ROOT = Path(__file__).parents[1]
@@ -65,9 +65,9 @@ def outside(speeds: dict) -> dict[str, np.ndarray]:
     found: dict[str, list] = {}
     for where, model, plan, took, _ in other_papers():
         known = speeds["a100-node" if plan.gpus <= 8 else "a100-cluster"]
-        found.setdefault(where.split(",")[0], []).append(took / seconds(work(model, plan, DEVICES["a100"]), known))
+        found.setdefault(where.split(",")[0], []).append(took / fits.seconds(work(model, plan, DEVICES["a100"]), known))
     for row in fits.torchtitan():
-        says = seconds(work(row.model, row.plan, DEVICES["h100"]), speeds["h100-cluster"])
+        says = fits.seconds(work(row.model, row.plan, DEVICES["h100"]), speeds["h100-cluster"])
         found.setdefault("torchtitan, H100", []).append(row.seconds / says)
     for model, plan, device, took in foundry():
         found.setdefault(f"LLM Foundry, {device.upper()}", []).append(took / foundry_says(model, plan, device, speeds))
@@ -114,7 +114,7 @@ def write_calibrated(found: dict, usable: float) -> None:
     speeds = {name: each[1] for name, each in found.items()}
     low, high = band_of_families(list(outside(speeds).values()))
     done, took = fits.amounts(deep_rows(), "h100")
-    least, most = np.quantile(took / seconds(done, speeds["h100-cluster"]), (0.05, 0.95))
+    least, most = np.quantile(took / fits.seconds(done, speeds["h100-cluster"]), (0.05, 0.95))
     lines = [
         '"""Coefficients of the planner, with their bands: written by ``python -m tools.planner``."""', "",
         "from dtlib.planner.time import Calibration, Speeds", "", "# Of a GPU's memory, before it is full.",
@@ -269,7 +269,7 @@ def others(speeds: dict) -> str:
     shown, offs = [], []
     for where, model, plan, took, said in other_papers():
         known = speeds["a100-node" if plan.gpus <= 8 else "a100-cluster"]
-        offs.append(seconds(work(model, plan, DEVICES["a100"]), known) / took - 1)
+        offs.append(fits.seconds(work(model, plan, DEVICES["a100"]), known) / took - 1)
         shown.append([where, model.hidden, str(plan), f"{took:.2f}", signed(offs[-1]), said])
     shown.append(["mean", "", "", "", percent(np.array(offs)), ""])
     return table(["from", "hidden", "plan", "measured s", "planner", "others"], shown)
@@ -299,7 +299,7 @@ def foundry() -> list[tuple]:
 def foundry_says(model: Model, plan: Plan, device: str, speeds: dict) -> float:
     # FSDP hides messages, Megatron-LM did not.
     known = replace(speeds[f"{device}-cluster"], hidden=speeds["h100-cluster"].hidden)
-    return seconds(work(model, plan, DEVICES[device]), known)
+    return fits.seconds(work(model, plan, DEVICES[device]), known)
 
 
 def another_framework(speeds: dict) -> str:

@@ -82,10 +82,10 @@ def run(options: Namespace) -> int:
         print(json.dumps([_as_json(each) for each in best], indent=1))
     else:
         _show(best, tried, options.tokens)
-    for path in options.write or ():
+    if options.write:
         if not best:
             raise PlanError("Nothing fits, so there is no plan to write: see above what would.")
-        print(_write_first(best, path), file=sys.stderr if options.json else sys.stdout)
+        print(_write_first(best, options.write), file=sys.stderr if options.json else sys.stdout)
     return 0
 
 

@@ -34,10 +34,12 @@ def for_dtlib(model: Model | None, plan: Plan) -> dict:
             f"seq is {own.seq}, and {plan.context} context ranks of dtlib train take equal parts: give a multiple of "
             f"{2 * plan.context}."
         )
-    config = _batch(replace(plan, micro_batch=plan.micro_batch // plan.context, data=plan.shards)) | {
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0003}},
-        "zero_optimization": {"stage": plan.zero},
-    }
+    shared = replace(plan, micro_batch=plan.micro_batch // plan.context, data=plan.shards)
+    config: dict = {
+        "train_batch_size": shared.batch, "train_micro_batch_size_per_gpu": shared.micro_batch,
+        "gradient_accumulation_steps": shared.micro_batches,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0003}}, "zero_optimization": {"stage": plan.zero},
+    }  # fmt: skip
     if own:
         sizes = {name: getattr(own, name) for name in ("layers", "hidden", "heads", "seq")}
         config["workload"] = {**sizes, "recompute": _known(plan.recompute, OURS_RECOMPUTE, "dtlib train decoder")}
@@ -66,13 +68,6 @@ def is_decoder(model: Model | None) -> bool:
         return False
     alike = replace(model, vocab=256, ffn=4 * model.hidden, kv_heads=model.heads, gated=False, tied=False)
     return replace(model, ffn=model.mlp, kv_heads=model.kv) == alike
-
-
-def _batch(plan: Plan) -> dict:
-    return {
-        "train_batch_size": plan.batch, "train_micro_batch_size_per_gpu": plan.micro_batch,
-        "gradient_accumulation_steps": plan.micro_batches,
-    }  # fmt: skip
 
 
 def _known(value: str, names: dict, whose: str) -> str:

@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from dtlib.errors import DtlibError, number
 from dtlib.storage.files import MOST_PROCESSES
 from dtlib.storage.order import order, slice_of_rank
-
-SHARED = 2**20  # bytes of a batch from which on a copy through a pipe costs more than fresh shared memory
+from dtlib.storage.slots import HandedOver, Slots
 
 
 @runtime_checkable
@@ -133,7 +132,7 @@ class Loader:
         numbers = self._numbers() if self._order["shuffle"] else np.arange(len(self.reader))
         together = self.batch_size * self.ranks
         firsts = range(self._taken, self._end, together)
-        batches = self._read(self._steps(numbers, firsts), len(firsts))
+        batches = self._read(self._steps(numbers, firsts))
         for first, got in zip(firsts, batches, strict=True):
             if isinstance(got, DtlibError):
                 try:
@@ -166,15 +165,18 @@ class Loader:
             yield self._slice(numbers, first).tolist(), numbers[announced:until]
             announced = until
 
-    def _read(self, steps, count: int):
+    def _read(self, steps):
         """(batch, what was skipped) for each step, or the error; by workers, by a thread, or when asked for."""
         source = _Batches(self.reader)
         if self.workers:
+            # One slot for each batch that is read ahead, one for the loop's, and one for that which it gets next.
+            ahead, sample_bytes = self.workers * self.prefetch, getattr(self.reader, "sample_bytes", 0)
+            slots = Slots(ahead + 2, self.batch_size, sample_bytes)
             read_by_workers = DataLoader(
-                source, batch_size=None, sampler=_Sampler(steps, count), num_workers=self.workers,
-                prefetch_factor=self.prefetch, collate_fn=_packed,
+                HandedOver(source, slots), batch_size=None, sampler=slots.with_slots(steps),
+                num_workers=self.workers, prefetch_factor=self.prefetch, collate_fn=_as_it_is,
             )  # fmt: skip
-            return map(_unpacked, _of_living(read_by_workers))
+            return map(slots.take, _of_living(read_by_workers))
         return _in_thread(source.__getitem__, steps, self.prefetch)
 
 
@@ -194,28 +196,8 @@ class _Batches(Dataset):
             return error
 
 
-class _Sampler:
-    """What torch's ``DataLoader`` asks for: steps, and how many there are."""
-
-    def __init__(self, steps, count: int):
-        self._steps, self._count = steps, count
-
-    def __iter__(self):
-        return self._steps
-
-    def __len__(self):
-        return self._count
-
-
-def _packed(got):
-    """In a worker: a small batch goes through the pipe, a large one by memory that torch shares."""
-    if isinstance(got, DtlibError) or sum(x.nbytes for x in got[0].values()) >= SHARED:
-        return got
-    return {name: x.numpy() for name, x in got[0].items()}, got[1]
-
-
-def _unpacked(got):
-    return got if isinstance(got, DtlibError) else ({name: torch.as_tensor(x) for name, x in got[0].items()}, got[1])
+def _as_it_is(batch):
+    return batch
 
 
 def _of_living(workers):
