@@ -13,7 +13,7 @@ import torch
 
 from dtlib.errors import DtlibError
 from dtlib.files import locked, opened_to_read
-from dtlib.storage.files import StorageError, version_of
+from dtlib.storage.files import StorageError
 from dtlib.storage.formats import INDEX, read_index, write_index
 from dtlib.storage.readers import Reader, Samples
 
@@ -73,33 +73,28 @@ class Cached(Samples):
 
 @dataclass(frozen=True)
 class Staged:
-    """What ``stage`` did: the local folder, the files that are there, and those that found no room."""
+    """What ``stage`` did: the local folder, and how many bytes it copied."""
 
     folder: Path
-    copied: list[str]
-    left: list[str]
     bytes: int
 
 
-def stage(
-    folder: str | PathLike[str], local: str | PathLike[str], if_full: str = "stop", comm: Communicator | None = None
-) -> Staged:
+def stage(folder: str | PathLike[str], local: str | PathLike[str], comm: Communicator | None = None) -> Staged:
     """Copy samples to a folder on this node's own disk; ``open_samples(staged.folder)`` reads them there.
 
-    ``if_full="leave"``: files for which there is no room stay where they are, and are read from there; else it is an
-    error. What an earlier staging has copied is not copied again, unless it has changed. With ``comm``, of the ranks
-    that share the local folder, rank 0 copies and all of them return the same.
+    Files that an earlier staging has copied are not copied again, unless they have changed. With ``comm``, of the
+    ranks that share the local folder, rank 0 copies and all of them return the same.
 
     Raises:
         DtlibError: for a local folder that has other samples already.
         StorageError: where a file cannot be read or written, with the byte at which it stopped; on all ranks.
     """
     if comm is None:
-        return _copy(Path(folder).resolve(), Path(local), if_full)
+        return _copy(Path(folder).resolve(), Path(local))
     done: Staged | DtlibError | None = None
     if comm.rank == 0:
         try:
-            done = stage(folder, local, if_full)
+            done = stage(folder, local)
         except DtlibError as error:
             done = error
     outcome = comm.broadcast_object(done)
@@ -109,35 +104,27 @@ def stage(
     return outcome
 
 
-def _copy(folder: Path, local: Path, if_full: str) -> Staged:
-    if if_full not in ("stop", "leave"):
-        raise DtlibError(f"if_full={if_full!r} is not known: 'stop', or 'leave' files where they are.")
-    index = read_index(folder)
-    index.setdefault("elsewhere", str(folder))  # samples that were staged themselves are whole where they are from
-    places = (folder, Path(index["elsewhere"]))
-    sources = {
-        name: next((place / name for place in places if (place / name).exists()), folder / name)
-        for name in index["counts"]
-    }
-    copied, left, count = [], [], 0
-    # By these a reader knows the files that were left where they are.
-    index["versions"] = {name: version_of(source.stat()) for name, source in sources.items() if source.exists()}
+def _copy(folder: Path, local: Path) -> Staged:
+    index, count = {**read_index(folder), "source": str(folder)}, 0
     try:
         local.mkdir(parents=True, exist_ok=True)
         with locked(local):
-            _make_way(local, index, sources)
-            for name, source in sources.items():
-                try:
-                    count += 0 if (local / name).exists() else _copy_file(source, local / name)
-                    copied.append(name)
-                except StorageError:
-                    if if_full == "stop":
-                        raise
-                    left.append(name)
-            for name, version in index["versions"].items():
-                if version_of(sources[name].stat()) != version:
+            there = read_index(local) if (local / INDEX).exists() else None
+            if there and there.get("source") != index["source"]:
+                raise DtlibError(f"{local} has samples already, and not those of {folder}: name a new folder.")
+            old = [name for name in index["counts"] if not _alike(folder / name, local / name)]
+            if not old and there == index:
+                return Staged(local, 0)
+            others = [local / name for name in old if (local / name).exists()]
+            if others and there is None and not (local / MARK).exists():
+                raise DtlibError(f"{others[0]} is no copy that was staged: name a new folder, or delete it first.")
+            (local / MARK).touch()
+            (local / INDEX).unlink(missing_ok=True)  # first, so that no index ever names files of two versions
+            count = sum(_copy_file(folder / name, local / name) for name in old)
+            for name in index["counts"]:
+                if not _alike(folder / name, local / name):
                     raise StorageError(
-                        sources[name], 0, f"{sources[name]} was written anew while it was staged: stage once more."
+                        folder / name, 0, f"{folder / name} was written anew while it was staged: stage once more."
                     )
             write_index(local, index)
             (local / MARK).unlink()
@@ -145,30 +132,15 @@ def _copy(folder: Path, local: Path, if_full: str) -> Staged:
         raise StorageError(
             local, 0, f"{local} cannot be written ({problem.strerror}): make room, or choose another folder."
         ) from None
-    return Staged(local, copied, left, count)
-
-
-def _make_way(local: Path, index: dict, sources: dict[str, Path]) -> None:
-    """Delete what an earlier staging has left there, unless it is a copy of what its source is now."""
-    there = read_index(local) if (local / INDEX).exists() else None
-    if there and there.get("elsewhere") != index["elsewhere"]:
-        raise DtlibError(f"{local} has samples already, and not those of {index['elsewhere']}: name a new folder.")
-    old = [
-        local / name for name, source in sources.items()
-        if (local / name).exists() and not (source.exists() and _alike(source, local / name))
-        and (source.exists() or there != index)
-    ]  # fmt: skip
-    if old and there is None and not (local / MARK).exists():
-        raise DtlibError(f"{old[0]} is no copy that was staged: name a new folder, or delete it first.")
-    (local / MARK).touch()
-    if old or there != index:  # first, so that no index ever names files of two versions
-        (local / INDEX).unlink(missing_ok=True)
-    for copy in old:
-        copy.unlink()
+    return Staged(local, count)
 
 
 def _alike(source: Path, copy: Path) -> bool:
-    return version_of(source.stat()) == version_of(copy.stat())
+    """Whether a copy is there, and its source has not been written since: by size and time."""
+    if not (copy.exists() and source.exists()):
+        return False
+    one, other = source.stat(), copy.stat()
+    return (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)
 
 
 def _copy_file(source: Path, target: Path) -> int:
@@ -191,6 +163,5 @@ def _copy_file(source: Path, target: Path) -> int:
         path, what = (source, "cannot be read") if reading else (target, "cannot be written")
         raise StorageError(
             path, done,
-            f"{path} {what} at byte {done} ({problem.strerror}): make room, choose another folder, or stage with "
-            "if_full='leave', which reads the rest from where it is.",
+            f"{path} {what} at byte {done} ({problem.strerror}): make room, or choose another folder.",
         ) from None  # fmt: skip

@@ -69,23 +69,14 @@ class Counters:
         return {size: count for size, count in zip((*SIZES, None), counts, strict=True) if count}
 
 
-def version_of(found: os.stat_result) -> list[int]:
-    """What changes when a file is written anew: its size, and when that was."""
-    return [found.st_size, found.st_mtime_ns]
-
-
 class Files:
     """The files of a folder, opened when they are first read; ``MOST_OPEN`` of them stay open.
 
-    ``elsewhere``: a folder with those that this one has not; they must be as they were (``versions``, by name).
     ``open_delay``: seconds that every open waits, which stands for a busy metadata server: INJECTED, not measured.
     """
 
-    def __init__(
-        self, folder: Path, elsewhere: Path | None = None, open_delay: float = 0.0, versions: dict | None = None
-    ):
-        self.folder, self.elsewhere, self.open_delay = Path(folder), elsewhere, open_delay
-        self._versions = versions or {}
+    def __init__(self, folder: Path, open_delay: float = 0.0):
+        self.folder, self.open_delay = Path(folder), open_delay
         self.counters = Counters()
         # name -> [descriptor, size, where its last read ended]; a worker may inherit it, as no read uses the position
         # that the system keeps with a descriptor.
@@ -94,8 +85,7 @@ class Files:
         self._jumps, self._opens = 0, 0
 
     def path(self, name: str) -> Path:
-        here = self.folder / name
-        return here if self.elsewhere is None or here.exists() else Path(self.elsewhere) / name
+        return self.folder / name
 
     def size(self, name: str) -> int:
         return self._opened(name)[1]
@@ -131,17 +121,13 @@ class Files:
         if self.open_delay:
             time.sleep(self.open_delay)
         self._opens += 1
-        path = f"{self.folder}/{name}" if self.elsewhere is None else self.path(name)
+        path = f"{self.folder}/{name}"
         try:
             descriptor = opened_to_read(str(path))
         except OSError as problem:
             raise StorageError(
                 path, 0, f"{path} cannot be opened ({problem.strerror}): copy it anew, or read with damaged='skip'."
             ) from None
-        version = version_of(os.fstat(descriptor))
-        if Path(path).parent != self.folder and self._versions.get(name, version) != version:
-            os.close(descriptor)
-            raise StorageError(path, 0, f"{path} was written anew since {self.folder} was staged: stage once more.")
         if len(self._open) >= MOST_OPEN:
             os.close(self._open.popitem(last=False)[1][0])
         self._open[name] = opened = [descriptor, os.fstat(descriptor).st_size, 0]

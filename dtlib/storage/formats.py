@@ -99,8 +99,7 @@ def read_index(folder: Path) -> dict:
         dtype = np.lib.format.descr_to_dtype(lists)  # type: ignore[arg-type]  # numpy checks it, too
         _check_dtype(dtype, index["format"])
         named = all(is_plain_name(name) and type(n) is int and 0 <= n <= MOST for name, n in index["counts"].items())
-        staged = isinstance(index.get("versions", {}), dict) and isinstance(index.get("elsewhere", ""), str)
-        whole = named and staged and index["format"] in FORMATS and number("row_group", index["row_group"]) > 0
+        whole = named and index["format"] in FORMATS and number("row_group", index["row_group"]) > 0
     except FileNotFoundError:
         raise DtlibError(f"{folder} has no {INDEX}: write samples there first, with dtlib.storage.write.") from None
     except (ValueError, KeyError, TypeError, AttributeError, DtlibError):

@@ -88,8 +88,7 @@ class Reader(Samples):
         self.columns = list(columns or self.dtype.names)
         if absent := [name for name in self.columns if name not in self.dtype.names]:
             raise DtlibError(f"{folder} has no column {absent[0]!r}: it has {', '.join(self.dtype.names)}.")
-        elsewhere = index.get("elsewhere")
-        self.files = Files(folder, elsewhere and Path(elsewhere), open_delay, index.get("versions"))
+        self.files = Files(folder, open_delay)
         self.names, self.counts = list(index["counts"]), list(index["counts"].values())
         self._starts = list(accumulate(self.counts, initial=0))  # the number of each file's first sample
         self._prepare(index)
