@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from dtlib.errors import DtlibError
 from dtlib.training.config import read
 from dtlib.world.launch import start_ranks
 from tests.conftest import ROOT
@@ -69,8 +68,6 @@ def test_a_config_whose_section_bf16_is_a_copy_of_fp16():
     bf16 = {"enabled": True, "bf16_master_weights_and_grads": False, **fp16}
     with pytest.warns(UserWarning, match=r"here: bf16\.bf16_master.*, bf16\.loss_scale, .*scale_power"):
         assert read({"train_batch_size": 16, "bf16": bf16, "fp16": {"enabled": False, **fp16}}, 2).bf16.enabled
-    with pytest.raises(DtlibError, match=r"bf16\.hysteresis is 0: give a whole number from 1"):
-        read({"train_batch_size": 16, "bf16": {"hysteresis": 0}}, 2)
 
 
 @pytest.mark.slow
@@ -128,5 +125,3 @@ def test_modules_of_deepspeed_that_programs_import():
 
     assert list(zip(deepspeed.utils.RepeatingLoader([1, 2]), range(3), strict=False)) == [(1, 0), (2, 1), (1, 2)]
     assert deepspeed.pipe.PipelineModule is deepspeed.PipelineModule
-    with pytest.raises(DtlibError, match=r"moe.*MixtureOfExperts"):
-        deepspeed.moe  # noqa: B018

@@ -99,8 +99,6 @@ def find(dotted: str):
     else:
         return None
     for name in path:
-        if name in getattr(found, "left_out", ()):  # of an engine's methods
-            return Refused(found.left_out[name])
         try:
             found = getattr(found, name)
         except DtlibError as sentence:

@@ -2,7 +2,6 @@
 
 import os
 from argparse import ArgumentParser
-from datetime import timedelta
 
 from dtlib.errors import DtlibError
 from dtlib.world import init
@@ -20,10 +19,8 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def init_distributed(
-    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = 29500,
-    verbose: bool = True, timeout: timedelta | None = None, init_method: str | None = None,
-    dist_init_required: bool | None = None, config: object = None, rank: int = -1, world_size: int = -1,
-) -> None:  # fmt: skip
+    dist_backend: str | None = None, *_: object, rank: int = -1, world_size: int = -1, **__: object
+) -> None:
     """Join the world, and make torch's default group of its ranks, unless there is one: on the backend ``dtlib``.
 
     Sets ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``, where scripts look for them. How ranks meet needs no arguments:

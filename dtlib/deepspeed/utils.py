@@ -8,8 +8,7 @@ class RepeatingLoader:
     ``deepspeed.utils.RepeatingLoader``."""
 
     def __init__(self, loader: Iterable):
-        self.loader = loader
-        self.data_iter = iter(loader)
+        self.loader, self.data_iter = loader, iter(loader)
 
     def __iter__(self) -> Iterator:
         return self

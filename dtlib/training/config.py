@@ -13,7 +13,6 @@ from typing import TypeAlias, TypeVar, get_type_hints
 
 from dtlib.errors import MOST, DtlibError, number
 from dtlib.files import read_text
-from dtlib.training.deepspeed_keys import INERT, MUST_BE_OFF, is_off
 
 S = TypeVar("S")  # a section
 AnyConfig: TypeAlias = dict | str | Path  # str and Path: of a JSON file
@@ -116,8 +115,19 @@ _SECTIONS = {
 _MAY_BE_NULL = ("optimizer", "scheduler", "zero_optimization.offload_optimizer")
 _POSITIVE = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "loss_scale_window",
-    "hysteresis", "reduce_bucket_size", "min_loss_scale", "steps_per_print", "gradient_predivide_factor",
-    "allgather_bucket_size", "stages", "steps", "epochs", "save_every",
+    "hysteresis", "reduce_bucket_size", "min_loss_scale", "steps_per_print", "stages", "steps", "epochs", "save_every",
+)  # fmt: skip
+# Sections in which DeepSpeed has more keys, which say how it writes, buffers or sends: all of those are one warning.
+_IGNORED_IN = ("", "bf16.", "zero_optimization.", "zero_optimization.offload_optimizer.")
+TYPO = 0.8  # a key as similar to a known one is a mistake
+# Another kind of training, or other arithmetic: accepted where it is switched off, else refused.
+_MUST_BE_OFF = (
+    "amp", "autotuning", "communication_data_type", "compression_training", "curriculum_learning", "data_efficiency",
+    "data_types", "eigenvalue", "elasticity", "fp32_allreduce", "hybrid_engine", "progressive_layer_drop",
+    "quantize_training", "sparse_attention", "tensor_parallel", "torch_autocast", "auto_cast",
+    "consecutive_hysteresis", "fp16_master_weights_and_grads", "check_grad_overflow", "bf16_master_weights_and_grads",
+    "bf16_optimizer_states", "zero_quantized_weights", "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights", "zenflow",
 )  # fmt: skip
 MOST_POWERS_OF_TWO = 127
 STAGES = (0, 1, 2, 3)
@@ -127,7 +137,7 @@ OFFLOAD_DEVICES = ("none", "cpu")
 def read(config: AnyConfig, ranks: int, rank: int = 0) -> Config:
     """A checked ``Config`` from a dictionary or the path of a JSON file, for this number of ranks.
 
-    Rank 0 warns once of all keys that change nothing here (deepspeed_keys.py).
+    Rank 0 warns once of all keys that change nothing here.
 
     Raises:
         ConfigError: one sentence with the key, the value and what would be right.
@@ -148,7 +158,8 @@ def read(config: AnyConfig, ranks: int, rank: int = 0) -> Config:
         known = ", ".join(map(str, STAGES))
         raise ConfigError(f"zero_optimization.stage is {made.zero_optimization.stage}: choose one of {known}.")
     device = made.zero_optimization.offload_optimizer.device
-    parameters = config.get("zero_optimization", {}).get("offload_param") or {}
+    parameters = config.get("zero_optimization", {}).get("offload_param")
+    parameters = parameters if isinstance(parameters, dict) else {}
     for key, where in {"offload_optimizer": device, "offload_param": parameters.get("device", "none")}.items():
         if where not in OFFLOAD_DEVICES:
             raise ConfigError(
@@ -256,33 +267,40 @@ def _with_new_names(config: dict) -> dict:
     return config
 
 
-def section(kind: type[S], values: object, prefix: str, inert: list[str]) -> S:
-    """A dataclass from its section of the config; keys that change nothing are added to ``inert``."""
+def section(kind: type[S], values: object, prefix: str, inert: list[str] | None = None) -> S:
+    """A dataclass from its section of the config. Keys that change nothing are added to ``inert``; without that list,
+    every unknown key is refused."""
     if not isinstance(values, dict):
         raise ConfigError(f"{prefix.rstrip('.')} is {_shown(values)}: give a dictionary.")
-    known = get_type_hints(kind)
-    others = INERT.get(prefix, {})
-    made = {}
+    known, made = get_type_hints(kind), {}
+    ignored = inert if prefix in _IGNORED_IN else None
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if key in MUST_BE_OFF.get(prefix, ()):
-            if not is_off(value):
+        if key in known and name not in _SECTIONS:
+            made[key] = _checked(name, key, value, known[key])
+        elif key in known:
+            if value is not None or name not in _MAY_BE_NULL:
+                made[key] = section(_SECTIONS[name], value, f"{name}.", inert)
+        elif inert is not None and key in _MUST_BE_OFF:
+            if not _is_off(value):
                 raise ConfigError(f"{name} is {_shown(value)}, and there is nothing like it here: leave it out.")
             inert.append(name)
-        elif key in others:
-            _checked(name, key, value, others[key] | None)
-            inert.append(name)
-        elif key not in known:
-            near = difflib.get_close_matches(str(key), [*known, *others], n=1)
-            cure = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
-            raise ConfigError(f"{name} is no key of the config: {cure}")
-        elif name not in _SECTIONS:
-            made[key] = _checked(name, key, value, known[key])
-        elif value is not None or name not in _MAY_BE_NULL:
-            made[key] = section(_SECTIONS[name], value, f"{name}.", inert)
+        else:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6 if ignored is None else TYPO)
+            if near or ignored is None:
+                cure = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
+                raise ConfigError(f"{name} is no key of the config: {cure}")
+            ignored.append(name)
     if kind is TypeAndParams and "type" not in made:
         raise ConfigError(f'{prefix}type is missing: name one, as in {{"type": "AdamW", "params": {{"lr": 0.001}}}}.')
     return kind(**made)
+
+
+def _is_off(value) -> bool:
+    """Whether a key asks for nothing: ``false``, ``null``, a section with ``"enabled": false`` or without values."""
+    if isinstance(value, dict):
+        return not value.get("enabled", any(not _is_off(entry) for entry in value.values()))
+    return value is None or value is False
 
 
 def _shown(value) -> str:

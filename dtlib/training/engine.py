@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dtlib import checkpoint
 from dtlib.comm import Communicator
-from dtlib.errors import DtlibError, MissingName
+from dtlib.errors import DtlibError
 from dtlib.gradients.precision import LossScale, all_finite, clip_by_norm
 from dtlib.measure.held import held
 from dtlib.training.config import Config
@@ -27,25 +27,11 @@ from dtlib.world import init
 COUNTS = ("global_steps", "skipped_steps")
 LATEST = "latest"
 
-# Methods of DeepSpeed's engine that are not here, and the way round.
-LEFT_OUT = {
-    "set_train_batch_size": "call initialize() again, with another train_batch_size",
-    "set_gradient_accumulation_boundary": "gradient_accumulation_steps of the config says when a step is made",
-    "no_sync": "gradient_accumulation_steps of the config has the same effect",
-    "deepspeed_io": "pass training_data to initialize(), or use a DataLoader with a DistributedSampler",
-    "save_16bit_model": "use dtlib.checkpoint.export(folder, out)",
-    "destroy": "there is nothing to clear away",
-    "compile": "give initialize() the model as torch.compile(model) makes it",
-    "offload_states": "set zero_optimization.offload_optimizer in the config",
-    "reload_states": "set zero_optimization.offload_optimizer in the config",
-}
-
 
 class Engine:
     """A model, its optimizer and its schedule. ``engine(x)``, ``engine.backward(loss)``, ``engine.step()``, for each
     micro-batch; every ``gradient_accumulation_steps``-th ``step()`` changes the model. Counterpart: DeepSpeedEngine."""
 
-    left_out = LEFT_OUT
     module: nn.Module
     optimizer: Optimizer
     config: Config
@@ -303,11 +289,6 @@ class Engine:
 
     # What it tells about itself: the accessors of DeepSpeedEngine
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name in LEFT_OUT:
-            raise MissingName(f"engine.{name}() is not offered here: {LEFT_OUT[name]}.")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     def is_gradient_accumulation_boundary(self) -> bool:
         """True if the next ``step()`` changes the model."""
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
@@ -340,19 +321,8 @@ class Engine:
     def bfloat16_enabled(self) -> bool:
         return self.config.bf16.enabled
 
-    def zero_optimization(self) -> bool:
-        return self.zero_optimization_stage() > 0
-
     def zero_optimization_stage(self) -> int:
         return self.config.zero_optimization.stage
-
-    def gradient_clipping(self) -> float:
-        return self.config.gradient_clipping
-
-    @property
-    def local_rank(self) -> int:
-        """This rank among those of its machine."""
-        return init().local_rank
 
     @property
     def global_rank(self) -> int:
@@ -367,16 +337,6 @@ class Engine:
     def device(self) -> torch.device:
         """Where the model is."""
         return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
-
-    @property
-    def training(self) -> bool:
-        return self.module.training
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.module.parameters()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters()
 
 
 def _guard(optimizer, masters) -> list[bool]:

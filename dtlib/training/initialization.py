@@ -38,9 +38,7 @@ def initialize(
     model: nn.Module | None = None, config: AnyConfig | None = None, optimizer: Optimizer | Callable | None = None,
     model_parameters: Iterable | None = None, training_data: AnyData | None = None,
     lr_scheduler: LRScheduler | Callable | None = None, collate_fn: Callable | None = None, runtime: str = "dtlib",
-    comm: AnyCommunicator | None = None, *, args: object = None, distributed_port: int | None = None,
-    mpu: object = None, dist_init_required: bool | None = None, mesh_param: object = None,
-    config_params: AnyConfig | None = None,
+    comm: AnyCommunicator | None = None, *, args: object = None,
 ) -> tuple[Engine, Optimizer, RankLoader | None, LRScheduler | None]:  # fmt: skip
     """Make ``model`` trainable on all ranks; returns ``engine, optimizer, dataloader, lr_scheduler``.
 
@@ -56,9 +54,6 @@ def initialize(
         lr_scheduler: instead of the config's: a function of the optimizer that returns a scheduler, or one that was
             made for the ``optimizer`` that is passed.
         args: what a script was called with, for ``args.deepspeed_config``: the path of a config, instead of ``config``.
-        distributed_port, dist_init_required: for scripts written for DeepSpeed, whatever they say.
-        mpu, mesh_param: refused; another grid of ranks is ``comm``.
-        config_params: an old name of ``config``.
         runtime: ``dtlib``; ``torch`` for the same engine on torch's own classes (strategies.py); or ``deepspeed``.
         comm: by default the world's.
 
@@ -73,11 +68,9 @@ def initialize(
 
     Counterpart: ``deepspeed.initialize``.
     """
-    config = _the_config(args, config, config_params)
+    config = _the_config(args, config)
     if not isinstance(model, torch.nn.Module):
         raise DtlibError(f"model is {model!r:.60}: give a module of torch's.")
-    if mpu is not None or mesh_param is not None:
-        raise DtlibError("mpu and mesh_param are not for here: pass comm=, such as dtlib.init().mesh(data=2)['data'].")
     comm = as_communicator(comm) if comm is not None else init().comm
     if runtime not in RUNTIMES:
         raise DtlibError(f"initialize(runtime={runtime!r}): choose one of {', '.join(RUNTIMES)}.")
@@ -169,18 +162,13 @@ def pipeline_of(
     return module
 
 
-def _the_config(args, config, old_name):
+def _the_config(args, config):
     """The config, wherever a script has it."""
-    given = {
-        "config": config,
-        "config_params": old_name,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-    }
-    found = {name: value for name, value in given.items() if value is not None}
-    if len(found) != 1:
-        what = " and ".join(found) + " are given" if found else "No config is given"
+    named = getattr(args, "deepspeed_config", None)
+    if (config is None) == (named is None):
+        what = "No config is given" if config is None else "config and args.deepspeed_config are given"
         raise ConfigError(f"{what}: pass initialize() one, as config=, or as args with --deepspeed_config FILE.")
-    return next(iter(found.values()))
+    return named if config is None else config
 
 
 def _groups_of(parameters, model) -> dict[str, dict]:

@@ -71,7 +71,7 @@ def read(
     for name in ("workload", "zero_optimization", "pipeline", "tensor_parallel"):
         if not isinstance(config.get(name) or {}, dict):
             raise ConfigError(f"{name} is {config[name]!r:.60}: give a dictionary.")
-    run = configuration.section(Run, config.pop("run", {}), "run.", [])
+    run = configuration.section(Run, config.pop("run", {}), "run.")
     if stage is not None:
         config["zero_optimization"] = {**(config.get("zero_optimization") or {}), "stage": stage}
     run.steps = steps or run.steps
@@ -88,8 +88,8 @@ def read(
         if workload not in WORKLOADS:
             raise DtlibError(f"There is no workload {workload!r}: choose one of {', '.join(WORKLOADS)}.")
         workload = import_module(f"dtlib.workloads.{workload}").workload
-    context = configuration.section(ContextParallel, config.pop("context_parallel", {}), "context_parallel.", [])
-    expert = configuration.section(ExpertParallel, config.pop("expert_parallel", {}), "expert_parallel.", [])
+    context = configuration.section(ContextParallel, config.pop("context_parallel", {}), "context_parallel.")
+    expert = configuration.section(ExpertParallel, config.pop("expert_parallel", {}), "expert_parallel.")
     axes = {
         "pipe": (config.get("pipeline") or {}).get("stages") or 1, "context": context.size, "expert": expert.size,
         "tensor": (config.pop("tensor_parallel", None) or {}).get("autotp_size") or 1,
