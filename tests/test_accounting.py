@@ -24,9 +24,10 @@ from dtlib.parallel.data.plain import DataParallelBuckets, DataParallelHooks, Da
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
 from dtlib.parallel.zero.sharded import fully_shard
-from dtlib.theory.zero import SCHEMES, Scheme, zero_bytes, zero_peak_bytes
+from dtlib.theory.zero import SCHEMES, Scheme, zero_bytes
 from tests.cases import all_cases
 from tests.ranks import on_ranks
+from tests.zero_peak import zero_peak_bytes
 
 SIZES = (1001, 300, 707, 503)  # elements: some divide by 2, 3 or 4 ranks, their sum by none of these
 SMALL_BUCKET = 300  # elements: less than two of these parameters, so that each has a bucket of its own

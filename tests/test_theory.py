@@ -10,9 +10,10 @@ import dtlib
 from dtlib.comm.selection import KNOWN
 from dtlib.theory import collectives as theory
 from dtlib.theory import scaling
-from dtlib.theory.zero import GB, GIB, SCHEMES, fewest_ranks, zero_bytes, zero_peak_bytes, zero_wire_elements
+from dtlib.theory.zero import GB, GIB, SCHEMES, fewest_ranks, zero_bytes, zero_wire_elements
 from tests.cases import for_each
 from tests.ranks import on_ranks
+from tests.zero_peak import zero_peak_bytes
 
 CASES = [(operation, algorithm) for operation, names in theory.ALGORITHMS.items() for algorithm in names]
 COUNTS = (24, 0, 13, 2)  # elements of the whole; those that do not divide by the ranks only where they may

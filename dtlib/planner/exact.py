@@ -77,24 +77,6 @@ def of_decoder(model: Model, plan: Plan, rank: int, bucket: int = 0) -> dict[str
     return found
 
 
-def kept_of_decoder(model: Model, micro_batch: int, recompute: str = "none") -> int:
-    """Bytes that autograd keeps on a rank of `dtlib train decoder` until the backward pass of a micro-batch of n
-    tokens, in float32. A layer keeps, in elements:
-
-        none        16 n h   inputs of both norms and of four matrices (the last has 4 h), q, k, v, and 4 h before GELU
-                    + n a + 4 n    what attention's softmax was divided by; mean and deviation of both norms
-        selective   all of it but n a
-        full        n h      its input
-
-    Beside the layers: the head's input, n h, the loss's log-probabilities, n V, and bytes in 64 bits, twice.
-    """
-    n, h = micro_batch * model.seq, model.hidden
-    layer = {"none": 16 * h + 4 + model.heads, "selective": 16 * h + 4, "full": h}
-    if recompute not in layer:
-        raise PlanError(f"recompute is {recompute!r}: the decoder has {', '.join(layer)}.")
-    return ELEMENT * (n * (model.layers * layer[recompute] + h + model.vocab) + 1) + 2 * 8 * n
-
-
 def _buckets(sizes: list[int], zero: int, bucket: int) -> list[list[int]]:
     """Sizes in the buckets in which their gradients travel, the last layers' first, as gradients/buckets.py has them:
     at most of ``bucket`` elements, or as large as the largest size, at stage 0 at least 4 MiB, and the first at most
