@@ -39,7 +39,7 @@ class Wall:
     """``dtlib wall`` in a process of its own, in which this code runs ``before``."""
 
     def __init__(self, folder, before="", opens=False):
-        self.folder, self.before, self.options, self.opens = folder, before, (), opens
+        self.folder, self.before, self.opens = folder, before, opens
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -47,7 +47,7 @@ class Wall:
         self.start()
 
     def start(self):
-        words = ["wall", "--host=127.0.0.1", f"--port={self.port}", *self.options]
+        words = ["wall", "--host=127.0.0.1", f"--port={self.port}"]
         words += ["--no-browser"] * (not self.opens)
         command = [
             sys.executable,
@@ -435,30 +435,13 @@ def test_a_room_has_an_end_and_who_is_gone_leaves_it():
     assert here.tell("new", message, room.GONE_SECONDS + 1) and len(here.learners) == 1
 
 
-def test_kept_where_that_is_asked_for_and_deleted_by_one_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "wall"))
-    wall, file = Wall(tmp_path / "wall"), tmp_path / "kept.json"
+def test_a_wall_that_ends_keeps_its_codes_alone(tmp_path, capsys):
+    wall = Wall(tmp_path / "wall")
     wall.ask("tell", Learner("heron").message(), wall.token())
-    assert wall.end() == 0 and b"heron" not in b"".join(path.read_bytes() for path in tmp_path.glob("**/*.json"))
-    wall.options = (f"--keep={file}",)
-    wall.start()
-    wall.ask("tell", Learner("heron").message(), wall.token())
-    assert wall.end() == 0 and "heron" in file.read_text() and file.stat().st_mode & 0o777 == 0o600
-    wall.start()
-    assert list(wall.kinds()) == ["heron"]
     code = wall.code
-    assert wall.end() == 0
-
-    (tmp_path / "mine.json").write_text("{}")
-    for wrong in ("mine.json", "none.json"):
-        assert main(["wall", "--delete", str(tmp_path / wrong)]) == 2
-        assert capsys.readouterr().err.startswith("dtlib wall: ") and file.exists()
-    assert main(["wall", "--delete", str(file)]) == 0
-    assert not file.exists() and not list((tmp_path / "wall" / "dtlib-wall").iterdir())
-    assert (tmp_path / "mine.json").exists()
-    wall.options = ()
+    assert wall.end() == 0 and b"heron" not in b"".join(path.read_bytes() for path in tmp_path.glob("**/*.json"))
     wall.start()
-    assert wall.code != code
+    assert wall.code == code and not wall.kinds()
     assert main(["wall", "--host=127.0.0.1", f"--port={wall.port}", "--no-browser"]) == 2
     assert "cannot be listened on" in capsys.readouterr().err
     assert main(["wall", "--host=no..name", "--port=0", "--no-browser"]) == 2
@@ -480,49 +463,6 @@ def test_damaged_codes_are_made_again(codes, tmp_path, monkeypatch):
         path.write_bytes(codes.replace(b"NOW", str(time.time()).encode()))
     made = kept.secret_of(8790)
     assert len(made["code"]) == 8 and kept.secret_of(8790) == made
-
-
-MESSAGE = room.checked(Learner("a").message())
-NO_ROOMS = [
-    "", "[]", "3", "[" * 10**5, "1" * 5000, "pipe", "folder", {}, {"learners": []}, {"learners": {"a": []}},
-    {"learners": {"a": [MESSAGE]}}, {"learners": {"a": [MESSAGE, 10**400]}}, {"learners": {"a": [MESSAGE, "x"]}},
-    {"learners": {"a": [MESSAGE, float("nan")]}}, {"learners": {"a": [3, 3]}}, {"left": 3}, {"left": [[]]},
-    {"left": [1, "a"]}, {"left": None},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("option", ["--keep", "--delete"])
-@pytest.mark.parametrize("content", NO_ROOMS, ids=range(len(NO_ROOMS)))
-def test_what_is_no_room_that_was_kept_is_left_alone_with_a_sentence(content, option, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "wall"))
-    path = tmp_path / "room.json"
-    if content == "pipe":
-        os.mkfifo(path)
-    elif content == "folder":
-        path.mkdir()
-    else:
-        whole = {"form": kept.FORM, "learners": {}, "left": [], **content} if isinstance(content, dict) else {}
-        whole = {} if content == {} else whole
-        path.write_text(content if isinstance(content, str) else json.dumps(whole))
-    before = path.stat()
-    words = ["--no-browser", "--host=127.0.0.1", "--port=0"] if option == "--keep" else []
-    assert main(["wall", f"{option}={path}", *words]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"dtlib wall: {path} ") and said.count("\n") == 1 and path.stat().st_ino == before.st_ino
-
-
-def test_a_file_that_cannot_be_kept_or_deleted_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "wall"))
-    words = ["--no-browser", "--host=127.0.0.1", "--port=0"]
-    for path in ("x" * 300, "none/room.json"):
-        assert main(["wall", f"--keep={tmp_path / path}", *words]) == 2
-        assert "cannot be written" in capsys.readouterr().err
-    file = tmp_path / "room.json"
-    kept.save(room.Room(), file)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", lambda *_, **__: os.rmdir(tmp_path / "wall"))
-        assert main(["wall", f"--delete={file}"]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("port", ["-1", "65536", "99999", "1.5", "x", "1" * 400])
@@ -613,7 +553,7 @@ def test_real_kernels_and_ranks_tell_who_is_stuck_wrong_done_idle_and_away(wall,
 
 def test_the_guide_says_what_is_sent_and_how_to_leave():
     guide = " ".join((ROOT / "docs" / "instructor" / "wall.md").read_text().split())
-    for word in ("dtlib wall", "lab.join(", "lab.leave()", "--keep", "--delete", reports.FILE, "services/wall"):
+    for word in ("dtlib wall", "lab.join(", "lab.leave()", reports.FILE, "services/wall"):
         assert word in guide, word
     assert kept.SECRET_SECONDS == 24 * 3600 and "for a day" in guide
     assert reports.JOINED_SECONDS == 12 * 3600 and "twelve hours" in guide

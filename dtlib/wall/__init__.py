@@ -3,12 +3,11 @@
 notebook.py in a learner's notebook: lab.join, lab.leave, and what is sent in between; known.py, what is known of one
 room.py     what is known of all learners, and what the page shows of it
 server.py   who may say what, how often and how much; the page
-kept.py     codes, keys, and the room where that is asked for, in files
+kept.py     codes and keys, in files
 site/       the page: what others wrote is shown as text alone
 """
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from dtlib.errors import number, read_number
 
@@ -19,14 +18,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all of this machine)")
     port = f"port to listen on (default: {PORT}; 0: one that is free)"
     parser.add_argument("--port", type=lambda it: number("--port", read_number(it), 0, 65_535), default=PORT, help=port)
-    parser.add_argument("--keep", metavar="FILE", type=Path, help="keep what the page shows; nothing is kept without")
-    parser.add_argument("--delete", metavar="FILE", nargs="?", const="", help="delete what was kept, and all codes")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
 
 
 def run(options: Namespace) -> int:
-    from dtlib.wall import kept, server
+    from dtlib.wall import server
 
-    if options.delete is not None:
-        return kept.delete(Path(options.delete) if options.delete else None)
-    return server.serve(options.host, options.port, options.keep, not options.no_browser)
+    return server.serve(options.host, options.port, not options.no_browser)

@@ -1,7 +1,6 @@
-"""What a wall leaves on the instructor's machine: its codes for a day, and the room where ``--keep`` asks for it."""
+"""What a wall leaves on the instructor's machine: its codes, for a day."""
 
 import json
-import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -10,14 +9,11 @@ from pathlib import Path
 
 from jupyter_core.paths import jupyter_data_dir
 
-from dtlib.errors import DtlibError, number
 from dtlib.files import read_json, write_whole, writing
-from dtlib.wall.room import Room, checked
 
 LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"  # those that nobody mixes up
 CODE = 8  # letters: who guesses 2,000 a second for a day finds it once in 6,000 days
 SECRET_SECONDS = 24 * 3600
-FORM = "dtlib wall 1"  # how a file that was kept begins
 
 
 def folder() -> Path:
@@ -43,30 +39,6 @@ def secret_of(port: int) -> dict:
     return found
 
 
-def save(room: Room, path: Path) -> None:
-    _write(path, {"form": FORM, "learners": room.learners, "left": list(room.left)})
-
-
-def load(room: Room, path: Path) -> None:
-    """What was kept, if anything was."""
-    if os.path.lexists(path):
-        room.learners, left = _kept(path)
-        room.left.extend(left)
-    save(room, path)  # or it is said now that this cannot be
-
-
-def delete(path: Path | None) -> int:
-    """Delete what a wall kept, and the codes of all walls: who joined one cannot speak to the next."""
-    if path:
-        _kept(path)
-    codes = list(folder().glob("*.json"))
-    for each in ([path] if path else []) + codes + list(folder().glob("*.html")):
-        each.unlink()
-    what = f"{path} and {len(codes)}" if path else f"{len(codes)}"
-    print(f"Deleted: {what} code{'s' * (len(codes) != 1)} of walls. One that still runs keeps its own until it ends.")
-    return 0
-
-
 @contextmanager
 def page_file(port: int, address: str) -> Iterator[str]:
     """The address of a file that leads a browser to the page meanwhile: every user sees what a browser is called with.
@@ -79,23 +51,6 @@ def page_file(port: int, address: str) -> Iterator[str]:
         yield path.as_uri()
     finally:
         path.unlink(missing_ok=True)
-
-
-def _kept(path: Path) -> tuple[dict, list]:
-    try:
-        found = read_json(path, dict)
-        if found["form"] == FORM:
-            learners = {
-                one: (checked(message), number("", when, 0, whole=False, error=ValueError))
-                for one, (message, when) in found["learners"].items()
-            }
-            if all(isinstance(each, str) for each in found["left"]):
-                return learners, list(found["left"])
-    except OSError as problem:
-        raise DtlibError(f"{path} cannot be read ({problem.strerror}): name the file that --keep named.") from None
-    except (ValueError, LookupError, TypeError, AttributeError):
-        pass
-    raise DtlibError(f"{path} was not made by dtlib wall, so it is left alone: name the file that --keep named.")
 
 
 def _write(path: Path, content: dict | str) -> None:

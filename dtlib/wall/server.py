@@ -40,7 +40,6 @@ MOST_CONNECTIONS = 500
 SILENT_SECONDS = 10  # that a connection may take to say something
 A_SECOND = {"tell": 4, "join": 5}  # messages of a learner; learners
 AT_ONCE = {"tell": 20, "join": 100}
-KEEP_SECONDS = 10
 POLICY = "; ".join(
     ("default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'", "base-uri 'none'",
      "form-action 'none'", "frame-ancestors 'none'")
@@ -215,7 +214,7 @@ def entrance(wall: Wall, prefix: str) -> list:
     return [(re.escape(prefix), Entrance), (re.escape(prefix) + "oauth_callback", HubOAuthCallbackHandler)]
 
 
-def serve(host: str, port: int, keep: Path | None, browser: bool) -> int:
+def serve(host: str, port: int, browser: bool) -> int:
     """Show the wall until Ctrl-C, or SIGTERM."""
     prefix = os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/")
     if url := os.environ.get("JUPYTERHUB_SERVICE_URL"):
@@ -228,21 +227,18 @@ def serve(host: str, port: int, keep: Path | None, browser: bool) -> int:
     port = sockets[0].getsockname()[1]
     here = address_of(host)
     wall = Wall(kept.secret_of(port), "" if url else f"{here}:{port}")
-    if keep:
-        kept.load(wall.room, keep)
     page = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else here}:{port}{prefix}#{wall.secret['key']}"
     where = wall.address or f"THE HUB'S ADDRESS{prefix}"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the loop has its own: ended as soon as it is heard of
     print(f'Learners join with: lab.join("{wall.secret["code"]}@{where}", "an alias of their own")', flush=True)
     print(f"The page, for you and your projector: {page}", flush=True)
-    said = f"It is kept in {keep}: dtlib wall --delete {keep} deletes it." if keep else "Nothing is kept."
-    print(f"{said} Ctrl-C ends the wall.", flush=True)
+    print("Nothing is kept. Ctrl-C ends the wall.", flush=True)
     with kept.page_file(port, page) if browser else nullcontext() as file:
-        asyncio.run(_serve(wall, application(wall, prefix, bool(url)), sockets, keep, file))
+        asyncio.run(_serve(application(wall, prefix, bool(url)), sockets, file))
     return 0
 
 
-async def _serve(wall, served, sockets, keep, page: str | None) -> None:
+async def _serve(served, sockets, page: str | None) -> None:
     server = Server(
         served, max_body_size=MOST_BYTES, max_buffer_size=2 * MOST_BYTES, max_header_size=8192,
         body_timeout=SILENT_SECONDS, idle_connection_timeout=SILENT_SECONDS,
@@ -254,14 +250,7 @@ async def _serve(wall, served, sockets, keep, page: str | None) -> None:
         asyncio.get_running_loop().add_signal_handler(each, over.set)
     if page:  # in a thread: a browser in a terminal would not return
         threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
-    while not over.is_set():
-        with suppress(TimeoutError):
-            await asyncio.wait_for(over.wait(), KEEP_SECONDS)
-        if keep:
-            try:
-                kept.save(wall.room, keep)
-            except DtlibError as problem:  # a full disk, say: the page goes on
-                print(problem, file=sys.stderr, flush=True)
+    await over.wait()
     server.stop()
 
 
