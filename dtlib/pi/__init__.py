@@ -167,7 +167,8 @@ def count_on_ranks(
 ) -> int:  # fmt: skip
     """Count on all ranks of ``comm``; every rank returns the total.
 
-    ``progress(done)`` is called after each burst of about half a second with the points that this rank just counted.
+    ``progress(done)`` is called after each burst of about half a second, with the points that all ranks have counted in
+    it if they are alike.
     """
     start, stop = slice_of(points, comm.rank, comm.size)
     inside = np.zeros(1, dtype=np.int64)
@@ -177,7 +178,7 @@ def count_on_ranks(
         end = min(start + burst, stop)
         inside += kernel(start, end, seed)
         if progress is not None:
-            progress(end - start)
+            progress((end - start) * comm.size)
             elapsed = max(time.perf_counter() - began, 1e-6)
             burst = max(1, min(int(burst * 0.5 / elapsed), 4 * burst))
         start = end

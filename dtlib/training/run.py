@@ -160,7 +160,7 @@ class _Training:
     def _train(self) -> tuple[list[float], float, list[int] | None]:
         batches, losses, held = self._batches(), [], None
         steps = range(self.first, self.last)
-        with self.log as file, RankProgress(self.comm, len(steps) * self.batch, "samples", in_step=True) as progress:
+        with self.log as file, RankProgress(self.comm, len(steps) * self.batch, "samples") as progress:
             tell("")
             began = time.perf_counter()
             for step in steps:
