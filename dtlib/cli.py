@@ -88,7 +88,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     fresh = commands.add_parser("fresh", help="give the notebooks of a lesson anew, and keep yours beside them")
     fresh.add_argument("lesson", help="its number, such as 04, or the name of one notebook")
 
-    tour = commands.add_parser("tour", help="run the core of lessons 00 to 08 on MPI engines and print a table")
+    tour = commands.add_parser("tour", help="solve exercises of lessons 00 to 08 on MPI engines and print a table")
     tour.add_number("--ranks", "engines to start (default: 2)", 2, **some)
     tour.add_argument(
         "--profile", help="folder of an ipyparallel profile (default: a copy of the one for this machine)"
