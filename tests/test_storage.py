@@ -926,15 +926,3 @@ def test_resuming_with_other_workers_beside_torchdata(folder_of):
     assert resumed(theirs, 1, 1) == resumed(ours, 1, 1) == resumed(ours, 1, 2) == list(range(SAMPLES))
     with pytest.raises(AssertionError):
         resumed(theirs, 1, 2)
-
-
-@pytest.mark.gpu
-def test_batches_are_on_the_gpu_one_ahead(folder_of):
-    reader = open_samples(folder_of("shards"))
-    for workers in (0, 1):
-        batches = list(Loader(reader, 8, workers=workers, device="cuda"))
-        assert all(x.device.type == "cuda" for batch in batches for x in batch.values())
-        here = [{name: x.cpu() for name, x in batch.items()} for batch in batches]
-        assert sorted(numbers_in(here)) == list(range(SAMPLES))
-        rows = {n: row for batch in here for n, row in zip(batch["number"].tolist(), batch["data"], strict=True)}
-        assert all((rows[n] == n % 251).all() for n in range(SAMPLES))

@@ -11,7 +11,7 @@ from dtlib.world.launch import forked_ranks
 
 @forked_ranks()  # most of a start is imports
 def supervise(
-    program: list[str], ranks: int, folder: str | PathLike[str], fewest: int = 1, replace: bool = True,
+    program: list[str], ranks: int, folder: str | PathLike[str], replace: bool = True,
     say: Callable[[str], object] = print, watch: Callable[[Run], object] | None = None,
 ) -> list[Run]:  # fmt: skip
     """Run ``program`` (a Python program's arguments) on ranks until it ends well; returns its runs.
@@ -21,7 +21,6 @@ def supervise(
             goes on from the last one when it is started again: any strategy that dtlib.checkpoint can load will do.
             Without a journal its progress is not known, and it is started three times at most.
         ranks: how many ranks it begins with.
-        fewest: with how many it may go on.
         replace: whether a rank that has died gets a successor, as on a machine that is whole; otherwise it goes on with
             the ranks that are left.
         say: told, in sentences, what happens to a run, why it has ended and how it goes on.
@@ -47,6 +46,6 @@ def supervise(
             )
         if not replace:
             ranks -= len(run.lost)
-        if ranks < fewest:
-            raise DtlibError(f"{why} {ranks} ranks are left, and {fewest} are wanted.")
+        if not ranks:
+            raise DtlibError(f"{why} No rank is left.")
         say(f"It starts again on {ranks} ranks, from the last checkpoint.")

@@ -4,7 +4,7 @@ preprocessing.py   raw (image, JSON, text) to binary
 formats.py         one set of samples as a file each, as one file, as shards, as tar files, as Parquet
 readers.py         samples by their numbers, from each of these; parquet.py, by columns
 order.py           the order of an epoch, and the slice of a rank: pure functions
-loader.py          batches for a rank: workers, prefetch, copies to a device, exact resume
+loader.py          batches for a rank: workers, prefetch, exact resume
 cache.py           kept in memory, or staged in a local folder
 files.py           opened, read, counted; what is damaged is told with file and offset
 page_cache.py      the system's cache of files: emptied, and looked at whether it is

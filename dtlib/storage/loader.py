@@ -1,4 +1,4 @@
-"""Batches for a rank: workers, prefetch, copies to a device, and resuming in the middle of an epoch.
+"""Batches for a rank: workers, prefetch, and resuming in the middle of an epoch.
 
     loader = Loader(open_samples(folder), batch_size=32, rank=world.rank, ranks=world.size, workers=2)
     for batch in loader:                     # an epoch; the next loop is the next one, in another order
@@ -45,8 +45,8 @@ class Loader:
     leaves a loop early goes on from there with the next one.
 
     ``workers``: processes that read; with none, a thread does. ``prefetch``: batches that each of them reads ahead; 0
-    with no workers: a batch is read when it is asked for. ``device``: where batches go, copied one ahead. ``block``
-    and ``window``: how the order is shuffled, if otherwise than the reader is best read; ``shuffle=False``: not at all.
+    with no workers: a batch is read when it is asked for. ``block`` and ``window``: how the order is shuffled, if
+    otherwise than the reader is best read; ``shuffle=False``: not at all.
 
     What a reader with ``damaged="skip"`` leaves out is in ``skipped``, a list of errors.
 
@@ -57,8 +57,8 @@ class Loader:
 
     def __init__(
         self, reader: Source, batch_size: int, rank: int = 0, ranks: int = 1, *, seed: int = 0, workers: int = 0,
-        prefetch: int = 2, shuffle: bool = True, drop_last: bool = False,
-        device: torch.device | str | None = None, block: int | None = None, window: int | None = None,
+        prefetch: int = 2, shuffle: bool = True, drop_last: bool = False, block: int | None = None,
+        window: int | None = None,
     ):  # fmt: skip
         sizes = {"batch_size": batch_size, "ranks": ranks, "block": block or 1, "window": window or 1}
         for name, size in sizes.items():
@@ -73,7 +73,7 @@ class Loader:
                 "all of them: give a smaller batch_size."
             )
         self.reader, self.batch_size, self.rank, self.ranks = reader, batch_size, rank, ranks
-        self.workers, self.prefetch, self.drop_last, self.device = workers, prefetch, drop_last, device
+        self.workers, self.prefetch, self.drop_last = workers, prefetch, drop_last
         self.skipped: list[Exception] = []
         self._epoch, self._taken = 0, 0  # samples that all ranks have taken
         self._begin = 0  # of them, before the first step of this size
@@ -133,8 +133,6 @@ class Loader:
         together = self.batch_size * self.ranks
         firsts = range(self._taken, self._end, together)
         batches = self._read(self._steps(numbers, firsts), len(firsts))
-        if self.device is not None:
-            batches = _copied_ahead(batches, self.device)
         for first, got in zip(firsts, batches, strict=True):
             if isinstance(got, DtlibError):
                 try:
@@ -240,26 +238,3 @@ def _in_thread(read, steps, ahead: int):
             yield reading.popleft().result()
     finally:
         thread.shutdown(wait=True, cancel_futures=True)
-
-
-def _copied_ahead(batches, device):
-    """Each batch on a GPU, while the next one is on its way there, from memory that its copy engine can reach."""
-    stream, ahead = torch.cuda.Stream(device), None
-    for got in batches:
-        if not isinstance(got, DtlibError):
-            with torch.cuda.stream(stream):
-                batch = {name: x.pin_memory().to(device, non_blocking=True) for name, x in got[0].items()}
-            got = batch, got[1]
-        behind, ahead = ahead, (got, stream.record_event())
-        if behind:
-            yield _arrived(*behind)
-    if ahead:
-        yield _arrived(*ahead)
-
-
-def _arrived(got, copied):
-    """Work that is given to the GPU from here on waits for the copy; the host does not."""
-    torch.cuda.current_stream().wait_event(copied)
-    for x in () if isinstance(got, DtlibError) else got[0].values():
-        x.record_stream(torch.cuda.current_stream())
-    return got

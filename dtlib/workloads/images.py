@@ -1,9 +1,7 @@
 """Images and their labels, from the files in which MNIST and CIFAR-10 are handed out; nothing in them is executed."""
 
 import gzip
-import io
 import os
-import pickle
 import zlib
 from math import prod
 from pathlib import Path
@@ -19,7 +17,7 @@ WHERE = (
     "CIFAR-10 is cifar-10-binary.tar.gz, unpacked, from https://www.cs.toronto.edu/~kriz/cifar.html."
 )
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-CIFAR_TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
+CIFAR_TRAIN = [f"data_batch_{number}.bin" for number in range(1, 6)]
 
 
 def read_folder(folder: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[str, ...]]:
@@ -36,15 +34,9 @@ def read_folder(folder: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
     for place in (top, *sorted(each for each in top.rglob("*") if each.is_dir())):
         if _find(place, "train-images-idx3-ubyte", "train-images.idx3-ubyte"):
             return _mnist(place, "train"), _mnist(place, "t10k"), tuple("0123456789")
-        if os.path.exists(place / "data_batch_1.bin"):
-            read, ending = _cifar_binary, ".bin"
-        elif os.path.exists(place / "data_batch_1"):
-            read, ending = _cifar_pickled, ""
-        else:
-            continue
-        train = [read(_there(place / (name + ending))) for name in CIFAR_TRAIN]
-        images, labels = (torch.cat(each) for each in zip(*train, strict=True))
-        return (images, labels), read(_there(place / f"test_batch{ending}")), CIFAR_CLASSES
+        if os.path.exists(place / CIFAR_TRAIN[0]):
+            images, labels = (torch.cat(each) for each in zip(*(_cifar(place / n) for n in CIFAR_TRAIN), strict=True))
+            return (images, labels), _cifar(place / "test_batch.bin"), CIFAR_CLASSES
     raise DtlibError(f"The folder {folder!r} has neither MNIST nor CIFAR-10 in it. {WHERE}")
 
 
@@ -99,47 +91,12 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=head).view(shape)
 
 
-def _cifar_binary(path: Path) -> tuple[Tensor, Tensor]:
+def _cifar(path: Path) -> tuple[Tensor, Tensor]:
     """Rows of a label and 3 x 32 x 32 pixels."""
-    content = path.read_bytes()
+    content = _there(path).read_bytes()
     if not content or len(content) % 3073:
         raise DtlibError(f"{path} has {len(content)} bytes, which are no whole rows of 3073: fetch it anew.")
     rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, 3073)
-    return _checked(path, rows[:, 1:], rows[:, 0].long())
-
-
-def _cifar_pickled(path: Path) -> tuple[Tensor, Tensor]:
-    try:
-        batch = _Arrays(io.BytesIO(path.read_bytes()), encoding="bytes").load()
-        pixels, labels = torch.from_numpy(np.array(batch[b"data"])), torch.tensor(batch[b"labels"])
-    except Exception as error:  # whatever a broken or a foreign pickle leads to
-        raise DtlibError(f"{path} is no batch of CIFAR-10 ({error}): fetch it anew.") from None
-    return _checked(path, pixels, labels)
-
-
-def _checked(path: Path, pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    fits = pixels.dtype == torch.uint8 and pixels.shape == (len(labels), 3072) and labels.dtype == torch.int64
-    if not fits or not ((labels >= 0) & (labels < 10)).all():
-        raise DtlibError(f"{path} has other things in it than images of 3 x 32 x 32 bytes in ten classes.")
-    return pixels.reshape(-1, 3, 32, 32), labels
-
-
-class _Arrays(pickle.Unpickler):
-    """Reads numpy arrays, numbers, texts, lists and dicts, and looks up nothing else: a pickle may name any function
-    to be called."""
-
-    def find_class(self, module, name):
-        from numpy._core.multiarray import _reconstruct
-
-        known = {
-            ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-            ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-            ("numpy", "ndarray"): np.ndarray,
-            ("numpy", "dtype"): np.dtype,
-            ("_codecs", "encode"): lambda text, _: text.encode(
-                "latin-1"
-            ),  # bytes, as Python 3 writes them for Python 2
-        }
-        if (module, name) not in known:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return known[module, name]
+    if rows[:, 0].max() > 9:
+        raise DtlibError(f"{path} has labels up to {rows[:, 0].max()}, and CIFAR-10 has ten classes: fetch it anew.")
+    return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()
