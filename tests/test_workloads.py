@@ -15,8 +15,9 @@ import torch
 import dtlib
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline.layers import PipelineModule
-from dtlib.workloads import beam, digits, images, rouge, stories, summarization, text, transformer, vision, wrap
+from dtlib.workloads import beam, digits, images, rouge, stories, summarization, text, transformer, vision
 from tests.ranks import on_ranks
+from tools import pretrain
 
 TINY = {"model": "tiny", "dropout": 0.0, "test_articles": 6}
 
@@ -78,8 +79,8 @@ def test_ranks_share_an_evaluation(world):
     assert len({story.name.split("/")[0] for story in shown}) == 3
     written = beam.summarize(one.model, one.test, [each.article for each in shown], 1)
     figures = one.evaluate(one.model, world.comm)
-    assert abs(figures["rouge_l"] - rouge.mean_rouge_l(shown, written)) < 1e-12
-    assert abs(figures["lead_rouge_l"] - rouge.mean_rouge_l(shown, [rouge.lead(s.article) for s in shown])) < 1e-12
+    assert abs(figures["rouge_l"] - pretrain.mean_rouge_l(shown, written)) < 1e-12
+    assert abs(figures["lead_rouge_l"] - pretrain.mean_rouge_l(shown, [rouge.lead(s.article) for s in shown])) < 1e-12
 
 
 def test_digits_are_learnt():
@@ -288,81 +289,18 @@ def test_rouge_and_what_it_is_compared_with():
     ]
     assert rouge.lead(found[0].article) == "Gives one back." and rouge.lead("One. Two.\n\nThree.") == "One."
     assert rouge.rouge_l("Return the rank", "the ranks") == pytest.approx(0.8)
-    figures = rouge.baselines(found[:3], found[3:])
-    assert figures["nearest"] == 1 and 0 < figures["constant"] < 1 and rouge.best_constant(found).startswith("return")
-
-
-@pytest.mark.slow  # the library's import takes seconds
-def test_models_of_other_libraries_take_the_place_of_our_own():
-    one, other = summarization.workload({**TINY, "test_articles": 2, "summary_tokens": 4}), vision.workload({})
-    assert "takes an nn.Module and got a int" in refusal(wrap.with_model, one, 3)
-    import transformers
-
-    sizes = {"vocab_size": 4096, "bos_token_id": text.BEGIN, "eos_token_id": text.END, "pad_token_id": text.PAD}
-    t5 = transformers.T5Config(
-        **sizes, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=text.BEGIN
+    figures = pretrain.baselines(found[:3], found[3:])
+    assert (
+        figures["nearest"] == 1 and 0 < figures["constant"] < 1 and pretrain.best_constant(found).startswith("return")
     )
-    gpt2 = transformers.GPT2Config(**sizes, n_embd=16, n_layer=1, n_head=2)
-    vit = transformers.ViTConfig(
-        image_size=28, patch_size=7, num_channels=1, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=16, num_labels=10,
-    )  # fmt: skip
-    t5, gpt2 = transformers.T5ForConditionalGeneration(t5), transformers.GPT2LMHeadModel(gpt2)
-    places = (one, t5), (one, gpt2), (other, transformers.ViTForImageClassification(vit))
-    for workload, model in places:
-        wrapped = wrap.with_model(workload, model)
-        assert wrapped.layers == [] and wrapped.train is workload.train
-        samples = [workload.train[place] for place in range(8)]
-        inputs, targets = (workload.collate or torch.utils.data.default_collate)(samples)
-        optimizer, losses = torch.optim.AdamW(wrapped.model.parameters(), 1e-2), []
-        for _ in range(6):
-            losses.append(wrapped.loss_fn(wrapped.model(inputs), targets))
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
-        assert losses[-1] < losses[0]
-        assert all(0 <= figure <= 1 for figure in wrapped.evaluate(wrapped.model, dtlib.init().comm).values())
-    source, prefix = one.collate([one.train[0]])[0]
-    longer = torch.nn.functional.pad(source, (0, 5))
-    for _, model in places[:2]:
-        model = wrap.with_model(one, model).model.eval()
-        torch.testing.assert_close(model((source, prefix)), model((longer, prefix)), rtol=1e-4, atol=1e-4)
-    small = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=100, n_embd=16, n_layer=1, n_head=2))
-    assert "is 100, and the tokenizer has 4096 tokens" in refusal(wrap.with_model, one, small)
-
-
-@pytest.mark.slow  # the library's import takes seconds
-def test_a_lightning_module_takes_the_place_of_our_own():
-    import pytorch_lightning as lightning
-
-    class Empty(lightning.LightningModule):
-        pass
-
-    class Net(Empty):
-        def __init__(self):
-            super().__init__()
-            self.net = torch.nn.Linear(784, 10)
-
-        def forward(self, images):
-            return self.net(images.flatten(1))
-
-    one = vision.workload({})
-    assert "Empty has no forward()" in refusal(wrap.with_model, one, Empty())
-    wrapped = wrap.with_model(one, Net())
-    x, y = one.train[:16]
-    before = wrapped.loss_fn(wrapped.model(x), y)
-    before.backward()
-    torch.optim.SGD(wrapped.model.parameters(), 0.1).step()
-    assert wrapped.loss_fn(wrapped.model(x), y) < before
-    assert 0 <= wrapped.evaluate(wrapped.model, dtlib.init().comm)["accuracy"] <= 1
 
 
 def test_the_checkpoint_writes_what_the_articles_are_about():
     one = summarization.workload({"start": "pretrained"})
     held = one.test.stories[::80]
     written = beam.summarize(one.model, one.test, [story.article for story in held], 2)
-    reached = rouge.mean_rouge_l(held, written)
-    assert reached > 0.2 and reached > rouge.mean_rouge_l(held, written[1:] + written[:1]) + 0.03
+    reached = pretrain.mean_rouge_l(held, written)
+    assert reached > 0.2 and reached > pretrain.mean_rouge_l(held, written[1:] + written[:1]) + 0.03
     assert (
         summarization.workload({"start": "pretrained", "library": "networkx"}).train.stories[0].name[:8] == "networkx"
     )

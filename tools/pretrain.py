@@ -11,6 +11,7 @@ import math
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtlib.workloads import summarization, text
 from dtlib.workloads.beam import summarize
-from dtlib.workloads.rouge import baselines, mean_rouge_l
-from dtlib.workloads.stories import spread
+from dtlib.workloads.rouge import lead, rouge_l
+from dtlib.workloads.stories import Story, spread
 from dtlib.workloads.summarization import CHECKPOINT, TOKENIZER, VOCABULARY, collate
 from dtlib.workloads.workload import Workload
 
@@ -82,6 +83,50 @@ def train(model: nn.Module, samples: list, seconds: float, saved: Path) -> None:
                 os.replace(f"{saved}.new", saved)
                 print(f"{now - start:.0f} s, step {step}, epoch {epoch}, loss {loss.item():.2f}", flush=True)
         epoch += 1
+
+
+def mean_rouge_l(stories: list[Story], summaries: list[str]) -> float:
+    pairs = zip(stories, summaries, strict=True)
+    return sum(rouge_l(story.summary, summary) for story, summary in pairs) / len(stories)
+
+
+def best_constant(train: list[Story], samples: int = 300, words: int = 12) -> str:
+    """One text for all articles: as long as it helps, the word is added to it that helps most."""
+    sample = spread(train, samples)
+    common = Counter(word for story in train for word in story.summary.lower().split()).most_common(30)
+    text: list[str] = []
+    best = 0.0
+    for _ in range(words):
+        tried = [(mean_rouge_l(sample, [" ".join([*text, word])] * len(sample)), word) for word, _ in common]
+        score, word = max(tried)
+        if score <= best:
+            break
+        text, best = [*text, word], score
+    return " ".join(text)
+
+
+def nearest(train: list[Story], test: list[Story]) -> list[str]:
+    """For each article the summary of the article to train on that is most like it, by weighted words (TF-IDF)."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    vectors = TfidfVectorizer(sublinear_tf=True)
+    known = vectors.fit_transform([story.article for story in train])
+    alike = vectors.transform([story.article for story in test]) @ known.T
+    return [train[place].summary for place in alike.argmax(1).A1]
+
+
+def baselines(train: list[Story], test: list[Story]) -> dict[str, float]:
+    """ROUGE-L on ``test`` of three ways to write a summary without a model."""
+    return {
+        "lead": mean_rouge_l(test, [lead(story.article) for story in test]),
+        "first twelve words": mean_rouge_l(test, [" ".join(_below(story.article).split()[:12]) for story in test]),
+        "constant": mean_rouge_l(test, [best_constant(train)] * len(test)),
+        "nearest": mean_rouge_l(test, nearest(train, test)),
+    }
+
+
+def _below(article: str) -> str:
+    return article.partition("\n\n")[2] or article
 
 
 def report(workload: Workload, articles: int = 400) -> None:

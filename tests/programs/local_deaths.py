@@ -15,7 +15,31 @@ import torch
 import dtlib
 from dtlib import recovery
 from dtlib.parallel.local import DiLoCo
+from dtlib.recovery.shrink import failure_of_a_rank, shrunk
 from tests.test_local import gradient_of, made
+
+
+def train_in_rounds(local: DiLoCo, one_step, steps: int, tell) -> dtlib.Communicator:
+    """Train until ``local.steps == steps``, on the ranks that are left; returns their communicator.
+
+    A rank that dies between two rounds costs its own steps since the last one, and nothing else: the others have taken
+    theirs alone, and still have them.
+    """
+    fewer = None
+    while True:
+        try:
+            if fewer is not None:
+                local.recover(fewer)
+                fewer = None
+            while local.steps < steps:
+                one_step(local.steps)
+                local.step()
+            local.comm.barrier()  # nobody leaves as long as another one may need it
+            return local.comm
+        except Exception as error:
+            if not failure_of_a_rank(error):
+                raise
+            fewer = shrunk(local.comm, tell)
 
 
 def main(options: str, folder: str) -> None:
@@ -35,7 +59,7 @@ def main(options: str, folder: str) -> None:
         if what == "lost":
             lost.append(facts["ranks"])
 
-    comm = recovery.train_in_rounds(local, one_step, options["steps"], tell)
+    comm = train_in_rounds(local, one_step, options["steps"], tell)
     parameters = [parameter.detach() for parameter in model.parameters()]
     torch.save({"parameters": parameters, "lost": lost}, Path(folder) / f"{world.rank}.pt")
     recovery.leave(comm)
