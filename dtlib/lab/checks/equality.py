@@ -1,6 +1,7 @@
 """When values are the same, or the same but for digits left out, and bytes few enough, for judges of float64."""
 
 import math
+from collections.abc import Iterable
 
 from dtlib.lab.foreign import Tensor
 
@@ -29,6 +30,21 @@ def number(value: object) -> float | str:
         return float(value)  # type: ignore[arg-type]  # or it raises
     except (TypeError, ValueError):
         return f"{value!r:.60}"
+
+
+def whole_numbers(values: Iterable) -> list[int] | str:
+    """A list of whole numbers, or text where it is none."""
+    try:
+        return [int(value) for value in values]
+    except (TypeError, ValueError):
+        return f"{values!r:.60}"
+
+
+def as_tensor(values: object) -> Tensor:
+    """What travelled from a rank as lists, in float64."""
+    import torch
+
+    return torch.as_tensor(values, dtype=torch.float64)
 
 
 def rounded(got: float, wanted: float) -> bool:

@@ -3,22 +3,13 @@
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.exercise import Exercise, rows
 from dtlib.lab.checks.held import Snapshot, nbytes
-from dtlib.lessons.l06.observe_adam import length_of, own_shard
+from dtlib.lessons.l06.observe_adam import length_of, net_of, own_shard
 
 STEPS = 4
 SAMPLES, WIDTHS = 24, (16, 40, 10)  # a batch's output is larger than the net, and its first row is not
 ROW = WIDTHS[-1] * NUMBER  # bytes of a guess
 
 # fix: ShardedSteps(comm, model) with step(x, y)
-
-
-def make_net():
-    import torch
-    from torch import nn
-
-    torch.manual_seed(0)
-    inside, hidden, outside = WIDTHS
-    return nn.Sequential(nn.Linear(inside, hidden), nn.Tanh(), nn.Linear(hidden, outside)).double()
 
 
 def make_batch(rank: int, step: int):
@@ -37,7 +28,7 @@ def observe_steps(cls, comm):
     from dtlib.measure.live import Live
 
     kinds = list, tuple, np.ndarray  # a row for a plot may be one of these, too
-    net, seen = make_net(), []
+    net, seen = net_of(*WIDTHS), []
     with Snapshot(cls) as before:
         steps = cls(comm, net)
         for step in range(STEPS):
@@ -92,7 +83,7 @@ def expected_of(ranks: int, step: int):
     import torch
     from torch.nn.functional import cross_entropy
 
-    net, losses, guesses, gradients = make_net(), [], [], []
+    net, losses, guesses, gradients = net_of(*WIDTHS), [], [], []
     for rank in range(ranks):
         x, y = make_batch(rank, step)
         net.zero_grad()
@@ -107,7 +98,7 @@ def expected_of(ranks: int, step: int):
 
 def held_by(ranks: int, step: int) -> int:
     """Shards of the last step, and a guess of each."""
-    return NUMBER * sum(length_of(p.numel(), ranks) for p in make_net().parameters()) + ROW * (step + 1)
+    return NUMBER * sum(length_of(p.numel(), ranks) for p in net_of(*WIDTHS).parameters()) + ROW * (step + 1)
 
 
 def judge_steps(observations) -> None:
@@ -119,7 +110,7 @@ def judge_steps(observations) -> None:
         first, last, wanted = seen[0]["held"], seen[-1]["held"], held_by(ranks, STEPS - 1)
         grows = (last - first) // (STEPS - 1)
         # A bucket, with its padding, and the shard that its handle gives.
-        sent = sum(length_of(p.numel(), ranks) * (ranks + 1) for p in make_net().parameters()) * NUMBER
+        sent = sum(length_of(p.numel(), ranks) * (ranks + 1) for p in net_of(*WIDTHS).parameters()) * NUMBER
         output = SAMPLES * ROW
         views = seen[-1]["behind guess"] > ROW + SPARE
         wrong = rows(rank, f"{wanted} bytes held after {STEPS} steps: shards, and {STEPS} guesses")
@@ -140,7 +131,7 @@ def judge_steps(observations) -> None:
         wrong("something-grows", grows > ROW + SPARE // 2, growth,
               "There is more memory after each step. What does each step add to, and what does it take away?",
               "Print live.by_line() after one step and after four, and compare.")
-        padded = NUMBER * sum(length_of(p.numel(), ranks) for p in make_net().parameters())
+        padded = NUMBER * sum(length_of(p.numel(), ranks) for p in net_of(*WIDTHS).parameters())
         wrong("shards-are-views", seen[-1]["behind shards"] > padded + SPARE,
               f"{last} bytes: {seen[-1]['behind shards']} behind the shards, of {padded}",
               "Nothing grows, but how many bytes has the memory that a shard is a view of?",
@@ -196,7 +187,7 @@ def _judge_values(seen, step: int) -> None:
 
 
 def _names() -> list[str]:
-    return [name for name, _ in make_net().named_parameters()]
+    return [name for name, _ in net_of(*WIDTHS).named_parameters()]
 
 
 EXERCISES = {"zero-leak": Exercise("ShardedSteps", observe_steps, judge_steps, any_size=True)}

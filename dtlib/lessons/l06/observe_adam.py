@@ -11,10 +11,13 @@ WIDTHS = {"even": (15, 24, 12), "uneven": (16, 23, 6)}  # 684 parameters divide 
 
 
 def make_net(kind: str):
+    return net_of(*WIDTHS[kind])
+
+
+def net_of(inside: int, hidden: int, outside: int):
     import torch
     from torch import nn
 
-    inside, hidden, outside = WIDTHS[kind]
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(inside, hidden), nn.Tanh(), nn.Linear(hidden, outside)).double()
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
+from dtlib.lessons.l07.observe_stages import stage_of
 
 WIDTH, ROWS, LONG = 8, 8, 2000  # features; samples of a micro-batch, and of one that waits for its receive
 # Micro-batches, and samples of each; in the last two, what is kept in other memory than torch's is counted.
@@ -13,16 +14,6 @@ NUMBER = 8  # bytes
 BORDER = NUMBER * ROWS * WIDTH
 FRAMES = 3  # tensors of finished micro-batches that names of a running function may still refer to
 NUMBERS = 4  # that may be kept of each micro-batch: its loss, its mean, and two more
-
-
-def make_stage(index: int):
-    """Stage ``index`` of the model, the same wherever it is made."""
-    import torch
-    from torch import nn
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(index)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
 
 
 def make_batch(kind: str) -> list[tuple]:
@@ -39,7 +30,7 @@ def reference(kind: str, ranks: int) -> dict:
     """The model in one piece: gradients and mean absolute outputs by stage, and the loss."""
     from torch.nn.functional import mse_loss
 
-    stages, loss, means = [make_stage(index) for index in range(ranks)], 0.0, [[] for _ in range(ranks)]
+    stages, loss, means = [stage_of(index, WIDTH, WIDTH) for index in range(ranks)], 0.0, [[] for _ in range(ranks)]
     batch = make_batch(kind)
     for x, target in batch:
         for stage, of_stage in zip(stages, means, strict=True):
@@ -134,7 +125,7 @@ def observe(step, comm) -> list[dict]:
     for kind, measured in [(kind, measured) for measured in (False, True) for kind in CASES]:
         case = {"kind": kind, "measured": measured, "count": CASES[kind][0]}
         found.append(case)
-        inner = make_stage(comm.rank)
+        inner = stage_of(comm.rank, WIDTH, WIDTH)
         try:
             if measured and CASES[kind][1] == LONG:
                 arguments = _arguments(kind, comm)

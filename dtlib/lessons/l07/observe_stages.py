@@ -1,7 +1,6 @@
 """One step of a pipeline, watched: which micro-batch passes a stage when, what is sent, and what autograd keeps."""
 
 import gc
-import time
 import weakref
 from typing import NamedTuple
 
@@ -26,13 +25,17 @@ def sizes_of(kind: str, ranks: int) -> list[int]:
 
 
 def make_stage(index: int):
+    return stage_of(index, width(index), width(index + 1))
+
+
+def stage_of(index: int, inputs: int, outputs: int):
     """Stage ``index`` of the model, the same wherever it is made."""
     import torch
     from torch import nn
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(index)
-        return nn.Sequential(nn.Linear(width(index), width(index + 1)), nn.Tanh()).double()
+        return nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh()).double()
 
 
 def make_batch(kind: str, ranks: int):
@@ -197,7 +200,7 @@ def _observe(step, comm, kinds, arguments_for) -> list[dict]:
 
     from dtlib.comm.watch.recorder import recording
     from dtlib.errors import WaitTimeout
-    from dtlib.lab.checks.sends import not_waited_for, watched_sends
+    from dtlib.lab.checks.sends import let_messages_leave, not_waited_for, watched_sends
 
     cases, inner = [], make_stage(comm.rank)
     _get_ready(comm)
@@ -210,7 +213,7 @@ def _observe(step, comm, kinds, arguments_for) -> list[dict]:
             try:
                 got = step(comm, stage, *arguments_for(kind, comm, events))
                 case["sends"] = not_waited_for(handles)
-                _let_messages_leave(events)
+                let_messages_leave(event for event in events if not isinstance(event, Acted))
                 case["loss"] = _as_number(got)
             except (WaitTimeout, MPI.Exception) as error:
                 case.update(error=str(error), waited=True)
@@ -244,17 +247,6 @@ def _entry(event):
     if event.kind != "operation":
         return None
     return event.name, event.peer if event.name == "send" else None, event.bytes
-
-
-def _let_messages_leave(events, seconds: float = 1.0) -> None:
-    """They are counted once they have left, whether the answer has waited for them or not."""
-    from dtlib.comm.waiting import advance_all
-
-    operations = [event for event in events if not isinstance(event, Acted)]
-    deadline = time.monotonic() + seconds
-    while any(event.end is None for event in operations) and time.monotonic() < deadline:
-        advance_all()
-        time.sleep(0.001)
 
 
 def _as_number(got):

@@ -1,6 +1,6 @@
 """Lesson 08: layers cut over ranks, judged by values, by gradients, by bytes sent, and by what is held."""
 
-from dtlib.lab.checks.equality import NUMBER, SPARE, factors, same
+from dtlib.lab.checks.equality import NUMBER, SPARE, as_tensor, factors, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l08.observe_layers import PASSES, expected, make_input, observe_mlp, observe_row
 
@@ -215,12 +215,6 @@ def most_sent(count: int, ranks: int) -> int:
 
     algorithms = ("ring", "recursive_doubling", "tree")
     return NUMBER * max(elements_sent_by_the_busiest("all_reduce", each, ranks, count) for each in algorithms)
-
-
-def as_tensor(values):
-    import torch
-
-    return torch.tensor(values, dtype=torch.float64)
 
 
 EXERCISES = {

@@ -3,7 +3,7 @@
 import functools
 
 from dtlib.errors import DtlibError
-from dtlib.lab.checks.equality import same
+from dtlib.lab.checks.equality import as_tensor, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 SAMPLES, PIXELS, DIGITS, STEPS = 7, 6, 3, 4  # samples of a replica in a step
@@ -82,7 +82,7 @@ def judge_step(observations) -> None:
     _judge_parameters(between, reference)
     for rank, one in enumerate(between):
         _judge_accuracy(one, reference, rank, ranks)
-        if not same(_tensor(one["loss"]), reference["loss"]):
+        if not same(as_tensor(one["loss"]), reference["loss"]):
             raise Wrong(
                 "other-loss", rank, "the loss of this replica's samples before each step", "something else",
                 "Is the loss computed anew in each step, from its inputs, and before minimize changes the parameters?",
@@ -109,7 +109,7 @@ def in_one_process(replicas: int, factor: float = 1, only: int | None = None, st
         optimizer.step()
         seen["later"].append([accuracy(model, *batch) for batch in batches])
         seen["loss"].append([loss.item() for loss in losses])
-    tensors = {name: _tensor(values) for name, values in seen.items()}
+    tensors = {name: as_tensor(values) for name, values in seen.items()}
     return tensors | {"after": _flat(model)}
 
 
@@ -127,7 +127,7 @@ def _judge_first_losses(between, reference) -> None:
     """In the first step nothing has been trained yet: is the loss that of this replica's samples?"""
     first = reference["loss"][0]
     for rank, one in enumerate(between):
-        got = _tensor(one["loss"][0])
+        got = as_tensor(one["loss"][0])
         if same(got, first):
             continue
         what = "the loss of each replica's own samples, in the first step"
@@ -145,7 +145,7 @@ def _judge_first_losses(between, reference) -> None:
 
 def _judge_parameters(between, reference) -> None:
     ranks, expected = len(between), reference["after"]
-    after = [_tensor(one["after"]) for one in between]
+    after = [as_tensor(one["after"]) for one in between]
     what = f"the parameters of one process with all replicas' samples, after {STEPS} steps"
     off = [rank for rank in range(ranks) if not same(after[rank], expected)]
     if not off:
@@ -173,7 +173,7 @@ def _judge_parameters(between, reference) -> None:
 
 
 def _judge_accuracy(one, reference, rank: int, ranks: int) -> None:
-    got, own = _tensor(one["accuracy"]), reference["accuracy"]
+    got, own = as_tensor(one["accuracy"]), reference["accuracy"]
     expected = own.mean(1, keepdim=True).expand_as(own)
     got = got if (got - expected).abs().max() > 1e-6 else expected  # hits / samples is a float32
     what = "the fraction of right answers among all replicas' samples, the same on all replicas"
@@ -199,18 +199,12 @@ def _judge_graph(seen, rank: int) -> None:
           "A process per replica runs it. A graph is captured before there are values: what asks for a value here?",
           "Stay with tensors: no if on a value, no .item(), no random numbers, no backward() in step_fn.")
     for name in ("loss", "accuracy", "after"):
-        got, wanted = _tensor(seen["in-graph"][name]), _tensor(seen["between"][name])
+        got, wanted = as_tensor(seen["in-graph"][name]), as_tensor(seen["between"][name])
         if name == "accuracy" and got.shape == wanted.shape and (got - wanted).abs().max() <= 1e-6:
             continue  # a fraction of hits may be a float32
         wrong("graph-differs", not same(got, wanted), f"the same {name} in a graph as a process per replica",
               "something else", "One process captures all replicas. What was asked for one replica alone?",
               "Ask replicator.replica_id and replicator.replicas inside step_fn, not before.")
-
-
-def _tensor(values):
-    import torch
-
-    return torch.as_tensor(values, dtype=torch.float64)
 
 
 EXERCISES = {"step-build": Exercise("build_step", observe_step, judge_step, any_size=True)}

@@ -2,6 +2,7 @@
 
 import warnings
 
+from dtlib.lab.checks.equality import whole_numbers
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 # --- samples of a rank: my_samples(order, rank, ranks) --------------------------------------------
@@ -21,17 +22,9 @@ def observe_split(my_samples, comm):
     """Of each case what each rank gets, asked twice."""
 
     def asked(samples, ranks):
-        return [numbers_of(my_samples(order_of(samples), rank, ranks)) for rank in range(ranks)]
+        return [whole_numbers(my_samples(order_of(samples), rank, ranks)) for rank in range(ranks)]
 
     return [(asked(*case), asked(*case)) for case in SPLITS]
-
-
-def numbers_of(values):
-    """A list of whole numbers, or text where it is none."""
-    try:
-        return [int(value) for value in values]
-    except (TypeError, ValueError):
-        return f"{values!r:.60}"
 
 
 def judge_split(observations) -> None:

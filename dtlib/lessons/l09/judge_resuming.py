@@ -2,8 +2,9 @@
 
 import json
 
+from dtlib.lab.checks.equality import whole_numbers
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
-from dtlib.lessons.l09.judge_input import numbers_of, order_of
+from dtlib.lessons.l09.judge_input import order_of
 
 # samples, then for each run: ranks, batch size, steps (None: to the end; 0: saved at once, without a loop)
 RUNS = (
@@ -37,7 +38,7 @@ def observe_resuming(Epoch, comm):
                 batches = iter(epoch) if steps != 0 else iter(())
                 taken = []
                 while (steps is None or len(taken) < steps) and (batch := next(batches, None)) is not None:
-                    taken.append(numbers_of(batch))
+                    taken.append(whole_numbers(batch))
                     if len(taken) > 10 * samples:
                         break
                 got.append(taken)

@@ -1,5 +1,6 @@
 """Lesson 10: a config that fits, and a batch that is dealt out."""
 
+from dtlib.lab.checks.equality import whole_numbers
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.theory.zero import zero_bytes
 
@@ -57,15 +58,7 @@ SIZES = (96, 100)
 
 
 def observe_places(places_of, comm):
-    return [[_numbers(places_of(step, batch, comm.rank, comm.size)) for step in range(2)] for batch in SIZES]
-
-
-def _numbers(places):
-    """A list of whole numbers, or text where it is none."""
-    try:
-        return [int(place) for place in places]
-    except (TypeError, ValueError):
-        return f"{places!r:.60}"
+    return [[whole_numbers(places_of(step, batch, comm.rank, comm.size)) for step in range(2)] for batch in SIZES]
 
 
 def judge_places(seen: list) -> None:

@@ -2,7 +2,7 @@
 
 import math
 
-from dtlib.lab.checks.equality import factors, same
+from dtlib.lab.checks.equality import as_tensor, factors, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l13.observe_slow import COUNT, FRACTIONS, STEPS, gradient_of, observe_signs, observe_top_k
 
@@ -204,13 +204,13 @@ def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
     for mistake, (settings, *hints) in others.items():
         wrong(mistake, close(got, played(**settings, ranks=ranks, rank=rank)["means"]), f"others, {since}", *hints)
     wrong("alone", close(got, _alone(send, rank)), "what this rank sends, alone", "Where do the others come in?")
-    if not first and (found := factors(_tensor(got[0]), *(send(gradient_of(r, 0)) for r in range(ranks)))):
+    if not first and (found := factors(as_tensor(got[0]), *(send(gradient_of(r, 0)) for r in range(ranks)))):
         wrong("scaled", True, f"of rank {rank} {ranks * found[rank]:.3g} times what it should send, at first",
               "With what is that which is sent multiplied?",
               "Signs times wanted.abs().mean(), which is one number of each rank; of top-k, the values as they are.")
     own, sent = gradient_of(rank, 0), send(gradient_of(rank, 0))
-    keeps = factors(_tensor(seen["kept"][0]), own, sent)
-    if first and keeps and not same(_tensor(keeps), _tensor([1, -1])):
+    keeps = factors(as_tensor(seen["kept"][0]), own, sent)
+    if first and keeps and not same(as_tensor(keeps), as_tensor([1, -1])):
         raise Wrong(
             "kept-otherwise", rank, f"{what}: kept of the first step is the gradient, less what was sent",
             f"{keeps[0]:.2f} times the gradient, {keeps[1]:+.2f} times what was sent",
@@ -218,12 +218,6 @@ def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
             "kept = wanted - sent")
     wrong("other-values", True, f"others, {since}",
           "wanted = gradient + kept. Send of it what is to be sent; the rest of it is kept.")
-
-
-def _tensor(numbers):
-    import torch
-
-    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _alone(send, rank: int) -> list:
