@@ -12,11 +12,7 @@ NAMES = (
     (ReduceOp.SUM, "sum"), (ReduceOp.AVG, "mean"), (ReduceOp.MAX, "max"), (ReduceOp.MIN, "min"),
     (ReduceOp.PRODUCT, "prod"), (ReduceOp.PREMUL_SUM, "sum"),
 )  # fmt: skip
-BITWISE = (
-    (ReduceOp.BAND, torch.bitwise_and),
-    (ReduceOp.BOR, torch.bitwise_or),
-    (ReduceOp.BXOR, torch.bitwise_xor),
-)
+BITWISE = ((ReduceOp.BAND, torch.bitwise_and), (ReduceOp.BOR, torch.bitwise_or), (ReduceOp.BXOR, torch.bitwise_xor))
 OF_BOOLEANS = {"sum": "max", "prod": "min"}  # as NCCL does: any, all
 
 

@@ -2,6 +2,4 @@
 
 from dtlib.lab.checks.exercise import Prediction
 
-PREDICTIONS = {
-    "sum-for-eight": Prediction(got=lambda: sum(range(8)), hint="The ranks of eight are 0 to 7."),
-}
+PREDICTIONS = {"sum-for-eight": Prediction(got=lambda: sum(range(8)), hint="The ranks of eight are 0 to 7.")}

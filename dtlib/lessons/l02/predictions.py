@@ -16,10 +16,7 @@ PREDICTIONS = {
         tolerance=0.02,
         hint="Look at n under the square root.",
     ),
-    "points-apart": Prediction(
-        got=lambda counts: max(counts) - min(counts),
-        hint="Integers are not rounded.",
-    ),
+    "points-apart": Prediction(got=lambda counts: max(counts) - min(counts), hint="Integers are not rounded."),
     "speed-up-of-four": Prediction(
         got=lambda seconds: seconds[1] / seconds[4],
         tolerance=0.25,

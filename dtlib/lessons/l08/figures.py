@@ -16,11 +16,7 @@ def cuts(ranks: int = 4):
     figure, rows = subplots(2, height=5.6)
     drawn = {
         "by columns": (("whole", "on every rank"), ("columns", "slice r of the columns"), ("columns", "slice r of Y")),
-        "by rows": (
-            ("columns", "slice r of the columns"),
-            ("rows", "slice r of the rows"),
-            ("sum", "a summand each"),
-        ),
+        "by rows": (("columns", "slice r of the columns"), ("rows", "slice r of the rows"), ("sum", "a summand each")),
     }
     for axes, (name, matrices) in zip(rows, drawn.items(), strict=True):
         sizes = {"X": (2.2, 1.6), "A": (2.8, 2.2), "Y": (2.8, 1.6)}

@@ -23,9 +23,7 @@ PREDICTIONS = {
         },
     ),
     "times-of-512": Prediction(
-        got=lambda times: times,
-        tolerance=0.01,
-        hint="Efficiency is speed-up over the number of GPUs.",
+        got=lambda times: times, tolerance=0.01, hint="Efficiency is speed-up over the number of GPUs."
     ),
     "rounds-of-1024": Prediction(
         got=_rounds,

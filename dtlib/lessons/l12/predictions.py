@@ -48,7 +48,6 @@ PREDICTIONS = {
         hint="In quarter blocks: 2 in the first step and 4 in each of the others, against 2 in every step.",
     ),
     "rows-that-leave": Prediction(
-        got=lambda: 1000 * 2 * 7 // 8,
-        hint="Each token has two choices, and one in eight of these is at home.",
+        got=lambda: 1000 * 2 * 7 // 8, hint="Each token has two choices, and one in eight of these is at home."
     ),
 }

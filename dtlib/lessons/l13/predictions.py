@@ -29,8 +29,7 @@ PREDICTIONS = {
     ),
     # The exercises
     "top-1-percent-sends": Prediction(
-        got=lambda: 3 * 10_000 * 8,
-        hint="N - 1 ranks, 1 % of the numbers, and for each a place of 4 bytes and a value.",
+        got=lambda: 3 * 10_000 * 8, hint="N - 1 ranks, 1 % of the numbers, and for each a place of 4 bytes and a value."
     ),
     "steps-of-an-hour": Prediction(
         got=lambda: {"DDP": 3600, "H = 100": 3600 / 10.9 * 100},

@@ -48,9 +48,7 @@ PREDICTIONS = {
     "seconds-between-saves": Prediction(got=lambda: save_interval(0.5, 25), hint="The root of 2 x 0.5 x 25."),
     "done-twice": Prediction(got=lambda: 12 % 5, hint="The last checkpoint before step 12 is that of step 10."),
     "seen-by-the-fit": Prediction(
-        got=_seen,
-        choices=_SEEN,
-        hint="8 to 128 GPUs, ZeRO-0 and 1, hidden sizes from 2,048 to 4,096, tensor up to 32.",
+        got=_seen, choices=_SEEN, hint="8 to 128 GPUs, ZeRO-0 and 1, hidden sizes from 2,048 to 4,096, tensor up to 32."
     ),
     # The exercises
     "bytes-a-parameter": Prediction(
