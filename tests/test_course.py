@@ -13,12 +13,12 @@ import pytest
 from dtlib.cli import main
 from dtlib.errors import DtlibError
 from dtlib.lab import course, server
-from dtlib.lab.lesson_files import name_of
 from tests.books import made
 from tests.cases import for_each
 from tests.conftest import ROOT
 from tools import navigation
 from tools import notebooks as build
+from tools.navigation import name_of
 
 LECTURE = "notebooks/lectures/04_data_parallel.ipynb"
 

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from dtlib.lab.lesson_files import name_of, notebooks
+from dtlib.lab.lesson_files import notebooks
 from dtlib.lab.server import START
 from dtlib.lab.tables import WIDEST
 from tests.books import made, stored
@@ -19,6 +19,7 @@ from tests.kernels import Notebook
 from tests.tracks import missing
 from tools import notebooks as build
 from tools import tracks
+from tools.navigation import name_of
 
 SOURCES = build.sources(ROOT)
 VERSIONS = ("learner", "solved")

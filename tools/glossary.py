@@ -6,8 +6,8 @@ import tomllib
 from pathlib import Path
 
 from dtlib.lab import lesson_files
-from dtlib.lab.lesson_files import name_of, notebooks
-from tools.navigation import is_lecture
+from dtlib.lab.lesson_files import notebooks
+from tools.navigation import is_lecture, name_of
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "glossary.md"

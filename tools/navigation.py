@@ -7,7 +7,7 @@ lecture 03     start page · <- 02 · 04 -> · its exercises · solved         e
 import re
 from pathlib import Path
 
-from dtlib.lab.lesson_files import name_of, title
+from dtlib.lab.lesson_files import notebooks, title
 
 _NUMBERS = {
     "an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
@@ -16,6 +16,12 @@ _NUMBERS = {
 }  # fmt: skip
 _TIME = r"([A-Za-z]+(?:-[a-z]+)?) (minute|hour)s?"
 ANEW = "Start again? `lab.fresh()` in a new cell gives this notebook as it was, and keeps yours beside it."
+
+
+def name_of(source: Path) -> str:
+    """The name of the notebook that is made from a source; a short track's source has the same name."""
+    by_file = {file.parts[-2:]: name for name, file in notebooks().items()}
+    return by_file.get(source.parts[-2:], source.stem)
 
 
 def is_lecture(source: Path) -> bool:

@@ -32,9 +32,10 @@ import nbformat
 
 from dtlib.errors import DtlibError
 from dtlib.lab import course
-from dtlib.lab.lesson_files import name_of, notebooks
+from dtlib.lab.lesson_files import notebooks
 from dtlib.lab.tables import fold
 from tools import navigation, statements, tracks
+from tools.navigation import name_of
 from tools.statements import STATEMENT
 from tools.tracks import TRACKS
 

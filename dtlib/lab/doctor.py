@@ -75,10 +75,6 @@ def _cores() -> str:
     return f"{usable_cores()} usable; {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB of memory free"
 
 
-def _mpi_library() -> str:
-    return library_version()
-
-
 def _mpiexec() -> str:
     path = find_mpiexec()
     return f"{path} ({check_mpiexec(path)})"
@@ -236,7 +232,7 @@ def _is_compiled(source: Path) -> bool:
 
 # What is new goes to the end: the codes of learners count the checks.
 _LOOKS = {
-    "Python": _python, "cores": _cores, "MPI library": _mpi_library, "mpiexec": _mpiexec, "ranks": _world_of_two,
+    "Python": _python, "cores": _cores, "MPI library": library_version, "mpiexec": _mpiexec, "ranks": _world_of_two,
     "ports": _ports, "torch": _torch, "GPUs": _gpus, "scheduler": _scheduler, "JupyterLab": _jupyterlab,
     "workshop": _workshop, "engines": _engines, "start of ranks": _forked_ranks,
     "bytecode": _bytecode,

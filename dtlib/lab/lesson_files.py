@@ -39,12 +39,6 @@ def notebooks() -> dict[str, Path]:
     return dict(sorted(of_all.items()))
 
 
-def name_of(source: Path) -> str:
-    """The name of the notebook that is made from a source; a short track's source has the same name."""
-    by_file = {file.parts[-2:]: name for name, file in notebooks().items()}
-    return by_file.get(source.parts[-2:], source.stem)
-
-
 def title(source: Path) -> str:
     """``03 Collectives``, from the first lines of a source."""
     (first, *_) = re.findall(r"^# # (.+)$", source.read_text(encoding="utf-8"), re.M)

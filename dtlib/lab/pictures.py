@@ -199,7 +199,8 @@ def timeline(record: "dtlib.Timeline | str") -> tuple:
             "zorder": 2 - number / (number + 1),  # the first is in front
         }
         axes.broken_barh([(event.start * scale, (end - event.start) * scale)], (top, high), **style)
-        written = next(filter(lambda text: fits(text, inches * (end - event.start)), _labels(event)), None)
+        labels = (event.name,) if event.end is not None else (f"{event.name} never ended", "never ended", "...")
+        written = next(filter(lambda text: fits(text, inches * (end - event.start)), labels), None)
         if written and not (lane == NARROW and event.lane == "background"):
             label: dict = {"ha": "center", "va": "center", "bbox": {"facecolor": "white", "pad": 1, "lw": 0}}
             axes.text((event.start + end) / 2 * scale, top + high / 2, written, **label)
@@ -240,11 +241,6 @@ def _lanes(events) -> list[int]:
             until[event.rank, lane] = float("inf") if event.end is None else event.end
         lanes.append(lane)
     return lanes
-
-
-def _labels(event) -> tuple[str, ...]:
-    """What may stand in a bar, the longest first."""
-    return (event.name,) if event.end is not None else (f"{event.name} never ended", "never ended", "...")
 
 
 def _timeline_of(record):

@@ -108,15 +108,11 @@ class Table:
         begin, last = (1 if len(columns) > 1 else 0), len(columns)
         while begin < last:
             end = last
-            while end > begin + 1 and not _fits([0, *range(begin, end)], least):
+            while end > begin + 1 and sum(least[i] + GAP for i in (0, *range(begin, end))) - GAP > WIDEST:
                 end -= 1
             chosen = list(dict.fromkeys([0, *range(begin, end)]))
             yield chosen, _narrowed([natural[i] for i in chosen], [least[i] for i in chosen])
             begin = end
-
-
-def _fits(columns, widths) -> bool:
-    return sum(widths[i] + GAP for i in columns) - GAP <= WIDEST
 
 
 def _narrowed(widths: list[int], least: list[int]) -> list[int]:

@@ -116,9 +116,7 @@ class Registry(Mapping):
     """Name -> exercise, as the ``EXERCISES`` of its home has it, or a file in the notebook's folder."""
 
     def __getitem__(self, name: str) -> Exercise:
-        if name.endswith(".py"):
-            return _of_file(Path(name))
-        return _of_lesson(name)
+        return _of_file(Path(name)) if name.endswith(".py") else _of_lesson(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(homes())

@@ -137,13 +137,5 @@ def _as_tensor(thing):
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def beside(storages: Iterable[Tensor], known: Tensor) -> list[Tensor]:
-    """What of these flat tensors is none of the values ``known``, for each of them that has such elements."""
-    import torch
-
-    rest = [s[~torch.isin(s, known)] if s.dtype == known.dtype else s for s in storages]
-    return [storage for storage in rest if storage.numel()]
-
-
 def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)

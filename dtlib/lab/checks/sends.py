@@ -4,11 +4,9 @@ Until ``wait()`` returns, MPI may still read the tensor; whoever changes it befo
 messages leave at once, so that neither values nor messages show a wait that is missing.
 """
 
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dtlib.comm.watch.recorder import Event
 from dtlib.lab.foreign import Communicator
 
 
@@ -50,13 +48,3 @@ def watched_sends(comm: Communicator) -> Iterator[list]:
 def not_waited_for(handles: list[_Watched]) -> tuple[int, int]:
     """How many of these sends nobody has seen the end of, and how many there are."""
     return sum(not handle.seen for handle in handles), len(handles)
-
-
-def let_messages_leave(events: Iterable[Event], seconds: float = 1.0) -> None:
-    """They are counted once they have left, whether the answer has waited for them or not."""
-    from dtlib.comm.waiting import advance_all
-
-    events, deadline = list(events), time.monotonic() + seconds
-    while any(event.end is None for event in events) and time.monotonic() < deadline:
-        advance_all()
-        time.sleep(0.001)

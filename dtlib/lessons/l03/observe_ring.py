@@ -1,5 +1,7 @@
 """A ring all-reduce, observed: what comes out, and what every rank sends for it."""
 
+import time
+
 LONG = 5000
 UNIT = 2**24 + 1  # of all values, on a few ranks: float32 cannot hold it
 BASE = 64  # rank r puts in powers of this, so that a digit of the sum says how often its values are in it
@@ -32,7 +34,7 @@ def _observed(all_reduce, length, dtype, comm):
     from dtlib.comm.watch.recorder import recording
     from dtlib.errors import WaitTimeout
     from dtlib.lab.checks.checks import told
-    from dtlib.lab.checks.sends import let_messages_leave, not_waited_for, watched_sends
+    from dtlib.lab.checks.sends import not_waited_for, watched_sends
 
     tensor = input_of(comm.rank, length, comm.size, dtype)
     memory = tensor.view_as(tensor)  # what others see, if the answer lets the tensor have another memory
@@ -65,6 +67,16 @@ def input_of(rank, length, ranks, dtype):
 
 def unit_of(ranks: int, dtype: str) -> int:
     return UNIT if ranks <= 4 and dtype == "float64" else 1  # sums of more ranks would not be exact in float64
+
+
+def let_messages_leave(events, seconds: float = 1.0) -> None:
+    """They are counted once they have left, whether the answer has waited for them or not."""
+    from dtlib.comm.waiting import advance_all
+
+    events, deadline = list(events), time.monotonic() + seconds
+    while any(event.end is None for event in events) and time.monotonic() < deadline:
+        advance_all()
+        time.sleep(0.001)
 
 
 def _as_list(got):

@@ -4,6 +4,8 @@ import gc
 import weakref
 from typing import NamedTuple
 
+from dtlib.lessons.l03.observe_ring import let_messages_leave
+
 SMALL = 3  # samples of a micro-batch
 LONG = 2000  # so many that a message waits for its receive (MPI sends short ones ahead)
 
@@ -200,7 +202,7 @@ def _observe(step, comm, kinds, arguments_for) -> list[dict]:
 
     from dtlib.comm.watch.recorder import recording
     from dtlib.errors import WaitTimeout
-    from dtlib.lab.checks.sends import let_messages_leave, not_waited_for, watched_sends
+    from dtlib.lab.checks.sends import not_waited_for, watched_sends
 
     cases, inner = [], make_stage(comm.rank)
     _get_ready(comm)
