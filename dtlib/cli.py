@@ -126,7 +126,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     plan.add_argument("--fixed", default="", help="parts of the plan that are given: zero=3,recompute=full")
     plan.add_number("--best", "how many plans to show (default: 10)", 10)
     plan.add_number("--tokens", "of the whole training: say days, too", most=10**18, whole=False)
-    plan.add_argument("--write", metavar="FILE", action="append", help="as x.dtlib.json or x.deepspeed.json")
+    plan.add_argument("--write", metavar="FILE", help="write the plan as a config of dtlib train")
     plan.add_argument("--json", action="store_true", help="print the best plans as JSON")
     plan.add_argument("--measure", action="store_true", help="calibrate on four ranks; say how far off that is")
 

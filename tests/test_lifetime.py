@@ -26,7 +26,7 @@ def in_use(world):
     number = max(probe.py2f() for probe in probes) - HOLES
     for probe in probes:
         probe.Free()
-    return number, lifetime.alive()
+    return number, len(lifetime._members)
 
 
 def a_schedule(world):

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from dtlib.cli import main
 from dtlib.planner import DEVICES, MODELS, Plan, PlanError, configs, estimate
 from dtlib.planner.command import asked, fixed_of, model_of
-from tests.test_deepspeed import ENVIRONMENT, python_with_deepspeed
 
 LLAMA = MODELS["llama3-8b"]
 
@@ -66,8 +64,7 @@ def test_as_json(capsys):
         ("plan llama3-8b --fixed zero=x", "zero is 'x': give a whole number"),
         ("plan layers=2,hidden=64", "heads, vocab, seq is missing"),
         ("plan layers=2,hidden=64,heads=3,vocab=9,seq=8", "hidden is 64, and 3 heads"),
-        ("plan llama3-8b --write x.json", "does not say whose config it is"),
-        ("plan llama3-8b --write no/where/x.deepspeed.json", "cannot be written"),
+        ("plan llama3-8b --write no/where/x.dtlib.json", "cannot be written"),
         ("plan llama3-405b --gpus 8 --write x.dtlib.json", "Nothing fits"),
         ("plan llama3-8b --gpus 1e9", "gpus is 1000000000: give a whole number from 1 to 1,000,000"),
         ("plan llama3-8b --seq 1e308", "--seq is 1e+308"),
@@ -97,7 +94,7 @@ def test_what_cannot_be_ends_with_one_sentence(line, says, capsys, tmp_path, mon
 
 
 def test_json_and_files_at_once(tmp_path, capsys):
-    sizes, file = "layers=2,hidden=64,heads=4,vocab=256,seq=8", tmp_path / "x.deepspeed.json"
+    sizes, file = "layers=2,hidden=64,heads=4,vocab=256,seq=8", tmp_path / "x.dtlib.json"
     assert main(["plan", sizes, "--gpus=1", "--batch=1", "--json", f"--write={file}"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out) and json.loads(file.read_text()) and str(file) in said.err
@@ -155,10 +152,10 @@ def test_in_a_notebook(capsys):
     assert picture is None or "tensor" in str(picture)
 
 
-# Configs for others.
+# Configs for dtlib train.
 
 
-def test_what_others_cannot_do_is_refused():
+def test_what_dtlib_train_cannot_do_is_refused():
     plan = Plan(data=2, tensor=2, pipe=2, batch=32)
     with pytest.raises(PlanError, match="dtlib train cuts layers, sequences and experts of its own decoder"):
         configs.for_dtlib(LLAMA, plan)
@@ -166,10 +163,6 @@ def test_what_others_cannot_do_is_refused():
         configs.for_dtlib(LLAMA, replace(plan, tensor=1, context=2))
     with pytest.raises(PlanError, match="dtlib train's pipelines take ZeRO stage 0, 1 or 2, not 3"):
         configs.for_dtlib(LLAMA, replace(plan, tensor=1, zero=3))
-    with pytest.raises(PlanError, match="DeepSpeed's config has no context axis"):
-        configs.for_deepspeed(LLAMA, replace(plan, context=2))
-    with pytest.raises(PlanError, match="DeepSpeed's pipelines take ZeRO stage 0 or 1, not 3"):
-        configs.for_deepspeed(LLAMA, replace(plan, zero=3))
 
 
 def test_our_own_config_is_one_that_initialize_reads():
@@ -183,44 +176,10 @@ def test_our_own_config_is_one_that_initialize_reads():
     assert (pipeline.stages, pipeline.schedule, pipeline.activation_checkpoint_interval) == (2, "1f1b", 1)
 
 
-DEEPSPEED = """
-import sys
-import deepspeed.runtime.config as parser
-parser.dist.get_rank, parser.dist.is_initialized = (lambda *_: 0), (lambda: True)
-for file in sys.argv[1:]:
-    ways = int(file.split(".")[-2])
-    parser.dist.get_world_size = lambda *_: ways
-    made = parser.DeepSpeedConfig(file)
-    print("read", made.train_batch_size, made.zero_optimization_stage, made.gradient_accumulation_steps)
-"""
-
-
-def parsed(python, program, files) -> list[str]:
-    """What a parser of others says of each file."""
-    command, environment = [python, "-W", "ignore", "-c", program, *files], {**os.environ, **ENVIRONMENT}
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=files[0].parent)
-    lines = re.findall(r"^read (.*)$", said.stdout, re.MULTILINE)
-    assert len(lines) == len(files), said.stderr[-2000:]
-    return lines
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_deepspeeds_own_parser_accepts_it(tmp_path):
-    plans = [Plan(data=8, zero=stage, batch=64, micro_batch=2) for stage in range(4)]
-    plans.append(Plan(data=4, pipe=2, zero=1, batch=64, micro_batch=2, recompute="full"))
-    files = [tmp_path / f"{number}.{plan.data}.json" for number, plan in enumerate(plans)]
-    for file, plan in zip(files, plans, strict=True):
-        file.write_text(json.dumps(configs.for_deepspeed(LLAMA, plan)))
-    found = parsed(python_with_deepspeed(), DEEPSPEED, files)
-    assert found == [f"64 {plan.zero} {plan.micro_batches}" for plan in plans]
-
-
 def test_what_is_written_is_what_was_planned(tmp_path, capsys):
-    files = [tmp_path / "x.deepspeed.json", tmp_path / "x.dtlib.json"]
-    line = ["plan", "llama3-8b", "--gpus", "16", "--batch", "256", "--seq", "4096"]
-    assert main([*line, *(f"--write={file}" for file in files)]) == 0
-    assert json.loads(files[0].read_text())["train_batch_size"] == 256
+    file = tmp_path / "x.dtlib.json"
+    assert main(f"plan llama3-8b --gpus 16 --batch 256 --seq 4096 --write={file}".split()) == 0
+    assert json.loads(file.read_text())["train_batch_size"] == 256
     assert "for dtlib" in capsys.readouterr().out
     assert estimate(LLAMA, Plan(data=8, batch=8, micro_batch=1), DEVICES["h100"]).plan.gpus == 8
 

@@ -17,7 +17,6 @@ from dtlib.planner import (
     Plan,
     PlanError,
     check,
-    days,
     days_of,
     estimate,
     from_transformers,
@@ -81,6 +80,11 @@ def test_parameters_of_megatrons_tables():
         rotary = model.parameters - model.seq * model.hidden  # no parameters of positions
         # The name of the largest is 0.007 % above what rounds to it.
         assert rounds_to(rotary / 1e9 * (1 + 1e-4 * (row["model"] == "462B")), row["model"].removesuffix("B")), row
+
+
+def days(operations: float, gpus: int, operations_per_second: float) -> float:
+    """D. Narayanan et al., SC 2021, section 5.1: 8 T P operations for T tokens and P parameters, with recomputation."""
+    return operations / (gpus * operations_per_second) / 86400
 
 
 def test_days_of_megatrons_tables():

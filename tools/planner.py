@@ -11,7 +11,7 @@ import numpy as np
 from dtlib.planner.memory import layer_activations
 from dtlib.planner.mesh import Plan
 from dtlib.planner.model import DEVICES, GIB, Model
-from dtlib.planner.time import seconds, work
+from dtlib.planner.time import work
 from tools import planner_fit as fits
 
 ROOT = Path(__file__).parents[1]
@@ -207,7 +207,7 @@ def others(speeds: dict) -> str:
     shown, offs = [], []
     for where, model, plan, took, said in other_papers():
         known = speeds["a100-node" if plan.gpus <= 8 else "a100-cluster"]
-        offs.append(seconds(work(model, plan, DEVICES["a100"]), known) / took - 1)
+        offs.append(fits.seconds(work(model, plan, DEVICES["a100"]), known) / took - 1)
         shown.append([where, model.hidden, str(plan), f"{took:.2f}", signed(offs[-1]), said])
     shown.append(["mean", "", "", "", percent(np.array(offs)), ""])
     return table(["from", "hidden", "plan", "measured s", "planner", "others"], shown)
@@ -234,7 +234,7 @@ def another_framework(speeds: dict) -> str:
             speeds[f"{device}-cluster"], hidden=speeds["h100-cluster"].hidden
         )  # FSDP hides, Megatron did not
         took = plan.batch * model.seq / float(each["tokens_per_s_per_gpu"]) / plan.gpus
-        off = seconds(work(model, plan, DEVICES[device]), known) / took - 1
+        off = fits.seconds(work(model, plan, DEVICES[device]), known) / took - 1
         length = "at most 2,048" if model.seq <= 2048 else "4,096 and 8,192" if model.seq <= 8192 else "16,384 and more"
         found.setdefault((device, length), []).append(off)
     rows = [[*key, len(off), percent(off), signed(np.mean(off))] for key, off in sorted(found.items())]

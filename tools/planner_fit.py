@@ -16,7 +16,7 @@ from scipy.optimize import least_squares
 from dtlib.planner.memory import Footprint, memory
 from dtlib.planner.mesh import Plan
 from dtlib.planner.model import DEVICES, GIB, MODELS, Model, PlanError
-from dtlib.planner.time import Speeds, Work, seconds, work
+from dtlib.planner.time import Speeds, Work, parts, work
 
 DATA = Path(__file__).parents[1] / "data"
 SIGMA = 0.06
@@ -57,6 +57,11 @@ class Row:
     seconds: float | None
     group: str  # what is left out together: a model's size
     gib: float | None = None
+
+
+def seconds(done: Work, speeds: Speeds) -> float:
+    """Of a step; amounts may also be arrays, where many rows are fitted at once."""
+    return sum(parts(done, speeds).values())
 
 
 def published(name: str) -> list[dict]:

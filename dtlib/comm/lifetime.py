@@ -67,11 +67,6 @@ def free(said: dict[int, list[tuple]]) -> None:
         _arriving.pop(key, None)
 
 
-def alive() -> int:
-    """How many communicators dtlib has made and not freed."""
-    return len(_members)
-
-
 def _receive_strays(key) -> bool:
     """Take in what nobody will ask for; True while some of it is still on its way.
 

@@ -6,7 +6,7 @@ memory.py      bytes on a GPU                          wire.py    bytes that tra
 time.py        seconds of a step                       runs.py    days, save interval
 calibrated.py  coefficients, with their bands: written by `python -m tools.planner`, with how far off they were
 estimate.py    one plan in one call; why not; the best of many
-configs.py     a plan for `dtlib train` and DeepSpeed
+configs.py     a plan for `dtlib train`
 """
 
 from dtlib.planner.calibrated import CALIBRATIONS
@@ -14,11 +14,11 @@ from dtlib.planner.estimate import Estimate, estimate, search
 from dtlib.planner.memory import Footprint, Memory, memory
 from dtlib.planner.mesh import Plan, check
 from dtlib.planner.model import DEVICES, MODELS, Device, Model, PlanError, from_transformers
-from dtlib.planner.runs import days, days_of, save_interval
+from dtlib.planner.runs import days_of, save_interval
 from dtlib.planner.wire import step_bytes
 
 __all__ = [
     "CALIBRATIONS", "DEVICES", "MODELS", "Device", "Estimate", "Footprint", "Memory", "Model", "Plan", "PlanError",
-    "check", "days", "days_of", "estimate", "from_transformers", "memory", "save_interval", "search",
+    "check", "days_of", "estimate", "from_transformers", "memory", "save_interval", "search",
     "step_bytes",
 ]  # fmt: skip

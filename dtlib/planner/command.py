@@ -16,7 +16,6 @@ from dtlib.planner.mesh import Plan
 from dtlib.planner.model import DEVICES, GIB, MODELS, Device, Model, PlanError, from_transformers, whole
 
 MOST_GPUS = 10**6
-WRITERS = {"dtlib": configs.for_dtlib, "deepspeed": configs.for_deepspeed}
 
 
 def model_of(asked: Model | str | dict, seq: int = 0) -> Model:
@@ -68,14 +67,11 @@ def asked(
 
 
 def written(plan: Estimate, path: str) -> str:
-    """The plan, written for what the file's name says (`x.dtlib.json`, `x.deepspeed.json`)."""
-    whose = next((name for name in WRITERS if name in Path(path).name), None)
-    if whose is None:
-        raise PlanError(f"{path} does not say whose config it is: put {', '.join(WRITERS)} into the file's name.")
-    text = json.dumps(WRITERS[whose](plan.model, plan.plan), indent=2) + "\n"
+    """The plan, written for `dtlib train`."""
+    text = json.dumps(configs.for_dtlib(plan.model, plan.plan), indent=2) + "\n"
     with writing(path), open(path, "w", encoding="utf-8", opener=refuse_to_wait) as file:
         file.write(text)
-    return f"{path}: {plan.plan}, for {whose}"
+    return f"{path}: {plan.plan}, for dtlib train"
 
 
 def run(options: Namespace) -> int:
@@ -85,10 +81,10 @@ def run(options: Namespace) -> int:
         print(json.dumps([_as_json(each) for each in best], indent=1))
     else:
         _show(best, tried, options.tokens)
-    for path in options.write or ():
+    if options.write:
         if not best:
             raise PlanError("Nothing fits, so there is no plan to write: see above what would.")
-        print(_write_first(best, path), file=sys.stderr if options.json else sys.stdout)
+        print(_write_first(best, options.write), file=sys.stderr if options.json else sys.stdout)
     return 0
 
 

@@ -1,7 +1,4 @@
-"""A plan written down for what runs it: `dtlib train` and DeepSpeed, each in its own keys.
-
-What one of them cannot do is refused in a sentence, and not left out.
-"""
+"""A plan written down for `dtlib train`, in its keys. What it cannot do is refused in a sentence, and not left out."""
 
 from dataclasses import replace
 
@@ -37,10 +34,12 @@ def for_dtlib(model: Model | None, plan: Plan) -> dict:
             f"seq is {own.seq}, and {plan.context} context ranks of dtlib train take equal parts: give a multiple of "
             f"{2 * plan.context}."
         )
-    config = _batch(replace(plan, micro_batch=plan.micro_batch // plan.context, data=plan.shards)) | {
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0003}},
-        "zero_optimization": {"stage": plan.zero},
-    }
+    shared = replace(plan, micro_batch=plan.micro_batch // plan.context, data=plan.shards)
+    config: dict = {
+        "train_batch_size": shared.batch, "train_micro_batch_size_per_gpu": shared.micro_batch,
+        "gradient_accumulation_steps": shared.micro_batches,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0003}}, "zero_optimization": {"stage": plan.zero},
+    }  # fmt: skip
     if own:
         sizes = {name: getattr(own, name) for name in ("layers", "hidden", "heads", "seq")}
         config["workload"] = {**sizes, "recompute": _known(plan.recompute, OURS_RECOMPUTE, "dtlib train decoder")}
@@ -69,39 +68,6 @@ def is_decoder(model: Model | None) -> bool:
         return False
     alike = replace(model, vocab=256, ffn=4 * model.hidden, kv_heads=model.heads, gated=False, tied=False)
     return replace(model, ffn=model.mlp, kv_heads=model.kv) == alike
-
-
-def for_deepspeed(model: Model, plan: Plan) -> dict:
-    """For `deepspeed.initialize`. The stages of a pipeline are made by the program,
-    `PipelineModule(num_stages=...)`."""
-    _only(plan, "DeepSpeed's config", "data", "tensor", "pipe")
-    if plan.pipe > 1 and plan.zero > 1:
-        raise PlanError(f"DeepSpeed's pipelines take ZeRO stage 0 or 1, not {plan.zero}.")
-    config = _batch(plan) | {
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0003}},
-        "zero_optimization": {"stage": plan.zero},
-    }
-    if plan.tensor > 1:
-        config["tensor_parallel"] = {"autotp_size": plan.tensor}
-    if plan.recompute != "none":
-        config["activation_checkpointing"] = {"partition_activations": plan.tensor > 1}
-    if plan.pipe > 1:
-        config["pipeline"] = {"activation_checkpoint_interval": int(plan.recompute == "full")}
-    return config
-
-
-def _batch(plan: Plan) -> dict:
-    return {
-        "train_batch_size": plan.batch, "train_micro_batch_size_per_gpu": plan.micro_batch,
-        "gradient_accumulation_steps": plan.micro_batches,
-    }  # fmt: skip
-
-
-def _only(plan: Plan, whose: str, *axes: str) -> None:
-    for axis in ("data", "tensor", "pipe", "context", "expert"):
-        if getattr(plan, axis) > 1 and axis not in axes:
-            raise PlanError(f"{whose} has no {axis} axis, and the plan has {getattr(plan, axis)} ranks on it.")
 
 
 def _known(value: str, names: dict, whose: str) -> str:

@@ -5,12 +5,6 @@ from math import sqrt
 DAY = 86400
 
 
-def days(operations: float, gpus: int, operations_per_second: float) -> float:
-    """Of ``operations`` on ``gpus`` GPUs, each with so many a second. With 8 T P operations for T tokens and P
-    parameters (forward, backward, recomputation) it is the estimate of D. Narayanan et al., SC 2021, section 5.1."""
-    return operations / (gpus * operations_per_second) / DAY
-
-
 def days_of(seconds_a_step: float, tokens: float, tokens_a_step: float) -> float:
     """For a run of ``tokens``."""
     return seconds_a_step * tokens / tokens_a_step / DAY

@@ -141,13 +141,8 @@ def _layer_messages(model, plan, device):
     return total
 
 
-def seconds(done: Work, speeds: Speeds) -> float:
-    """Of a step. Plain arithmetic, so that amounts may also be arrays, where many rows are fitted at once."""
-    return sum(parts(done, speeds).values())
-
-
 def parts(done: Work, s: Speeds) -> dict[str, float]:
-    """The same by what it is for."""
+    """Seconds of a step, by what they are for. Plain arithmetic, so that amounts may also be arrays."""
     gpu = done.matrices / s.matrix + done.attention / s.attention + done.traffic / s.bandwidth
     axes = done.inside / s.inside + done.outside / s.outside + done.hops * s.hop + done.hops_outside * s.hop_outside
     host = done.passes * s.launch + done.calls * s.call

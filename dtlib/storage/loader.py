@@ -132,7 +132,7 @@ class Loader:
         numbers = self._numbers() if self._order["shuffle"] else np.arange(len(self.reader))
         together = self.batch_size * self.ranks
         firsts = range(self._taken, self._end, together)
-        batches = self._read(self._steps(numbers, firsts), len(firsts))
+        batches = self._read(self._steps(numbers, firsts))
         for first, got in zip(firsts, batches, strict=True):
             if isinstance(got, DtlibError):
                 try:
@@ -165,7 +165,7 @@ class Loader:
             yield self._slice(numbers, first).tolist(), numbers[announced:until]
             announced = until
 
-    def _read(self, steps, count: int):
+    def _read(self, steps):
         """(batch, what was skipped) for each step, or the error; by workers, by a thread, or when asked for."""
         source = _Batches(self.reader)
         if self.workers:
@@ -173,7 +173,7 @@ class Loader:
             ahead, sample_bytes = self.workers * self.prefetch, getattr(self.reader, "sample_bytes", 0)
             slots = Slots(ahead + 2, self.batch_size, sample_bytes)
             read_by_workers = DataLoader(
-                HandedOver(source, slots), batch_size=None, sampler=_Sampler(slots.with_slots(steps), count),
+                HandedOver(source, slots), batch_size=None, sampler=slots.with_slots(steps),
                 num_workers=self.workers, prefetch_factor=self.prefetch, collate_fn=_as_it_is,
             )  # fmt: skip
             return map(slots.take, _of_living(read_by_workers))
@@ -194,19 +194,6 @@ class _Batches(Dataset):
             return self.reader.read(numbers)
         except DtlibError as error:
             return error
-
-
-class _Sampler:
-    """What torch's ``DataLoader`` asks for: steps, and how many there are."""
-
-    def __init__(self, steps, count: int):
-        self._steps, self._count = steps, count
-
-    def __iter__(self):
-        return self._steps
-
-    def __len__(self):
-        return self._count
 
 
 def _as_it_is(batch):
