@@ -35,7 +35,8 @@ def test_a_script_of_the_page(tmp_path, name):
     theirs.write_text(SCRIPTS[name].replace('init_process_group("dtlib")', 'init_process_group("gloo")'))
     options = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "cwd": tmp_path, **PIPES}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(theirs)]
-    losses = [losses_of(start_ranks([str(ours)], 2, **options)), losses_of(subprocess.Popen(torchrun, **options))]
+    mpiexec = start_ranks(["-m", "dtlib.backend", str(ours)], 2, **options)
+    losses = [losses_of(mpiexec), losses_of(subprocess.Popen(torchrun, **options))]
     assert losses[0] == losses[1] and len(losses[0]) >= 6
     assert all(0 < loss < 10 for loss in losses[0])
 
