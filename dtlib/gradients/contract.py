@@ -65,7 +65,7 @@ class Contract:
 
     def gradient_is_ready(self, parameter: nn.Parameter) -> None:
         self.ready.append(parameter)
-        if self.averaged_later:  # torch's clipping would take it for the average
+        if self.averaged_later and parameter.grad is not None:  # torch's clipping would take it for the average
             parameter.grad = parameter.grad.as_subclass(UnaveragedGradient)
 
     def gradients_have_left(self, parameters: Iterable[nn.Parameter]) -> None:

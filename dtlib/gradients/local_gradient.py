@@ -18,10 +18,7 @@ OF_THE_WHOLE = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm
 OVERFLOW = "_amp_foreach_non_finite_check_and_unscale_"
 ONE_BY_ONE = {"clamp", "clamp_", "clip", "clip_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
 KEEP = {"detach", "__get__"}  # .detach() and .data are still the same gradient
-CLIP = (
-    "clip with clip_grad_norm_ of the ZeroOptimizer or of the fully_shard model, with dtlib.parallel.tensor's or "
-    "dtlib.parallel.expert's"
-)
+CLIP = "clip with clip_grad_norm_ of ZeroOptimizer, of fully_shard, of dtlib.parallel.tensor or dtlib.parallel.expert"
 
 
 class ShardedGradient(torch.Tensor):

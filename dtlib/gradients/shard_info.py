@@ -72,5 +72,5 @@ def give_kind(parameter: torch.Tensor) -> None:
 
 def hooks_of_others(parameter: torch.Tensor) -> list:
     """Post-accumulate hooks of a parameter, without the one that ``note`` has registered."""
-    hooks = parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+    hooks = parameter._post_accumulate_grad_hooks or {}
     return [hook for hook in hooks.values() if hook is not give_kind]

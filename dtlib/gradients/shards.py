@@ -64,7 +64,7 @@ class GradientShard:
             return whole
         buffer = FlatBuffer(self.shards.shapes, self.dtype, first.device, self.shards.padding)
         for parameter, view in zip(self.parameters, buffer.views, strict=True):
-            if not is_gone(parameter.grad):
+            if parameter.grad is not None and not is_gone(parameter.grad):
                 view.copy_(parameter.grad)
                 parameter.grad = None
         return buffer.flat
@@ -173,7 +173,8 @@ class Reducer:
 def _is_alone(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether memory of its gradient can be written over: autograd may give the same to another parameter, and to
     whoever called ``backward(cotangent)``, and hooks may keep it."""
-    if is_gone(parameter.grad) or parameter.grad.dtype != dtype or not parameter.grad.is_contiguous():
+    gradient = parameter.grad
+    if gradient is None or is_gone(gradient) or gradient.dtype != dtype or not gradient.is_contiguous():
         return False
     new = torch.zeros(1, requires_grad=True)
     new.grad = torch.zeros(1)

@@ -79,8 +79,8 @@ def store_on_a_port(comm: ObjectOperations) -> dist.TCPStore:
             f"Ranks meet at a port of rank 0's machine {everyone[0][0]} ({', '.join(offered)}), and {who} of these "
             "addresses: open TCP between the machines in their firewalls, or start all ranks on one."
         )
-    if reached[chosen] not in ("", "lo", "lo0"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", reached[chosen])  # gloo would look for this machine's name
+    if (interface := reached[chosen] or "lo") not in ("lo", "lo0"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo would look for this machine's name
     port = offered[chosen]
     if comm.rank:
         return dist.TCPStore(chosen, port, None, False, wait_for_workers=False)
