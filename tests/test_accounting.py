@@ -113,7 +113,7 @@ LINES = {  # a line's text: the formula's terms that it allocates
         *("flags", "sent before"),
     ),
     "scaled.backward()": ("travels",),
-    "self.flat = torch.zeros(": ("travels",),
+    "self.flat = (torch.zeros if": ("travels",),
     "own = whole.new_empty(": ("shards",),
     "average = whole.new_empty(": ("shards",),
     "torch.empty(size": ("scratch", "page"),

@@ -124,13 +124,13 @@ KNOWN = {
         "torch.utils._pytree": 1,
     },
     "parallel/replicator/__init__.py": {"torch.utils._pytree": 1},
-    "parallel/replicator/capturing.py": {
+    "parallel/replicator/graph.py": {
         "_cdata": 3,
         "_schema": 1,
+        "torch._ops": 1,
         "torch._subclasses": 4,
         "torch.utils._python_dispatch": 1,
     },
-    "parallel/replicator/step_graph.py": {"torch._ops": 1},
     "parallel/tensor/layers.py": {
         "_backward_hooks": 1,
         "_backward_pre_hooks": 1,

@@ -1,8 +1,5 @@
 """TF-Replicator's model: the same user code, a process per replica or all replicas in one graph, and plain torch."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -171,39 +168,28 @@ def test_every_mark_becomes_one_exchange_and_none_is_left(replicas):
     assert sum(line.startswith("====") for line in lines) == 4
 
 
-def test_a_graph_is_captured_once_and_again_when_python_has_changed():
+def test_a_graph_is_captured_in_each_step_so_python_is_never_out_of_date():
+    """Also in the middle of a run, and a step that counts or draws by Python does so once for each replica."""
     replicator, model = Replicator(replicas=2), build("plain").eval()
-    settings = {"scale": 1.0}
-    calls = []
-
-    def scaled(x):
-        return x * settings["scale"]
+    settings, calls = {"scale": 1.0}, []
 
     def step_fn(x):
-        calls_of_tracing()
-        return scaled(model(x)).mean()
+        calls.append(replicator.replica_id)
+        return model(x).mean() * settings["scale"] * len(calls)
 
-    def calls_of_tracing(record=calls.append):
-        tracing.count += 1
+    def inputs(replica):
+        for settings["scale"] in (1.0, 2.0, 3.0):
+            yield torch.ones(2 + replica, 6, dtype=torch.float64)[:2]
 
-    class Tracing:
-        count = 0
-
-    tracing = Tracing  # a class is not looked into
-    x = torch.ones(2, 6, dtype=torch.float64)
-    first = replicator.run(step_fn, lambda r: [x] * 5)
-    captured = replicator.graph()
-    # Replica 0 is captured twice, to compare.
-    assert tracing.count == 3
-    assert first.shape == (5, 2)
-    assert (replicator.run(step_fn, lambda r: [x]) == first[:1]).all()
-    assert replicator.graph() is captured
-    settings["scale"] = 2.0
-    assert (replicator.run(step_fn, lambda r: [x]) == 2 * first[:1]).all()
-    assert replicator.graph() is not captured
-    model.train()
-    replicator.run(step_fn, lambda r: [x])
-    assert tracing.count == 9
+    found = replicator.run(step_fn, inputs)
+    assert calls == 3 * [0, 1]
+    one = model(torch.ones(2, 6, dtype=torch.float64)).mean()
+    factors = torch.tensor([[1.0, 2.0], [6.0, 8.0], [15.0, 18.0]], dtype=torch.float64)
+    assert apart(found, factors * one) <= EXACT
+    layer = nn.Linear(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert replicator.run(lambda x: layer(x), lambda replica: [torch.ones(2)]).dtype == torch.bfloat16
+    assert replicator.run(lambda x: layer(x), lambda replica: [torch.ones(2)]).dtype == torch.float32
 
 
 def two_steps(replicator):
@@ -297,14 +283,6 @@ def test_functions_of_the_replica_and_inputs_from_a_function_and_of_different_le
 # Refusals: what a graph would freeze.
 
 model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-counter = 0
-history = []
-
-
-def counts(x):
-    global counter
-    counter += 1
-    return x.sum()
 
 
 REFUSED = {
@@ -318,8 +296,6 @@ REFUSED = {
     "equality": (lambda x: x.sum() if torch.equal(x, x) else x.mean(), "aten.equal.default, whose result depends"),
     "dropout": (lambda x: nn.functional.dropout(x).sum(), r"bernoulli.*random numbers.*draw them in input_fn"),
     "noise": (lambda x: (x + torch.randn_like(x)).sum(), "aten.randn_like.default, which draws random numbers"),
-    "python's random": (lambda x: x.sum() * random.random(), "captured twice.*mul.*from input_fn"),
-    "a random constant": (lambda x: x.sum() * torch.tensor([random.random()]), "captured twice .the constant"),
     "running statistics": (lambda x: model(x).sum(), "aten.add_.Tensor, which changes .*track_running_stats=False"),
     "statistics, functional": (
         lambda x: nn.functional.batch_norm(x, model[1].running_mean, model[1].running_var, training=True).sum(),
@@ -328,9 +304,6 @@ REFUSED = {
     "a parameter": (lambda x: (model[0].weight.data.mul_(2), x.sum())[1], "aten.mul_.Tensor, which changes a tensor"),
     "an input": (lambda x: x.view(-1).add_(1).sum(), "aten.add_.Tensor, which changes a tensor"),
     "an output": (lambda x: torch.add(x[0], 1, out=model[0].bias.data).sum(), "aten.add.out, which changes a tensor"),
-    "a counter": (counts, r"step_fn changes counter \(\d+, then \d+\), .*return it as a tensor"),
-    "a list": (lambda x: (history.append(1), x.sum())[1], "step_fn changes history, and a graph"),
-    "an attribute": (lambda x: (setattr(model, "last", 1), x.sum())[1], "step_fn changes model.last"),
     "backward": (lambda x: model[0](x).sum().backward(), "capture backward .*minimize"),
     "a python result": (lambda x: 1.0, "step_fn gives tensors, and gave float 1.0"),
 }
@@ -348,15 +321,11 @@ def refused_in_a_graph(step_fn, sentence):
     x = torch.rand(4, 3)
     kept = x.clone()
     replicator = Replicator(replicas=2)
-    try:
-        refuses(sentence, replicator.run, step_fn, lambda r: [x])
-        # A refusal leaves the model and the inputs as they were, and the replicator fit for use.
-        assert all((value == state[name]).all() for name, value in model.state_dict().items())
-        assert (x == kept).all() and all(p.grad is None for p in model.parameters())
-        assert (replicator.run(torch.sum, lambda r: [x]) == kept.sum()).all()
-    finally:
-        model.__dict__.pop("last", None)
-        history.clear()
+    refuses(sentence, replicator.run, step_fn, lambda r: [x])
+    # A refusal leaves the model and the inputs as they were, and the replicator fit for use.
+    assert all((value == state[name]).all() for name, value in model.state_dict().items())
+    assert (x == kept).all() and all(p.grad is None for p in model.parameters())
+    assert (replicator.run(torch.sum, lambda r: [x]) == kept.sum()).all()
 
 
 def test_what_changes_memory_of_the_step_itself_is_captured():
@@ -379,9 +348,9 @@ def test_inputs_and_replicas_that_do_not_fit_the_graph_are_refused():
     def refused(words, step_fn, *inputs):
         refuses(words, replicator.run, step_fn, lambda replica: inputs[replica])
 
-    words = r"inputs \(4, 3\) float32 of replica 1 and got \(2, 3\) float32: keep shapes"
-    refused(words, torch.sum, *[[torch.ones(4, 3), torch.ones(4 - 2 * r, 3)] for r in range(2)])
-    refused(r"input_fn\(0\) gave 3, .*torch.tensor\(3\)", torch.sum, [3], [3])
+    ragged = replicator.run(torch.sum, lambda r: [torch.ones(4, 3), torch.ones(4 - 2 * r, 3)])
+    assert ragged.tolist() == [[12, 12], [12, 6]]  # a last batch that is smaller on one replica
+    refused(r"input_fn\(0\) returned 3: .*torch.tensor\(3\)", torch.sum, [3], [3])
     words = r"exchange 0 is all_reduce sum of \(1,\) float32 on replica 0 and .*\(2,\)"
     refused(words, lambda x: replicator.map_reduce(x).sum(), [torch.ones(1)], [torch.ones(2)])
     words, ones = r"exchange 0 is all_gather .* and the end on replica 1", [torch.ones(2)]
@@ -405,7 +374,7 @@ def test_wrong_arguments_are_refused():
     for step_fn, sentence in {
         lambda x: optimizer.minimize(model(x)): r"needs one number .* shape \(1, 2\)",
         lambda x: optimizer.minimize(x.sum()): "and no gradient",
-        lambda x: sparse.minimize(embedding(words).sum()): "parameter 0, of shape .3, 2., is sparse",
+        lambda x: sparse.minimize(embedding(words).sum()): "a parameter of shape .3, 2. is sparse",
         lambda x: replicator.map_reduce(x, "prod"): "no op 'prod': choose one of sum, mean, max, min",
         lambda x: replicator.map_reduce(x.long(), "mean"): "does not take int64",
         lambda x: replicator.map_gather(x.cfloat()): "does not carry complex64",
@@ -414,7 +383,7 @@ def test_wrong_arguments_are_refused():
         refuses(sentence, replicator.run, step_fn, lambda r: [torch.ones(1, 2)])
     for made in (replicator, Replicator(dtlib.comm.solo(0, 2))):
         refuses(r"nothing has run yet|a process per replica has none", made.graph)
-    refuses(r"inside step_fn: hand it to replicator.run", replicator.map_reduce, torch.ones(1))
+    refuses(r"inside step_fn: pass step_fn to replicator.run", replicator.map_reduce, torch.ones(1))
 
 
 @pytest.mark.gpu
@@ -481,71 +450,8 @@ def test_outputs_and_parameters_that_are_not_alike_are_refused(world):
     inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
     optimizer = replicator.wrap_optimizer(inner)
     inner.add_param_group({"params": list(model[1].parameters())})
-    with pytest.raises(
-        DtlibError, match=r"has got 2 parameters since wrap_optimizer, the first of shape \(2, 2\): call"
-    ):
+    with pytest.raises(DtlibError, match=r"has got 2 parameters since wrap_optimizer: call"):
         optimizer.minimize(model(torch.ones(1, 2)).sum())
     empty = nn.ParameterList([nn.Parameter(torch.zeros(0)), nn.Parameter(torch.ones(2))])
     replicator.wrap_optimizer(torch.optim.SGD(empty, lr=1.0)).minimize(empty[1].sum() * (world.rank + 1))
     assert torch.equal(empty[1], torch.full((2,), -0.5))
-
-
-SCALE = [1.0]
-
-
-class Scaled(nn.Module):
-    def forward(self, x):
-        return self.inner(x)
-
-    def inner(self, x):
-        return x.sum() * SCALE[0]
-
-
-class Counter:
-    def __init__(self):
-        self.value = 1.0
-
-    def __float__(self):
-        return self.value
-
-
-def scaled_by(x, scale=SCALE):
-    return x.sum() * scale[0]
-
-
-def test_a_graph_is_captured_again_when_what_it_read_has_changed():
-    """However deep that is: a global of a module's method, a list in a dictionary, an attribute of an attribute."""
-    from functools import partial
-
-    nested, array, model = {"a": [SCALE]}, np.ones(1), Scaled()
-    holder = Counter()
-    holder.inner = Counter()
-
-    def set_all(value):
-        SCALE[0] = array[0] = holder.inner.value = value
-        holder.fresh = Counter()  # often where the one before was
-        holder.fresh.value = value
-
-    steps = {
-        "a module": lambda x: model(x),
-        "a dictionary": lambda x: x.sum() * nested["a"][0][0],
-        "an attribute": lambda x: x.sum() * holder.inner.value,
-        "an array": lambda x: x.sum() * float(array[0]),
-        "a partial function": partial(scaled_by),
-        "a default": scaled_by,
-        "another object": lambda x: x.sum() * float(holder.fresh),
-    }
-    for name, step_fn in steps.items():
-        replicator, found = Replicator(replicas=1), []
-        for value in (1.0, 2.0, 3.0):
-            set_all(value)
-            found.append(replicator.run(step_fn, lambda replica: [torch.ones(2)]).item())
-        assert found == [2.0, 4.0, 6.0], name
-    layer, replicator = nn.Linear(2, 2), Replicator(replicas=1)
-
-    def gives(x):
-        return layer(x)
-
-    assert replicator.run(gives, lambda replica: [torch.ones(2)]).dtype == torch.float32
-    with torch.autocast("cpu", torch.bfloat16):
-        assert replicator.run(gives, lambda replica: [torch.ones(2)]).dtype == torch.bfloat16

@@ -19,28 +19,26 @@ import torch
 MEBIBYTE = 2**20
 LARGEST_BUCKET = 25 * MEBIBYTE  # as in torch's DistributedDataParallel
 FIRST_BUCKET = MEBIBYTE  # as in torch: the first bucket is small, so that communication begins early
+LEAST_BUCKET = 4 * MEBIBYTE  # of data parallelism: more and smaller buckets cost more than they hide
 
 
 class FlatBuffer:
-    """One zeroed tensor (``flat``) and a view of it for each of ``shapes`` (``views``), one after the other.
+    """One tensor (``flat``) and a view of it for each of ``shapes`` (``views``), one after the other.
 
-    ``extra`` elements at the end belong to no view: room for numbers that travel along, or padding (``tail``).
+    ``extra`` elements at the end belong to no view: room for numbers that travel along, or padding (``tail``). All is
+    zero, unless ``zeroed`` is false: then the caller writes each view and the tail.
     """
 
     def __init__(
-        self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.device | str = "cpu", extra: int = 0
-    ):
+        self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.device | str = "cpu", extra: int = 0,
+        zeroed: bool = True,
+    ):  # fmt: skip
         sizes = [math.prod(shape) for shape in shapes]
         self.numel = sum(sizes)
-        self.flat = torch.zeros(self.numel + extra, dtype=dtype, device=device)
+        self.flat = (torch.zeros if zeroed else torch.empty)(self.numel + extra, dtype=dtype, device=device)
         self.tail = self.flat[self.numel :]
         pieces = self.flat[: self.numel].split(sizes)
         self.views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the views, without the extra elements."""
-        return self.numel * self.flat.element_size()
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,11 @@ class GradientShard:
             assert first.grad is not None
             whole, first.grad = first.grad.detach().view(-1), None
             return whole
-        buffer = FlatBuffer(self.shards.shapes, self.dtype, first.device, self.shards.padding)
+        buffer = FlatBuffer(self.shards.shapes, self.dtype, first.device, self.shards.padding, zeroed=False)
+        buffer.tail.zero_()
         for parameter, view in zip(self.parameters, buffer.views, strict=True):
-            if parameter.grad is not None and not is_gone(parameter.grad):
-                view.copy_(parameter.grad)
-                parameter.grad = None
+            gradient, parameter.grad = parameter.grad, None
+            view.zero_() if gradient is None or is_gone(gradient) else view.copy_(gradient)
         return buffer.flat
 
     def collect(self, weighted: bool = False) -> None:

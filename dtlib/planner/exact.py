@@ -17,7 +17,7 @@ from dtlib.planner.model import Model, PlanError
 from dtlib.theory.collectives import elements_sent
 from dtlib.theory.zero import zero_bytes, zero_wire_elements
 
-FIRST_BUCKET, LARGEST_BUCKET = 2**20, 25 * 2**20  # bytes: those of gradients/buckets.py
+FIRST_BUCKET, LEAST_BUCKET, LARGEST_BUCKET = 2**20, 4 * 2**20, 25 * 2**20  # bytes: those of gradients/buckets.py
 ELEMENT = 4  # bytes: dtlib trains in float32 unless the config says bf16 or fp16
 
 
@@ -97,9 +97,9 @@ def kept_of_decoder(model: Model, micro_batch: int, recompute: str = "none") -> 
 
 def _buckets(sizes: list[int], zero: int, bucket: int) -> list[list[int]]:
     """Sizes in the buckets in which their gradients travel, the last layers' first, as gradients/buckets.py has them:
-    at most of ``bucket`` elements, or as large as the largest size, at stage 0 at least a MiB, and the first at most
-    that. At stage 2 a size of half the limit has a bucket of its own."""
-    most = ELEMENT * bucket or min(LARGEST_BUCKET, max(0 if zero else FIRST_BUCKET, ELEMENT * max(sizes)))
+    at most of ``bucket`` elements, or as large as the largest size, at stage 0 at least 4 MiB, and the first at most
+    one. At stage 2 a size of half the limit has a bucket of its own."""
+    most = ELEMENT * bucket or min(LARGEST_BUCKET, max(0 if zero else LEAST_BUCKET, ELEMENT * max(sizes)))
     alone = [[size] for size in sizes if zero == 2 and 2 * ELEMENT * size >= most]
     buckets: list[list[int]] = [[]]
     for size in reversed(sizes):

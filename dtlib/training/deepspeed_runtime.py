@@ -38,7 +38,9 @@ def library() -> ModuleType:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(CACHE))
     # As its launcher would say it; it asks the environment even where torch's group is there already.
-    for name, value in (("RANK", world.rank), ("WORLD_SIZE", world.size), ("LOCAL_RANK", world.local_rank)):
+    # Open MPI may number the ranks of a node by their places, and DeepSpeed refuses another number than Open MPI's.
+    local_rank = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", world.local_rank)
+    for name, value in (("RANK", world.rank), ("WORLD_SIZE", world.size), ("LOCAL_RANK", local_rank)):
         os.environ.setdefault(name, str(value))
     process_group(world.comm)
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's, about names that DeepSpeed uses

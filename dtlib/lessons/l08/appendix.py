@@ -204,9 +204,9 @@ print(f"of replicas 0 to 3: {sums[0].tolist()}")
 # %% [markdown]
 # ## What a graph cannot hold
 #
-# A graph does the same operations every time. Think of a Python `if` on a value, a random number, or a counter: the
-# graph would keep what it was at capture, and every later step would be silently wrong. So such a step is refused, and the
-# message names the line:
+# A graph holds operations on tensors, and no values: it is captured before anything is computed. So a Python `if` on a
+# value cannot be captured. Random numbers could be, but replicas in one process would draw from one generator.
+# Both are refused, and the message names the line:
 
 # %%
 def step_with_a_branch(x):
@@ -230,9 +230,11 @@ for step_fn in (step_with_a_branch, step_with_a_coin):
 assert count(r"cannot capture") == 2 and found(r"in 'line (\d): if x.mean") == [2]
 
 # %% [markdown]
-# Both work with one process per replica, because there Python runs in every step. Our graph differs from the original in one
-# thing: TF-Replicator's in-graph replicas have a device each, and ours take turns on one. So ours shows what happens, but is
-# no faster.
+# Both work with one process per replica, because there Python runs on real numbers. Our graph differs from the original in
+# two things. TF-Replicator's in-graph replicas have a device each, and ours take turns on one. And ours is captured again in
+# each step. TF-Replicator's graph was built once: a counter, or a rate that Python computes, stayed as it was at capture,
+# in every later step, without a word. A library that captures once must guard the values that it has read, as
+# `torch.compile` does. So ours shows what happens, but is no faster.
 #
 # ## Where you meet it today
 #
@@ -243,7 +245,7 @@ assert count(r"cannot capture") == 2 and found(r"in 'line (\d): if x.mean") == [
 # | `map_reduce(x)` | `ReplicaContext.all_reduce(op, x)` | `jax.lax.psum(x, axis)` |
 # | `map_gather(x)` | `ReplicaContext.all_gather(x, axis)` | `jax.lax.all_gather(x, axis)` |
 # | `wrap_optimizer` | `apply_gradients`, which adds up gradients | `jax.grad`, which adds up the gradients of what all share |
-# | captured once | `tf.function` | `jax.jit` |
+# | captured in each step | `tf.function`, once for each shape | `jax.jit`, once for each shape |
 # | an `if` on a value: refused | rewritten into the graph by AutoGraph | refused: use `jnp.where` or `lax.cond` |
 #
 # torch goes between: `torch.compile` captures what it can. At such an `if` it ends the graph, lets Python decide, and begins
@@ -262,7 +264,7 @@ lab.quiz("08b")
 #
 # - `input_fn`, `step_fn`, `wrap_optimizer`, `map_reduce`, `map_gather`: a step of one replica, and no rank in it.
 # - Between graphs: a process per replica, and each exchange is a collective. In one graph: captured, then rewired.
-# - The losses are equal, to 1e-12. A graph refuses what it would freeze: branches on values, random numbers, counters.
+# - The losses are equal, to 1e-12. A graph has no values, so a branch on a value is refused.
 # - TensorFlow 2 and JAX have the same model of programming: a step of one replica, and named exchanges.
 #
 # Now the last of the [exercises](../exercises/08_tensor_and_hybrid_exercises.ipynb).

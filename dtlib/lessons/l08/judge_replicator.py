@@ -196,14 +196,14 @@ def _judge_accuracy(one, reference, rank: int, ranks: int) -> None:
 def _judge_graph(seen, rank: int) -> None:
     wrong = rows(rank)
     wrong("not-captured", "refusal" in seen, "a step that can be captured as a graph", seen.get("refusal"),
-          "A process per replica runs it. A graph does the same operations every time: what depends on values here?",
-          "Stay with tensors: no if, no .item(), no random numbers, no counters, no backward() in step_fn.")
+          "A process per replica runs it. A graph is captured before there are values: what asks for a value here?",
+          "Stay with tensors: no if on a value, no .item(), no random numbers, no backward() in step_fn.")
     for name in ("loss", "accuracy", "after"):
         got, wanted = _tensor(seen["in-graph"][name]), _tensor(seen["between"][name])
         if name == "accuracy" and got.shape == wanted.shape and (got - wanted).abs().max() <= 1e-6:
             continue  # a fraction of hits may be a float32
         wrong("graph-differs", not same(got, wanted), f"the same {name} in a graph as a process per replica",
-              "something else", "The graph is captured once. What does step_fn read that was other then?",
+              "something else", "One process captures all replicas. What was asked for one replica alone?",
               "Ask replicator.replica_id and replicator.replicas inside step_fn, not before.")
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import BackwardPass, RanksDisagree, RootBuffers, progress_for
-from dtlib.gradients.buckets import FIRST_BUCKET, bucket_bytes, buckets_of
+from dtlib.gradients.buckets import FIRST_BUCKET, LEAST_BUCKET, bucket_bytes, buckets_of
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shard_info import give_kind, info_of
 from dtlib.gradients.shards import Samples, check_dense, refuse_mixed
@@ -34,7 +34,7 @@ class DataParallel(nn.Module):
         comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default that of
             ``dtlib.init()``.
         bucket_cap_mb: size of a bucket in MiB; the first is at most 1 MiB. By default that of the largest parameter,
-            from 1 to 25.
+            from 4 to 25.
         broadcast_buffers: give all ranks rank 0's buffers before the first forward pass of each step in training.
         progress: who moves the buckets on meanwhile. ``"inline"``: the hooks of the backward pass, right where
             computing keeps the cores busy. ``"thread"``: a thread, right where it leaves them idle (an accelerator,
@@ -77,7 +77,7 @@ class DataParallel(nn.Module):
                 self.comm.broadcast(tensor)
         # Gradients come roughly in the reverse order of the forward pass.
         parameters = list(named.values())[::-1]
-        cap = bucket_bytes(parameters, bucket_cap_mb, FIRST_BUCKET)
+        cap = bucket_bytes(parameters, bucket_cap_mb, LEAST_BUCKET)
         groups = buckets_of(parameters, cap, min(cap, FIRST_BUCKET))
         self.buckets = [GradientBucket([parameters[i] for i in group]) for group in groups]
         self._pass = BackwardPass(self.buckets, self._begin, self._launch, self._finish, self.progress, names)
@@ -156,7 +156,9 @@ class DataParallel(nn.Module):
         has_gradient = [parameter.grad is not None for parameter in bucket.parameters]
         for parameter, view in zip(bucket.parameters, buffer.views, strict=True):
             check_dense(parameter.grad)
-            if parameter.grad is not None:
+            if parameter.grad is None:
+                view.zero_()
+            else:
                 torch.mul(parameter.grad.detach(), self._weight, out=view)
                 parameter.grad = None
         buffer.tail.copy_(torch.tensor([*has_gradient, self.batch_size is not None]))

@@ -117,7 +117,7 @@ class GradientBucket:
     def make_room(self) -> FlatBuffer:
         first, flags = self.parameters[0], len(self.parameters) + 1
         shapes = [parameter.shape for parameter in self.parameters]
-        self.buffer = FlatBuffer(shapes, first.dtype, first.device, 0 if self.flags_apart else flags)
+        self.buffer = FlatBuffer(shapes, first.dtype, first.device, 0 if self.flags_apart else flags, False)
         if self.flags_apart:
             self.buffer.tail = self.buffer.flat.new_zeros(flags)
         return self.buffer
