@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dtlib.gradients.shard_info import info_of
+
 EXACT = 1e-12  # the design's bound for float64
 
 
@@ -199,8 +201,8 @@ def full_values(model, comm) -> dict:
     values = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
-        if hasattr(parameter, "slice"):  # by our fully_shard
-            value = torch.cat(comm.all_gather_object(value)).view(parameter.slice.shape)
+        if part := info_of(parameter).slice:  # of our fully_shard
+            value = torch.cat(comm.all_gather_object(value)).view(part.shape)
         values[name] = value.full_tensor() if hasattr(value, "full_tensor") else value
     return values
 

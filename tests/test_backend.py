@@ -6,10 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
-import tomllib
 import warnings
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -633,7 +631,7 @@ import sys
 import dtlib.backend
 import torch
 from torch import distributed as dist
-dist.init_process_group("dtlib")
+dist.init_process_group("dtlib", init_method="dtlib://")
 rank, size = dist.get_rank(), dist.get_world_size()
 assert size == 2 and dist.get_backend() == "dtlib"
 mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
@@ -641,7 +639,7 @@ x = torch.ones(3) * rank
 dist.all_reduce(x, group=mesh.get_group("a"))
 assert x.tolist() == [1, 1, 1]
 dist.destroy_process_group()
-dist.init_process_group("dtlib")
+dist.init_process_group("dtlib", init_method="dtlib://")
 dtlib.backend.emulate_network(0.05, 1e9)
 import time
 began = time.monotonic()
@@ -666,27 +664,57 @@ def test_a_script_without_settings_and_its_error(tmp_path):
     assert "assert" not in said
 
 
-def test_torch_finds_the_backend_by_itself(monkeypatch):
-    points = tomllib.loads(Path(dtlib.__file__).parents[1].joinpath("pyproject.toml").read_text())["project"][
-        "entry-points"
-    ]
-    assert points["torch.backends"] == {"dtlib": "dtlib.backend:register"}
-    dtlib.backend.register()
-    assert "dtlib" in dist.Backend.backend_list
-    # It runs while torch is imported: whatever happens, torch must come up.
-    monkeypatch.setitem(sys.modules, "torch", None)
-    dtlib.backend.register()
-    monkeypatch.undo()
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+TORCHS = """
+import os, sys, torch
+from torch import distributed as dist
+backend = sys.argv[1]
+dist.init_process_group(backend)
+assert (str(dist.get_rank()), str(dist.get_world_size())) == (os.environ["RANK"], os.environ["WORLD_SIZE"])
+assert os.environ["LOCAL_RANK"] == os.environ["RANK"] and os.environ["LOCAL_WORLD_SIZE"] == "2"
+x = torch.ones(3)
+for _ in range(2):
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    dist.init_process_group(backend)  # as often as it likes
+assert x.tolist() == [4, 4, 4] and dist.get_backend() == backend and __name__ == "__main__"
+print(sys.argv, __file__, sys.path[0])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("backend", ["dtlib", "gloo"])
+def test_a_program_of_torchs_runs_as_it_is(tmp_path, backend):
+    script = tmp_path / "train.py"
+    script.write_text(TORCHS)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = start_ranks(["-m", "dtlib.backend", str(script), backend], 2, **options)
+    said, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, said
+    assert said == f"{[str(script), backend]} {script} {tmp_path}\n" * 2
+
+
+def test_without_mpi_and_with_another_rank_it_is_refused(tmp_path):
     from dtlib.backend import starting
 
-    monkeypatch.setattr(starting, "is_rank", lambda: False)
-    with pytest.raises(dtlib.DtlibError, match=r"torchrun started .* without it.*`mpiexec -n 2 python .*gloo"):
-        starting.meet()
+    script = tmp_path / "train.py"
+    script.write_text('import torch.distributed as dist, dtlib.backend; dist.init_process_group("dtlib")')
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for words in (["-m", "dtlib.backend", str(script)], [str(script)]):
+        ran = subprocess.run([*torchrun, *words], capture_output=True, text=True, timeout=90)
+        command = f"start them with `mpiexec -n 2 python -m dtlib.backend {script}`"
+        assert ran.returncode and f"torchrun started these processes without it: {command}" in ran.stderr, ran.stderr
+    ran = subprocess.run([sys.executable, "-m", "dtlib.backend", "nowhere.py"], capture_output=True, text=True)
+    assert ran.returncode == 1 and ran.stderr.startswith("nowhere.py: mpiexec -n RANKS python -m dtlib.backend PROGRAM")
+    with pytest.raises(DtlibError, match="world_size is 7, and MPI started this process as rank 0 of 1: leave"):
+        starting.rendezvous("dtlib://?rank=0&world_size=7")
+
+
+@on_ranks(2)
+def test_a_wrapper_is_refused(world):
+    from torch.distributed.tensor import DTensor, Replicate
+
+    group = both(world)["dtlib"]
+    mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("all",))
+    whole = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
+    with pytest.raises(dist.DistBackendError, match="a wrapper, DTensor: pass the one inside"):
+        dist.all_reduce(whole, group=group)

@@ -464,7 +464,7 @@ TORCHS_DDP = """%%px
 import os, torch, dtlib.backend
 from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
-dist.init_process_group("dtlib")
+dist.init_process_group("dtlib", init_method="dtlib://")
 rank = dist.get_rank()
 model = DistributedDataParallel(nn.Linear(3, 2))
 x = torch.ones(4, 3)

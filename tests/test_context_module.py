@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from dtlib.comm import solo
 from dtlib.errors import DtlibError
@@ -317,7 +317,7 @@ def test_what_is_not_computed_over_ranks_is_refused(world):
         "dropout_p=0.5": lambda x: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
         "queries of": lambda x: sdpa(x, x[:, :, :2], x[:, :, :2]),
         "never called torch's": own,
-        "need_weights=False": lambda x: nn.MultiheadAttention(2, 1)(x[0], x[0], x[0])[0],
+        "multi_head_attention_forward has an attention": lambda x: nn.MultiheadAttention(2, 1)(x[0], x[0], x[0])[0],
         r"cut sequences by split\(\)": lambda x: sdpa(*[x[:, :, : 2 + 3 * (comm.rank == 0)]] * 3),
         "give all the same batch": lambda x: sdpa(*[x[:, : 1 + (comm.rank == 0)]] * 3),
     }.items():
@@ -331,15 +331,67 @@ def test_what_is_not_computed_over_ranks_is_refused(world):
         "ranks ask for": lambda: ContextParallel(language(), comm, ORDERS[comm.rank > 0]),
         "1 is Conv1d": lambda: ContextParallel(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 3)), comm),
         "is TransformerEncoderLayer": lambda: ContextParallel(nn.TransformerEncoderLayer(4, 2), comm),
+        "0 is MultiheadAttention": lambda: ContextParallel(nn.Sequential(nn.MultiheadAttention(4, 2)), comm),
         "5 of queries": lambda: ContextParallel(Calls(lambda x: sdpa(x, x, x)), comm, method="ulysses")(
             torch.ones(1, 5, 4, 2)
         ),
     }.items():
         refuses(why, call)
-    attention = nn.MultiheadAttention(4, 2, batch_first=True).eval()
-    x = torch.randn(1, 4 * comm.size, 4, generator=torch.Generator().manual_seed(0))
-    for parameter in attention.parameters():
-        comm.broadcast(parameter.data)
-    model = ContextParallel(Calls(lambda x: attention(x, x, x, need_weights=False)[0]), comm)
-    with torch.no_grad():
-        assert apart(model.gather(model(model.split(x))), attention(x, x, x, need_weights=False)[0]) <= 1e-5
+
+
+@on_ranks(2, 3)
+def test_activation_checkpointing_of_modules_computes_over_ranks_and_of_functions_is_refused(world):
+    """Also where what is checkpointed calls modules that call attention, and in a copy of the module."""
+    comm, reference, (x, target, mask) = world.comm, gradients_alone(3), texts(3)
+
+    class Function(nn.Module):
+        """One block, checkpointed as a function that calls attention itself, or one that calls the block."""
+
+        def __init__(self, inside, reentrant):
+            super().__init__()
+            self.language, self.inside, self.reentrant = language(), inside, reentrant
+
+        def forward(self, x, positions):
+            x = self.language.embedding(x)
+            first, second = self.language.blocks
+            called = first.forward if self.inside else lambda *given: first(*given)
+            x = checkpoint(called, x, positions, use_reentrant=self.reentrant)
+            return self.language.head(second(x, positions))
+
+    def local():
+        """Torch's attention is its own: else one rank would wait for the others."""
+        comm.barrier()
+        if comm.rank == 0:
+            assert scaled_dot_product_attention(*[torch.ones(1, 1, 2, 2)] * 3).tolist() == [[[[1, 1], [1, 1]]]]
+
+    def trained(model):
+        cp = ContextParallel(model, comm)
+        losses = losses_of(cp, cp.split(x), cp.split(target), cp.positions(x.shape[1]))
+        mean_over_tokens(losses, comm, cp.split(mask)).backward()
+        for parameter in model.parameters():
+            comm.all_reduce(parameter.grad, op="mean")
+        return model.language
+
+    for reentrant in (False, True):
+        once = Function(False, reentrant)
+        assert gradients_apart(trained(once), reference) <= EXACT
+        once.zero_grad()
+        assert gradients_apart(trained(once), reference) <= EXACT  # wrapped a second time
+
+    def stop(*_):
+        if torch._C._current_graph_task_id() != -1:
+            raise KeyboardInterrupt
+
+    handle = once.language.blocks[0].out.register_forward_pre_hook(stop)
+    once.zero_grad()
+    with pytest.raises(KeyboardInterrupt):  # where it is computed again
+        trained(once)
+    handle.remove()
+    local()
+    once.zero_grad()
+    assert gradients_apart(trained(once), reference) <= EXACT
+    refuses("as by checkpoint.function, use_reentrant=True", trained, Function(True, True))
+    comm.barrier()
+    with pytest.raises(CheckpointError):  # torch notices that other tensors were saved
+        trained(Function(True, False))
+    local()

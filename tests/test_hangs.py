@@ -21,7 +21,8 @@ from dtlib.parallel.data import DataParallel
 folder = Path(sys.argv[1])
 world = dtlib.init()
 if "torchs" in sys.argv:
-    dist.init_process_group("dtlib")
+    import dtlib.backend
+    dist.init_process_group("dtlib", init_method="dtlib://")
 world.comm.barrier()
 
 def stay_away(phase):

@@ -32,10 +32,12 @@ def test_a_script_of_the_page(tmp_path, name):
             pytest.skip(f"needs {package}: pip install --constraint requirements.lock {' '.join(NEEDS[name])}")
     ours, theirs = tmp_path / "ours.py", tmp_path / "theirs.py"
     ours.write_text(SCRIPTS[name])
-    theirs.write_text(SCRIPTS[name].replace('init_process_group("dtlib")', 'init_process_group("gloo")'))
+    theirs.write_text(re.sub(r'init_process_group\("dtlib".*?\)', 'init_process_group("gloo")', SCRIPTS[name]))
     options = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "cwd": tmp_path, **PIPES}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(theirs)]
-    losses = [losses_of(start_ranks([str(ours)], 2, **options)), losses_of(subprocess.Popen(torchrun, **options))]
+    launcher = [] if "dtlib://" in SCRIPTS[name] else ["-m", "dtlib.backend"]
+    mpiexec = start_ranks([*launcher, str(ours)], 2, **options)
+    losses = [losses_of(mpiexec), losses_of(subprocess.Popen(torchrun, **options))]
     assert losses[0] == losses[1] and len(losses[0]) >= 6
     assert all(0 < loss < 10 for loss in losses[0])
 

@@ -16,6 +16,7 @@ import dtlib
 from benchmarks.peers import torch_group
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import MasterWeights
+from dtlib.gradients.shard_info import info_of, note
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.sharded import fully_shard, units_of
 from tests.cases import refuses
@@ -254,7 +255,7 @@ def test_mixed_precision_is_that_of_fsdp2(world, reduce_dtype):
             whole = torch.cat(world.comm.all_gather_object(parameter.grad.clone()))
             # Gradients in float32 of the same 16-bit passes; averages in 16 bits may round otherwise.
             close = 1e-7 if reduce_dtype else 1e-2
-            torch.testing.assert_close(whole.view(parameter.slice.shape), grads[name], rtol=close, atol=close)
+            torch.testing.assert_close(whole.view(info_of(parameter).slice.shape), grads[name], rtol=close, atol=close)
             assert parameter.grad.dtype == torch.float32
     for wrong, words in ((1, "pass torch.distributed.fsdp.Mixed"), (MixedPrecisionPolicy(torch.int8), "torch.int8")):
         refuses(words, fully_shard, nn.Linear(2, 2), mp_policy=wrong)
@@ -307,7 +308,7 @@ def test_what_goes_wrong_without_a_word_elsewhere(world):
         assert abs(model.clip_grad_norm_(1e9, norm_type) - norm) <= EXACT
     refuses("create_graph=True", loss_of(fresh(), mine).backward, create_graph=True)
     cut = nn.Linear(2, 2)
-    cut.weight.tensor_parallel = True
+    note(cut.weight, tensor=(world.rank, world.size))  # of which the second is no rank here
     words = "1 parameters are shards of tensor-parallel layers"
     refuses(words, fully_shard(cut, world.comm).clip_grad_norm_, 1.0)
     # What stayed here in no_sync() is dropped by zero_grad() of the optimizer.

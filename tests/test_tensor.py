@@ -10,9 +10,11 @@ from torch.nn import functional
 import dtlib
 from dtlib.comm.selection import DOUBLING_UP_TO
 from dtlib.errors import DtlibError
+from dtlib.gradients.shard_info import info_of
 from dtlib.measure.activations import Activations
 from dtlib.measure.storages import storage_key
 from dtlib.parallel.data import DataParallel
+from dtlib.parallel.data.plain import DataParallelBuckets
 from dtlib.parallel.tensor import (
     ColumnParallelLinear,
     ParallelAttention,
@@ -29,6 +31,7 @@ from dtlib.parallel.tensor import (
     vocab_parallel_cross_entropy,
 )
 from dtlib.parallel.tensor.functions import slice_of
+from dtlib.parallel.tensor.plain import ParallelMLP as PlainParallelMLP
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.theory.collectives import elements_sent
 from tests.cases import all_cases, refuses
@@ -537,6 +540,29 @@ def test_a_part_that_was_loaded_is_still_known_as_one(world):
     """Or a norm of shards would be taken for that of the whole."""
     layer = ColumnParallelLinear(4, 4, world.comm)
     layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
-    assert layer.weight.tensor_parallel and layer.bias.tensor_parallel
+    assert info_of(layer.weight).tensor == info_of(layer.bias).tensor == world.comm.members
     layer.weight = nn.Parameter(layer.weight.detach().clone())
-    assert layer.weight.tensor_parallel
+    assert info_of(layer.weight).tensor == world.comm.members
+
+
+@on_ranks(2, 4, slow=(4,))
+def test_torchs_clipping_of_shards_is_refused_also_of_averages(world):
+    """Each rank would compute the norm of its shards, and layers that all ranks have whole would part."""
+    mesh = world.mesh(data=world.size // 2, tensor=2)
+    model = nn.Sequential(ParallelMLP(4, 8, mesh["tensor"]), nn.Linear(4, 4))
+    ways = {
+        "alone": model, "DataParallel": DataParallel(model, mesh["data"]),
+        "buckets": DataParallelBuckets(PlainParallelMLP(4, 8, mesh["tensor"]), mesh["data"]),
+    }  # fmt: skip
+    for name, way in ways.items():
+        way(torch.ones(3, 4)).sum().backward()
+        for _ in range(2):  # the gradient stays a shard's where a second pass is added
+            with pytest.raises(DtlibError, match=r"of this rank's shards.*dtlib\.parallel\.tensor"):
+                nn.utils.clip_grad_norm_(way.parameters(), 1.0)
+            if name != "buckets":
+                way(torch.ones(3, 4)).sum().backward()
+        nn.utils.clip_grad_value_(way.parameters(), 0.01)  # value by value nothing of other ranks is needed
+        assert max(float(p.grad.abs().max()) for p in way.parameters()) == pytest.approx(0.01)
+        way.zero_grad()
+    with pytest.raises(DtlibError, match=r"is a shard of a tensor-parallel layer, and ranks .* average over the data"):
+        DataParallel(model, world.comm)

@@ -46,7 +46,7 @@ os.environ[forking.VARIABLE] = "off"
 starts()
 del os.environ[forking.VARIABLE]
 with launch.forked_ranks() as zygote:
-    first = os.path.join(os.environ[forking.VARIABLE], forking.FIRST)
+    first = os.path.join(os.environ[forking.VARIABLE], forking.SOCKET)
     print("zygote", zygote.pid, os.path.exists(first), flush=True)
     engines = starts()
     profile = engines.record.profile

@@ -19,7 +19,6 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtlib.backend.dispatched import seen_by_torch
 from dtlib.backend.reductions import bitwise, dense, factor, moved, named
 from dtlib.backend.work import GroupError, GroupWork, ReceivedFromAny, joined, torchs_errors
 from dtlib.comm import Communicator, waiting
@@ -30,13 +29,11 @@ Tensors = list[torch.Tensor]
 WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-@seen_by_torch
 class Group(dist.ProcessGroup):
     """``comm`` is the communicator, or None at the end; ``members`` are its ranks as the world counts them, none for
     all of them; ``forget(group)`` is called at the end."""
 
     comm: Communicator | None = None
-    _twin = None  # by which torch's dispatcher sees it (dispatched.py)
     _together: list[GroupWork] | None = None  # works that are collected between _start_coalescing and _end_coalescing
 
     def __init__(self, store: dist.Store, comm: Communicator, members: list[int], forget: Callable[[Group], None]):

@@ -6,6 +6,7 @@ new_group, DeviceMesh    its members    MPI's Create_group: only they are asked
 
 import os
 import sys
+from urllib.parse import parse_qsl, urlsplit
 
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -22,20 +23,46 @@ from dtlib.world.launch import is_rank
 
 network = None  # the emulated one, if any: what groups that are made later begin with
 _store = None  # where torch leaves notes; one a process, as the file behind it stays open
+_port: dist.TCPStore | None = None  # that of env://; rank 0's serves it as long as it lives
 _meetings = 0
 _groups: list[Group] = []  # that live, in the order in which they were made, which is the same on all their members
 
 
-def meet() -> tuple[dist.Store, int, int]:
-    """A store that all ranks share, this rank, and how many there are: what torch wants to know first."""
+def rendezvous(url: str) -> tuple[dist.Store, int, int]:
+    """A store that all ranks share, this rank, and how many there are: what torch wants to know first.
+
+    Raises:
+        DtlibError: where the URL has another rank or number of ranks than MPI.
+    """
     global _store, _meetings
     world = _world()
+    there = {"rank": world.rank, "world_size": world.size}
+    for name, asked in parse_qsl(urlsplit(url).query):
+        if name in there and int(asked) != there[name]:
+            raise CommunicationError(
+                f"{name} is {asked}, and MPI started this process as rank {world.rank} of {world.size}: leave rank and "
+                "world_size out of init_process_group."
+            )
     if _store is None:
         from dtlib.comm.torch.store import shared_store
 
         _store = shared_store(world.comm)
     _meetings += 1
     return dist.PrefixStore(f"meeting {_meetings}", _store), world.rank, world.size
+
+
+def variables() -> dict[str, str]:
+    """Join the world, and return the environment variables by which a launcher of torch's tells ranks about it."""
+    global _port
+    world = _world()
+    from dtlib.comm.torch.store import store_on_a_port
+
+    _port = store_on_a_port(world.comm)
+    on_node = [node for node in world.comm.all_gather_object(world.node) if node == world.node]
+    return {
+        "RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(len(on_node)), "MASTER_ADDR": _port.host, "MASTER_PORT": str(_port.port),
+    }  # fmt: skip
 
 
 def make_group(options: c10d._DistributedBackendOptions) -> Group:
@@ -95,10 +122,12 @@ def _forget(group) -> None:
 
 
 def _world():
-    if torchrun.started_this() and not is_rank():
+    """The world of MPI's ranks, also where ``variables`` has set what torchrun sets."""
+    if _port is None and torchrun.started_this() and not is_rank():
+        program = next((word for word in sys.argv if word.endswith(".py") and "dtlib/backend" not in word), "train.py")
         raise DtlibError(
-            'init_process_group("dtlib") talks over MPI, and torchrun started these processes without it: start them '
-            f"with `mpiexec -n {os.environ['WORLD_SIZE']} python {sys.argv[0]}`, or call "
+            'The backend "dtlib" communicates over MPI, and torchrun started these processes without it: start them '
+            f"with `mpiexec -n {os.environ['WORLD_SIZE']} python -m dtlib.backend {program}`, or call "
             'init_process_group("gloo"), on which dtlib.init() has a world under torchrun.'
         )
     return worlds.init()

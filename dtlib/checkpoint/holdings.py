@@ -10,7 +10,7 @@
     experts             this rank's              this rank's                    its experts, of the first copy
     buffers             all                      -                              all of it, on rank 0
 
-A strategy shows its shards by ``optimizer.shard_of(parameter)`` (stages 1 and 2) or ``parameter.slice`` (stage 3),
+A strategy shows its shards by ``optimizer.shard_of(parameter)`` (stages 1 and 2) or ``ShardInfo.slice`` (stage 3),
 torch by ``optimizer.optim`` (that of a rank's own parameters) or by DTensors, so that nothing here imports one.
 
 ``held()`` (measure/held.py) is another question: it tells memory by what it is for, and a checkpoint has to know which
@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from dtlib.checkpoint.folder import CheckpointError
 from dtlib.gradients.buckets import Shards, Slice
 from dtlib.gradients.precision import MasterWeights
+from dtlib.gradients.shard_info import info_of
 
 if TYPE_CHECKING:
     from dtlib.comm import Communicator
@@ -79,13 +80,14 @@ def holdings_of(
     master_of = {} if masters is None else dict(zip(masters.parameters, masters.masters, strict=True))
     held, replicated = [], []
     for name, parameter in model.named_parameters():
-        copy = getattr(parameter, "expert_copy", None)
-        if copy is None and len(getattr(parameter, "expert_parallel", ())) > 1:
+        info = info_of(parameter)
+        copy = info.expert_copy
+        if copy is None and len(info.experts) > 1:
             raise CheckpointError(
                 f"{name} is an expert's, and other ranks have others of that name: use the full class, "
                 "dtlib.parallel.expert.MixtureOfExperts, which numbers them."
             )
-        slice_ = getattr(parameter, "slice", None) or _rows(name, parameter, comm)
+        slice_ = info.slice or _rows(name, parameter, comm)
         value, key = parameter, master_of.get(parameter, parameter)
         if owned := shard_of(parameter):
             slice_, value, key = owned
@@ -93,7 +95,7 @@ def holdings_of(
         held.append(Holding(name, slice_, slice_, value, master, key if key in trained else None))
         if copy is not None:
             held[-1].expert, held[-1].written = True, slice_ if copy == 0 else Slice(slice_.shape, 0, 0)
-        if owned or copy is not None or hasattr(parameter, "slice") or is_dtensor(parameter):
+        if owned or copy is not None or info.slice or is_dtensor(parameter):
             continue
         if key not in trained or not hasattr(optimizer, "optim"):
             replicated.append(held[-1])

@@ -33,13 +33,13 @@ def init_distributed(
     """
     from torch import distributed
 
-    import dtlib.backend  # noqa: F401, which makes it known
+    import dtlib.backend  # noqa: F401, which registers it
 
     world = init()
     for name, given, there in (("rank", rank, world.rank), ("world_size", world_size, world.size)):
         if given not in (-1, there):
             raise DtlibError(f"init_distributed({name}={given}): here it is {there}, so leave it out.")
     if not distributed.is_initialized():
-        distributed.init_process_group("dtlib")
+        distributed.init_process_group("dtlib", init_method="dtlib://")
     # Afterwards: torch would take them for a launcher's, who says where ranks meet, too.
     os.environ.update(RANK=str(world.rank), LOCAL_RANK=str(world.local_rank), WORLD_SIZE=str(world.size))

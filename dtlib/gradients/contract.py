@@ -11,6 +11,7 @@ Whatever lies outside is refused on every rank, with a sentence that names the w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,9 @@ import torch
 from torch import nn
 
 from dtlib.errors import DtlibError
-from dtlib.gradients.local_gradient import refuse_torch_clipping
+from dtlib.gradients.local_gradient import GoneGradient, UnaveragedGradient, make_room
 from dtlib.gradients.same_model import check_same_model
+from dtlib.gradients.shard_info import give_kind, hooks_of_others, info_of
 from dtlib.gradients.tokens import divided_by_all_tokens
 
 if TYPE_CHECKING:
@@ -42,16 +44,20 @@ class Contract:
         self.who, self.model, self.in_order = who, model, in_order
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.names = {parameter: name for name, parameter in trained.items()}
+        self.shards = [parameter for parameter in self.names if info_of(parameter).differs()]
         if not trained:
             self._refuse("no parameter of this model requires a gradient")
         check_same_model(trained, comm, who)
         for name, module in model.named_modules():
             if getattr(module, "sparse", False):
                 self._refuse(f"{name} gives sparse gradients: build it with sparse=False")
-        if any(parameter._post_accumulate_grad_hooks for parameter in self.names):
+        if any(map(hooks_of_others, self.names)):
             self._refuse("this model has hooks, of an earlier wrapper: build it anew")
+        self.averaged_later = units is not None
         if units is not None:
             self._check_units(units)
+            for parameter in self.names:
+                parameter.register_hook(partial(make_room, parameter))
         self.whole, self.comm = comm, comm.split(0)  # apart from gradients, which some ranks may wait for
         self.samples: tuple = ()
         self.ready: list = []  # of the last forward pass; parameters with a gradient since the last step
@@ -59,6 +65,13 @@ class Contract:
 
     def gradient_is_ready(self, parameter: nn.Parameter) -> None:
         self.ready.append(parameter)
+        if self.averaged_later and parameter.grad is not None:  # torch's clipping would take it for the average
+            parameter.grad = parameter.grad.as_subclass(UnaveragedGradient)
+
+    def gradients_have_left(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Until the next forward pass torch's clipping finds tensors that refuse it, in place of gradients."""
+        for parameter in parameters:
+            parameter.grad = GoneGradient.like(parameter)
 
     def check_step(self, closure: Callable | None = None) -> None:
         """Refuse what happened since the last step; all ranks call it."""
@@ -66,6 +79,8 @@ class Contract:
             self._refuse("step() takes no closure: call loss.backward() first, and then step()")
         divided = self.whole in divided_by_all_tokens
         divided_by_all_tokens.discard(self.whole)
+        for parameter in self.shards:
+            give_kind(parameter)
         ready = [self.names[parameter] for parameter in self.ready]
         kept = sorted(ready) == sorted(self.names.values())
         # A number a rank: where all are the same, all have done the same, and no rank need tell what.
@@ -101,6 +116,8 @@ class Contract:
             self._refuse("a backward pass was interrupted, or no step() followed it: build all of it anew")
         if {parameter for parameter in model.parameters() if parameter.requires_grad} != set(self.names):
             self._refuse("a parameter was frozen, unfrozen or replaced after construction: build all of it anew")
+        for parameter in self.names if self.averaged_later else ():
+            make_room(parameter)
         tensors = [one for one in (*inputs, *named.values()) if isinstance(one, torch.Tensor) and one.dim()]
         if not tensors:
             self._refuse("the model got no tensor of samples: pass the batch as its first")
@@ -114,7 +131,6 @@ class Contract:
         owned = [id(parameter) for unit in units for parameter in unit.parameters()]
         kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in self.model.parameters()}
         for name, parameter in self.model.named_parameters():
-            refuse_torch_clipping(parameter)
             if not parameter.requires_grad:
                 self._refuse(f"{name} is frozen: take the full class")
             if len(kinds) > 1 or parameter.dtype not in (torch.float32, torch.float64):

@@ -1,15 +1,16 @@
-"""Gradients that mean less than they seem to: of this rank's batch alone, or a shard of the average.
+"""Gradients that mean less than they seem to: a shard, those of this rank's batch alone, or none any more.
 
-torch's ``clip_grad_norm_`` and ``GradScaler`` take ``parameter.grad`` for the whole. Under ZeRO each rank would find
-another norm, or another overflow, and ranks would scale or skip differently without a word. So these tensors refuse
-what would look at a whole gradient; to torch they are otherwise ordinary ones.
+torch's ``clip_grad_norm_`` and ``GradScaler`` take ``parameter.grad`` for the whole. With a shard each rank would
+compute another norm, or another overflow, and ranks would scale or skip differently without an error. So these tensors
+refuse functions that need the whole gradient. In all other functions they are ordinary tensors.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from functools import wraps
+from functools import cache
 
 import torch
-from torch.nn.utils import clip_grad
 
 from dtlib.errors import DtlibError
 
@@ -17,13 +18,15 @@ OF_THE_WHOLE = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm
 OVERFLOW = "_amp_foreach_non_finite_check_and_unscale_"
 ONE_BY_ONE = {"clamp", "clamp_", "clip", "clip_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
 KEEP = {"detach", "__get__"}  # .detach() and .data are still the same gradient
+CLIP = "clip with clip_grad_norm_ of ZeroOptimizer, of fully_shard, of dtlib.parallel.tensor or dtlib.parallel.expert"
 
 
 class ShardedGradient(torch.Tensor):
-    """This rank's shard of an average. ``gradient.clone()`` is an ordinary tensor."""
+    """This rank's shard: of an average, of a tensor-parallel layer's gradient, or an expert that other ranks lack.
+    ``gradient.clone()`` is an ordinary tensor."""
 
     refused = OF_THE_WHOLE
-    what = "this rank's shard of it"
+    what = "this rank's shards"
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
@@ -35,9 +38,8 @@ class ShardedGradient(torch.Tensor):
             )
         if name in cls.refused:
             raise DtlibError(
-                f"{name} of a gradient under ZeRO would be that of {cls.what}, as torch.nn.utils.clip_grad_norm_ would "
-                f"take it: clip with clip_grad_norm_ of the ZeroOptimizer or of the fully_shard model, or look at "
-                "gradient.clone()."
+                f"{name} of this gradient would be that of {cls.what}, as torch.nn.utils.clip_grad_norm_ would take "
+                f"it: {CLIP}, or look at gradient.clone()."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -53,31 +55,47 @@ class UnaveragedGradient(ShardedGradient):
     what = "this rank's batch"
 
 
-def refuse_torch_clipping(parameter: torch.Tensor) -> None:
-    """Gradients of this parameter are gone when torch's functions would clip them: these raise from now on."""
-    vars(parameter)["_gradients_leave"] = True
+class GoneGradient(ShardedGradient):
+    """A placeholder where a gradient has left during the backward pass: it has no values, and refuses all reads."""
 
+    @classmethod
+    def like(cls, parameter: torch.Tensor) -> GoneGradient:
+        """A placeholder for the gradient of ``parameter``, of the same shape; all share the memory of one element."""
+        return _nan(parameter.dtype, parameter.device).expand(parameter.shape).as_subclass(cls)
 
-def _refusing(clip):
-    @wraps(clip)
-    def refuse_or_clip(parameters, *args, **kwargs):
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if any(len(getattr(parameter, "expert_parallel", ())) > 1 for parameter in parameters):
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        name = getattr(func, "__name__", "")
+        if name in ZEROES:  # zero_grad(set_to_none=False)
+            return args[0]
+        if name == "__repr__":
+            return "GoneGradient()"
+        if name not in WITHOUT_VALUES and name != OVERFLOW:
             raise DtlibError(
-                "torch.nn.utils would clip by the norm of this rank's experts, and each rank by another: clip with "
-                "dtlib.parallel.expert.clip_grad_norm_."
+                f"{name or 'A function'} of a gradient that is not here any more: under ZeRO it left during the "
+                f"backward pass, and each rank has its shard of the average. Before step(), {CLIP}."
             )
-        if any(hasattr(parameter, "_gradients_leave") for parameter in parameters):
-            raise DtlibError(
-                "torch.nn.utils cannot clip here: under ZeRO gradients are those of this rank, or have left with the "
-                "backward pass. With a ZeroOptimizer, call optimizer.clip_grad_norm_(max_norm) before optimizer.step()."
-            )
-        return clip(parameters, *args, **kwargs)
-
-    return refuse_or_clip
+        return super().__torch_function__(func, types, args, kwargs)
 
 
-# torch's clip_grad_norm_ calls the first of these by its module's name, however a script has imported it.
-clip_grad._clip_grads_with_norm_ = _refusing(clip_grad._clip_grads_with_norm_)
-clip_grad.clip_grad_value_ = torch.nn.utils.clip_grad_value_ = _refusing(clip_grad.clip_grad_value_)
-torch.nn.utils.clip_grads_with_norm_ = clip_grad._clip_grads_with_norm_
+@cache
+def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((), torch.nan, dtype=dtype, device=device)
+
+
+ZEROES = {"zero_", "_foreach_zero_"}
+WITHOUT_VALUES = {
+    "__get__", "detach", "detach_", "requires_grad_", "size", "dim", "stride", "numel", "element_size", "is_contiguous",
+    "is_floating_point", "is_complex", "is_inference", "untyped_storage", "data_ptr", "__len__", "nelement",
+}  # fmt: skip
+
+
+def is_gone(gradient: torch.Tensor | None) -> bool:
+    """True for a placeholder, and for None."""
+    return gradient is None or isinstance(gradient, GoneGradient)
+
+
+def make_room(parameter: torch.Tensor, _: object = None) -> None:
+    """Drop a placeholder, before autograd adds a gradient to it."""
+    if is_gone(parameter.grad):
+        parameter.grad = None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dtlib.errors import DtlibError
+from dtlib.gradients.shard_info import info_of
 
 if TYPE_CHECKING:
     from dtlib.comm import Communicator
@@ -134,12 +135,12 @@ def refuse_shards(parameters: Iterable[torch.Tensor], what: str) -> None:
         DtlibError: on every rank, as all have shards.
     """
     parameters = list(parameters)
-    if any(len(getattr(parameter, "expert_parallel", ())) > 1 for parameter in parameters):
+    if any(len(info_of(parameter).experts) > 1 for parameter in parameters):
         raise DtlibError(
             f"{what}: parameters of experts are on one rank each, and their norm is not that of all: clip with "
             "dtlib.parallel.expert.clip_grad_norm_ between backward and step."
         )
-    count = sum(getattr(parameter, "tensor_parallel", False) for parameter in parameters)
+    count = sum(len(info_of(parameter).tensor) > 1 for parameter in parameters)
     if count:
         raise DtlibError(
             f"{what}: {count} parameters are shards of tensor-parallel layers, and their norm is not that of the "
@@ -163,7 +164,7 @@ def clip_by_norm(
         raise DtlibError(f"clip_grad_norm_(norm_type={norm_type:g}): give a number above 0, such as 2, or inf.")
     # Ordinary tensors: ShardedGradient refuses norms, as those who ask rarely know of the other ranks.
     ordinary = [gradient.as_subclass(torch.Tensor) for gradient in gradients if gradient is not None]
-    counted = ordinary if counted is None else counted
+    counted = ordinary if counted is None else [gradient.as_subclass(torch.Tensor) for gradient in counted]
     norms = [torch.linalg.vector_norm(one, norm_type) for one in counted if one.numel()]
     norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
     if comm is not None and norm_type == float("inf"):

@@ -8,6 +8,7 @@ from torch import nn
 
 from dtlib.comm import types
 from dtlib.errors import DtlibError
+from dtlib.gradients.shard_info import info_of
 
 if TYPE_CHECKING:
     from dtlib.comm import Communicator
@@ -41,25 +42,30 @@ def check_same_model(parameters: dict, comm: Communicator, who: str) -> None:
 
 
 def check_axis(parameters: dict, comm: Communicator, who: str) -> None:
-    """Refuse parameters of experts and of shared sequences along the wrong axis of a mesh.
+    """Refuse shards, parameters of experts and of shared sequences along the wrong axis of a mesh.
 
-    ``parameter.expert_parallel`` are the ranks whose experts differ, ``parameter.context_parallel`` those that share
-    sequences; as the world counts them.
+    What parameters they are, ``ShardInfo`` says.
     """
     here = set(comm.members)
-    experts = {rank for parameter in parameters.values() for rank in getattr(parameter, "expert_parallel", ())}
+    experts = {rank for parameter in parameters.values() for rank in info_of(parameter).experts}
     for name, parameter in parameters.items():
-        if len(here.intersection(getattr(parameter, "expert_parallel", ()))) > 1:
+        info = info_of(parameter)
+        if len(here.intersection(info.tensor)) > 1:
             raise DtlibError(
-                f"{who}: {name} is an expert's, and ranks {list(parameter.expert_parallel)} have different ones: leave "
+                f"{who}: {name} is a shard of a tensor-parallel layer, and ranks {list(info.tensor)} have the others: "
+                "average over the data axis alone, as by mesh['data']."
+            )
+        if len(here.intersection(info.experts)) > 1:
+            raise DtlibError(
+                f"{who}: {name} is an expert's, and ranks {list(info.experts)} have different ones: leave "
                 "experts' parameters to MixtureOfExperts(..., data=mesh['data']), and average the others here."
             )
-        if not here.issuperset(sharing := getattr(parameter, "context_parallel", ())):
+        if not here.issuperset(info.sequences):
             raise DtlibError(
-                f"{who}: gradients of {name} are of this rank's tokens, and ranks {list(sharing)} share each sequence: "
-                "average over both axes, as by mesh['data', 'context']."
+                f"{who}: gradients of {name} are of this rank's tokens, and ranks {list(info.sequences)} share each "
+                "sequence: average over both axes, as by mesh['data', 'context']."
             )
-        if not hasattr(parameter, "expert_parallel") and not here.issuperset(experts):
+        if not info.experts and not here.issuperset(experts):
             raise DtlibError(
                 f"{who}: gradients of {name} are of this rank's tokens, and ranks {sorted(experts)}, which share out "
                 "experts, have others: average over both axes, as by mesh['data', 'expert']."
@@ -70,7 +76,7 @@ def check_same_values(module: nn.Module, parameters: list, comm: Communicator, w
     """In the first passes of training: have the gradients of these parameters been averaged over ``comm``? All ranks
     call it; where nobody has, values differ from the second step on, and nothing else would say so."""
     passes = module.__dict__.setdefault("_passes_compared", 0)
-    if passes == PASSES or any(hasattr(parameter, "slice") for parameter in parameters):  # shards differ
+    if passes == PASSES or any(info_of(parameter).slice for parameter in parameters):  # shards differ
         return
     module.__dict__["_passes_compared"] = passes + 1
     mine = str([float(parameter.detach().double().sum()) for parameter in parameters])  # a text: a NaN is like another

@@ -20,6 +20,7 @@ from dtlib.comm.waiting import Handle
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import BackwardPass, RanksDisagree
 from dtlib.gradients.buckets import FlatBuffer, Shards
+from dtlib.gradients.local_gradient import is_gone
 from dtlib.gradients.tokens import refuse_weights
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class GradientShard:
 
     def _whole(self) -> torch.Tensor:
         """The gradients in one flat memory, and nowhere else: its own for a single one that nobody else sees."""
-        self.used |= torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.int8)
+        self.used |= torch.tensor([not is_gone(parameter.grad) for parameter in self.parameters], dtype=torch.int8)
         first = self.parameters[0]
         if len(self.parameters) == 1 and not self.shards.padding and _is_alone(first, self.dtype):
             assert first.grad is not None
@@ -64,8 +65,8 @@ class GradientShard:
         buffer = FlatBuffer(self.shards.shapes, self.dtype, first.device, self.shards.padding, zeroed=False)
         buffer.tail.zero_()
         for parameter, view in zip(self.parameters, buffer.views, strict=True):
-            view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
-            parameter.grad = None
+            gradient, parameter.grad = parameter.grad, None
+            view.zero_() if gradient is None or is_gone(gradient) else view.copy_(gradient)
         return buffer.flat
 
     def collect(self, weighted: bool = False) -> None:
@@ -172,7 +173,8 @@ class Reducer:
 def _is_alone(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether memory of its gradient can be written over: autograd may give the same to another parameter, and to
     whoever called ``backward(cotangent)``, and hooks may keep it."""
-    if parameter.grad is None or parameter.grad.dtype != dtype or not parameter.grad.is_contiguous():
+    gradient = parameter.grad
+    if gradient is None or is_gone(gradient) or gradient.dtype != dtype or not gradient.is_contiguous():
         return False
     new = torch.zeros(1, requires_grad=True)
     new.grad = torch.zeros(1)

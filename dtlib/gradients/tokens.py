@@ -9,6 +9,7 @@ from weakref import WeakSet
 import torch
 
 from dtlib.errors import DtlibError
+from dtlib.gradients.shard_info import info_of
 
 if TYPE_CHECKING:
     from dtlib.comm import Communicator
@@ -36,7 +37,7 @@ def mean_over_tokens(losses: torch.Tensor, comm: Communicator, mask: torch.Tenso
 
 def refuse_weights(parameters: Iterable[torch.Tensor], batch_size: float | None) -> None:
     """Weights after the backward pass are wrong where ranks share sequences; all ranks set ``batch_size``, or none."""
-    if batch_size is not None and any(len(getattr(one, "context_parallel", ())) > 1 for one in parameters):
+    if batch_size is not None and any(len(info_of(one).sequences) > 1 for one in parameters):
         raise DtlibError(
             f"batch_size is {batch_size}, and ranks share sequences: gradients of keys and values carry other ranks' "
             "losses, and no weight afterwards is right. Leave it out, and take the loss of mean_over_tokens."

@@ -11,7 +11,6 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from dtlib.errors import DtlibError
 from dtlib.lab import course
-from dtlib.world import forking
 from dtlib.world.launch import start_zygote
 
 SETTINGS = Path(__file__).with_name("settings")
@@ -65,7 +64,6 @@ def serve_hub(extra: list[str]) -> int:
         raise DtlibError("--hub needs JupyterHub, which is not installed here: pip install 'dtlib[hub]'.")
     if TOLD_BY_A_HUB not in os.environ:
         raise DtlibError("A hub starts --hub for each learner (docs/how-to/run_a_hub.md): leave --hub away.")
-    os.environ.setdefault(forking.ALONE, "1")  # memory is short where many learn
     home = Path.home() / COURSE
     try:
         home.mkdir(mode=0o700, exist_ok=True)

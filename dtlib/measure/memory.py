@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import torch
 
 from dtlib.errors import DtlibError
+from dtlib.gradients.local_gradient import is_gone
+from dtlib.gradients.shard_info import info_of
 from dtlib.measure.activations import Activations
 from dtlib.measure.held import held
 from dtlib.measure.live import Live
@@ -155,7 +157,7 @@ class Memory:
         lines["step_counters"] = storages.claim(counters)
         lines["optimizer_states"] = storages.claim(state for _, state in states)
         lines["padding"] = storages.rest([*trained, *updated, *held["parameters"], *(s for _, s in states)])
-        gradients = [p.grad for p in [*trained, *updated] if p.grad is not None] + held["gradients"]
+        gradients = [p.grad for p in [*trained, *updated] if not is_gone(p.grad)] + held["gradients"]
         lines["gradients"] = storages.claim(gradients)
         lines["gradient_padding"] = storages.rest(gradients)
         return lines
@@ -190,7 +192,7 @@ class Memory:
         frozen: dict[int | None, int] = {}
         for parameter in self._parameters():
             place = storage_key(parameter) if storage_key(parameter) in flats else None
-            slice_ = getattr(parameter, "slice", None)
+            slice_ = info_of(parameter).slice
             size = torch.Size(slice_.shape).numel() if slice_ is not None else parameter.numel()
             kind = trained if parameter.requires_grad else frozen
             kind[place] = kind.get(place, 0) + size
@@ -202,7 +204,7 @@ class Memory:
         Stage and ranks are by default those that the model and its optimizer have.
         """
         if stage is None:
-            sharded = any(hasattr(tensor, "slice") for tensor in self._held()["parameters"])
+            sharded = any(info_of(tensor).slice for tensor in self._held()["parameters"])
             stage = 3 if sharded else getattr(self._optimizer, "stage", 0)
         ranks = ranks or self.ranks
         trained, frozen = self.sizes

@@ -18,6 +18,7 @@ from torch import nn
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.same_model import check_same_model
+from dtlib.gradients.shard_info import info_of
 from dtlib.recovery.signs import Signs
 
 Tell = Callable[..., object]
@@ -124,9 +125,7 @@ class Replica:
 
 
 def _refuse_shards(model, optimizer) -> None:
-    sharded = next(
-        (name for name, p in model.named_parameters() if hasattr(p, "slice") or hasattr(p, "placements")), None
-    )
+    sharded = next((name for name, p in model.named_parameters() if info_of(p).slice or hasattr(p, "placements")), None)
     kind = None
     if hasattr(optimizer, "shard_of") or hasattr(optimizer, "consolidate_state_dict"):
         kind = f"{type(optimizer).__name__} keeps its states in shards"

@@ -52,9 +52,9 @@ def train_on_this_rank(options: Namespace) -> int:
         if options.backend == "dtlib":
             import torch
 
-            import dtlib.backend  # noqa: F401, which makes it known
+            import dtlib.backend  # noqa: F401, which registers it
 
-            torch.distributed.init_process_group("dtlib")
+            torch.distributed.init_process_group("dtlib", init_method="dtlib://")
         result = train_here(
             options.workload, options.config, options.runtime, save=options.save, resume=options.resume,
             log=options.log, stage=options.stage, steps=options.steps,

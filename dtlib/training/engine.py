@@ -18,6 +18,7 @@ from dtlib import checkpoint
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import LossScale, all_finite, clip_by_norm
+from dtlib.gradients.shard_info import info_of
 from dtlib.measure.held import held
 from dtlib.training.config import Config
 from dtlib.training.data import RankLoader
@@ -172,7 +173,7 @@ class Engine:
 
     def _whole(self, mine, like):
         """The whole of a tensor of which this rank has ``mine``."""
-        if (part := getattr(mine, "slice", None)) is not None:  # of our fully_shard
+        if (part := info_of(mine).slice) is not None:  # of our fully_shard
             flat = torch.zeros(like.numel(), dtype=mine.dtype, device=mine.device)
             flat[part.start : part.stop] = mine
             return self.comm.all_reduce(flat).view(like.shape)

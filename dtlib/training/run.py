@@ -31,6 +31,7 @@ from dtlib.checkpoint.folder import CheckpointError, together
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.files import refuse_to_wait, writing
+from dtlib.gradients.shard_info import note
 from dtlib.measure.memory import memory
 from dtlib.measure.progress import RankProgress, tell
 from dtlib.parallel import expert
@@ -123,7 +124,7 @@ class _Training:
             model = pipeline_of(runtime, work.layers, self.stages, work.loss_fn, work.seed, **self._pipes(comm))
         if axes["context"] > 1:
             for parameter in model.parameters():
-                vars(parameter)["context_parallel"] = mesh["context"].members  # whoever averages gradients asks for it
+                note(parameter, sequences=mesh["context"].members)
         # The test needs a model that is whole on every rank; until then it takes no memory.
         self.whole = copy.deepcopy(self.work.model).to("meta")
         self.buffers = {name: buffer.clone() for name, buffer in self.work.model.named_buffers()}

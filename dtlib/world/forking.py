@@ -24,9 +24,8 @@ from dtlib.world.loopback import mpiexec_inside
 from dtlib.world.machine import gpu_names
 
 VARIABLE = "DTLIB_ZYGOTE"
-ALONE = "DTLIB_ZYGOTE_ALONE"  # where set, there is no second zygote: 0.2 GB less
 PREFIX = "dtlib-zygote-"
-FIRST, SECOND = "0", "1"  # sockets in the zygote's folder; ranks with odd numbers ask for the second
+SOCKET = "0"  # its name in the zygote's folder, which launcher.c knows
 BEGINS = 60  # seconds in which a new folder is let alone
 ROOM = 4000  # bytes in the arguments of a zygote for what `ps` shall show of its ranks
 
@@ -51,28 +50,28 @@ def why_not(mpiexec: str) -> str:
 def launcher(mpiexec: str) -> list[str]:
     """What stands in front of the command of a rank where there is a zygote to fork it; else nothing."""
     folder = os.environ.get(VARIABLE, "")
-    if folder and os.path.exists(os.path.join(folder, FIRST)) and not why_not(mpiexec):
+    if folder and os.path.exists(os.path.join(folder, SOCKET)) and not why_not(mpiexec):
         return [str(compiled("launcher.c"))]
     return []
 
 
-def listen(folder: str, name: str) -> socket.socket:
-    """A socket in this folder that only its owner may connect to."""
+def listen(folder: str) -> socket.socket:
+    """The socket of a zygote in this folder, to which only its owner may connect."""
     listener = socket.socket(socket.AF_UNIX)
     umask = os.umask(0o177)
     try:
-        listener.bind(os.path.join(folder, name))
+        listener.bind(os.path.join(folder, SOCKET))
     finally:
         os.umask(umask)
     listener.listen(128)
     return listener
 
 
-def command(folder: str, name: str, listener: socket.socket, imports: Iterable[str]) -> list[str]:
+def command(folder: str, listener: socket.socket, imports: Iterable[str]) -> list[str]:
     """That of a zygote which hears this socket, and imports these modules beside those that every rank needs."""
     start = "import sys; sys.path[0] = sys.argv[1]; from dtlib.world.zygote import main; main()"
     home = str(Path(__file__).parents[2])
-    return [sys.executable, "-c", start, home, folder, name, str(listener.fileno()), " " * ROOM, *imports]
+    return [sys.executable, "-c", start, home, folder, str(listener.fileno()), " " * ROOM, *imports]
 
 
 def new_folder() -> str:
@@ -81,7 +80,7 @@ def new_folder() -> str:
         with suppress(OSError):
             found = left.lstat()
             begins = found.st_mtime > time.time() - BEGINS  # another one, which has no socket yet
-            if found.st_uid == os.getuid() and not begins and not _is_heard(left / FIRST):
+            if found.st_uid == os.getuid() and not begins and not _is_heard(left / SOCKET):
                 shutil.rmtree(left, ignore_errors=True)
     return tempfile.mkdtemp(prefix=PREFIX)
 

@@ -210,9 +210,9 @@ def start_zygote(*imports: str) -> subprocess.Popen | None:
         if forking.why_not(find_mpiexec()) or forking.launcher(find_mpiexec()):
             return None
         folder = forking.new_folder()
-        with forking.listen(folder, forking.FIRST) as listener:
+        with forking.listen(folder) as listener:
             zygote = subprocess.Popen(
-                ends_with_this_process(forking.command(folder, forking.FIRST, listener, imports)),
+                ends_with_this_process(forking.command(folder, listener, imports)),
                 env={**os.environ, **rank_environment(1), "OMP_NUM_THREADS": "1"},  # else numpy starts threads
                 cwd="/", pass_fds=[listener.fileno()], start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

@@ -42,11 +42,11 @@ static void wait_at_most(int connection, int seconds) {
 }
 
 /* A zygote of this user in the folder, or -1. */
-static int connect_to(const char *folder, const char *name) {
+static int connect_to(const char *folder) {
   struct sockaddr_un where = {.sun_family = AF_UNIX};
   struct ucred other;
   socklen_t length = sizeof other;
-  if ((size_t)snprintf(where.sun_path, sizeof where.sun_path, "%s/%s", folder, name) >= sizeof where.sun_path) return -1;
+  if ((size_t)snprintf(where.sun_path, sizeof where.sun_path, "%s/0", folder) >= sizeof where.sun_path) return -1;
   int connection = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   wait_at_most(connection, PATIENCE);
   if (connect(connection, (struct sockaddr *)&where, sizeof where) == 0 &&
@@ -80,12 +80,10 @@ static int status_of_rank(int connection, int process) {
 }
 
 int main(int count, char **arguments) {
-  const char *folder = getenv("DTLIB_ZYGOTE"), *mine = getenv("OMPI_COMM_WORLD_RANK");
+  const char *folder = getenv("DTLIB_ZYGOTE");
   Message said;
   if (count < 2) return 2;
-  int odd = mine && atoi(mine) % 2, connection = -1; /* the second zygote, if there is one, has another order of sets */
-  if (folder && odd) connection = connect_to(folder, "1");
-  if (folder && connection < 0) connection = connect_to(folder, "0");
+  int connection = folder ? connect_to(folder) : -1;
   if (connection < 0 || !hear(connection, &said) || said.what != FORKED) goto plain;
 
   rank = said.value;

@@ -9,8 +9,8 @@
 
 It forks only while it has one thread and no MPI. Once a file of dtlib has changed it forks no more, and begins anew as
 soon as it has no ranks.
-Ranks share its hash seed, so sets iterate alike on all of them, which hides mistakes: once nobody asks for a moment and
-no rank runs that this would disturb, it starts a second zygote, with a seed of its own, for ranks with odd numbers.
+Ranks share its hash seed, so sets iterate in the same order on all of them. ``DTLIB_ZYGOTE=off`` starts ranks with a
+seed each, which shows the mistake of ranks that walk through a set, each in its own order.
 """
 
 import ctypes
@@ -20,14 +20,12 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import sysconfig
 from contextlib import suppress
 from pathlib import Path
 
 from dtlib.world import forked, forking
-from dtlib.world.until_parent_ends import ends_with_this_process
 
 IMPORTS = (
     *("numpy", "torch", "torch.utils.data", "threadpoolctl", "ipykernel.kernelapp", "ipyparallel.engine.app"),
@@ -35,14 +33,13 @@ IMPORTS = (
     *("dtlib.training", "dtlib.recovery", "dtlib.pi", "dtlib.lab.engines.on_ranks", "dtlib.lab.engines.keeper"),
 )
 LATER = ("numba", "torch._dynamo")  # torch's optimizers import the latter at their first step
-LOADING = "loading"  # name of the second one's socket, for which nobody waits
 QUIET = 3.0  # seconds without a request
 
 
 def main() -> None:
     """Begin as ``forking.command`` says; it returns in no process."""
-    folder, name, listener, _, *imports = sys.argv[2:]
-    zygote = Zygote(folder, name, socket.socket(fileno=int(listener)), imports)
+    folder, listener, _, *imports = sys.argv[2:]
+    zygote = Zygote(folder, socket.socket(fileno=int(listener)), imports)
     signal.signal(signal.SIGTERM, zygote.end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     forked.set_title(["dtlib: ranks are forked from this process"])
@@ -55,15 +52,14 @@ def main() -> None:
 
 
 class Zygote:
-    def __init__(self, folder: str, name: str, listener: socket.socket, imports: list[str]):
+    def __init__(self, folder: str, listener: socket.socket, imports: list[str]):
         self.pid = os.getpid()
-        self.folder, self.name, self.listener, self.imports = folder, name, listener, imports
+        self.folder, self.listener, self.imports = folder, listener, imports
         self.ranks: dict = {}  # process -> connection to its launcher
         self.events = select.epoll()
         self.environment = forked.environment_of("self")  # imports change it
         self.again = [sys.executable, *sys.orig_argv[1:]]
-        starts_second = name == forking.FIRST and forking.ALONE not in os.environ
-        self.quiet = [self.load_later] + [self.start_second] * starts_second  # to be done in time
+        self.loaded = False  # what is put off
 
     def load(self) -> None:
         for name in (*IMPORTS, *self.imports):
@@ -74,11 +70,9 @@ class Zygote:
             print(reason, file=sys.stderr)
             self.end()
         _tidy()
-        if self.name == forking.SECOND:
-            with suppress(FileNotFoundError):  # it has its name, as this begins anew
-                os.rename(os.path.join(self.folder, LOADING), os.path.join(self.folder, self.name))
 
     def load_later(self) -> None:
+        self.loaded = True
         for name in LATER:
             with suppress(Exception):  # who needs it will see
                 importlib.import_module(name)
@@ -94,10 +88,10 @@ class Zygote:
         self.events.register(self.listener, select.EPOLLIN)
         self.events.register(wake, select.EPOLLIN)
         while True:
-            waits = bool(self.quiet) and not self.ranks  # ranks that measure must not be disturbed
+            waits = not self.loaded and not self.ranks  # ranks that measure must not be disturbed
             ready = self.events.poll(QUIET if waits else None)
             if not ready and waits:
-                self.quiet.pop(0)()
+                self.load_later()
             for handle, _ in ready:
                 if handle == wake.fileno():
                     wake.recv(4096)
@@ -154,20 +148,12 @@ class Zygote:
                     with suppress(ProcessLookupError):
                         end(rank, signal.SIGKILL)
 
-    def start_second(self) -> None:
-        """It ends with this one."""
-        with suppress(OSError), forking.listen(self.folder, LOADING) as listener:
-            command = forking.command(self.folder, forking.SECOND, listener, self.imports)
-            command, handles = ends_with_this_process(command), [listener.fileno()]
-            self.second = subprocess.Popen(command, env=self.environment, pass_fds=handles)
-
     def end(self, *_: object) -> None:
         """End, with the ranks, and leave no file; what a fork inherits of it does nothing."""
         if os.getpid() == self.pid:
             with suppress(OSError):
-                os.unlink(os.path.join(self.folder, self.name))
-            with suppress(OSError):
-                os.rmdir(self.folder)  # by whoever is last
+                os.unlink(os.path.join(self.folder, forking.SOCKET))
+                os.rmdir(self.folder)
             os._exit(0)
 
 

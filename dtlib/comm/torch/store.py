@@ -31,7 +31,7 @@ def shared_store(comm: ObjectOperations) -> dist.Store:
     Raises:
         CommunicationError: on all ranks, where no address of rank 0's machine is reached by all.
     """
-    return _in_a_file(comm) or _on_a_port(comm)
+    return _in_a_file(comm) or store_on_a_port(comm)
 
 
 def _in_a_file(comm):
@@ -59,8 +59,8 @@ def _in_a_file(comm):
     return None
 
 
-def _on_a_port(comm):
-    """A store at the first address of rank 0's machine that all ranks reach."""
+def store_on_a_port(comm: ObjectOperations) -> dist.TCPStore:
+    """A store at the first address of rank 0's machine that all ranks reach, for others of rank 0's process, too."""
     listeners = _listeners() if comm.rank == 0 else {}
     offered = comm.broadcast_object({address: listener.getsockname()[1] for address, listener in listeners.items()})
     with ThreadPoolExecutor(max(1, len(offered))) as pool:
@@ -79,13 +79,13 @@ def _on_a_port(comm):
             f"Ranks meet at a port of rank 0's machine {everyone[0][0]} ({', '.join(offered)}), and {who} of these "
             "addresses: open TCP between the machines in their firewalls, or start all ranks on one."
         )
-    if reached[chosen] not in ("", "lo", "lo0"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", reached[chosen])  # gloo would look for this machine's name
+    if (interface := reached[chosen] or "lo") not in ("lo", "lo0"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo would look for this machine's name
     port = offered[chosen]
     if comm.rank:
         return dist.TCPStore(chosen, port, None, False, wait_for_workers=False)
     listener = listeners[chosen].detach()
-    return dist.TCPStore(chosen, port, None, True, wait_for_workers=False, master_listen_fd=listener)
+    return dist.TCPStore(chosen, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener)
 
 
 def _addresses() -> dict[str, str]:

@@ -495,7 +495,7 @@ from dtlib.comm import progress_thread
 
 if dist.is_initialized():
     dist.destroy_process_group()  # of an earlier run
-dist.init_process_group("dtlib")  # on GPUs: "nccl"
+dist.init_process_group("dtlib", init_method="dtlib://")  # on GPUs: "nccl"
 ours = train(DataParallel(fresh_net(seed=world.rank), comm))
 theirs = train(DistributedDataParallel(fresh_net(seed=world.rank)))
 assert (ours - theirs).abs().max() < 1e-12

@@ -705,7 +705,7 @@ from torch.distributed import fsdp
 
 if dist.is_initialized():
     dist.destroy_process_group()  # that of runtime="torch"
-dist.init_process_group("dtlib")
+dist.init_process_group("dtlib", init_method="dtlib://")
 mesh = dist.init_device_mesh("cpu", (comm.size,))
 fsdp_net = fresh_net()
 for module in (*(one for one in fsdp_net if isinstance(one, nn.Linear)), fsdp_net):

@@ -1,18 +1,17 @@
 """A module whose sequences are shared by ranks: its attention is computed in a ring, or by exchanges of heads."""
 
-from contextlib import contextmanager
-from types import SimpleNamespace
-from unittest import mock
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint as recomputation
 
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.same_model import check_same_values
+from dtlib.gradients.shard_info import note
 from dtlib.parallel.context.attention import Sequence, ring_attention, ulysses_attention
 from dtlib.parallel.context.order import ORDERS, positions_of
 
@@ -20,11 +19,9 @@ METHODS = {"ring": ring_attention, "ulysses": ulysses_attention}
 # They look at other tokens, and know nothing of other ranks.
 MIX_TOKENS = (
     nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.modules.batchnorm._BatchNorm, nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
+    nn.TransformerDecoderLayer, nn.MultiheadAttention,
 )  # fmt: skip
-_attention_of_torch = functional.scaled_dot_product_attention
-_without_reentrant = recomputation._checkpoint_without_reentrant_generator
-_reentrant = recomputation.CheckpointFunction
+_hooks: WeakKeyDictionary = WeakKeyDictionary()  # of each module that is wrapped
 
 
 class ContextParallel(nn.Module):
@@ -47,9 +44,14 @@ class ContextParallel(nn.Module):
     of this rank's tokens: average them over a communicator of all data and context ranks, as any strategy does
     (others are refused). Counterpart: torch's ``context_parallel``, Megatron-LM's; DeepSpeed says sequence parallelism.
 
+    Torch's attention is replaced while ``model(x)`` runs, in this thread, by a ``TorchFunctionMode``. Activation
+    checkpointing calls a part of the module again in the backward pass: the parts have hooks that replace attention
+    then, too. So what is checkpointed has to be a module, as in ``checkpoint(block, x, use_reentrant=False)``.
+
     Raises:
         DtlibError: for modules that look at other tokens in another way, and where ranks ask for different things; in
-            the forward pass for masks, dropout, queries of other lengths than keys, and where no attention was called.
+            the forward pass for masks, dropout, queries of other lengths than keys, where no attention was called, and
+            where ``checkpoint(use_reentrant=True)`` is given a function that calls attention.
     """
 
     communicates_in_forward = True  # whoever lets ranks stop early asks for it
@@ -74,9 +76,18 @@ class ContextParallel(nn.Module):
                     "scaled_dot_product_attention."
                 )
         for parameter in module.parameters():
-            vars(parameter)["context_parallel"] = self.comm.members  # whoever averages gradients asks for it
+            note(parameter, sequences=self.comm.members)
         self._length: tuple[torch.Size, int] | None = None
         self._calls = 0
+        self._mode = _AttentionReplaced(self._attention)
+        self._running: list[bool] = []  # for each call of a part, the innermost last: did it begin with gradients on?
+        for handle in _hooks.get(module, ()):  # of an earlier wrapper of the same module
+            handle.remove()
+        # Torch's own modules call no attention. Functions, as a copy of the module must not copy this one.
+        parts = [part for part in module.modules() if not type(part).__module__.startswith("torch.nn.")]
+        begins, ends = lambda *_: self._part_begins(), lambda *_: self._part_ends()
+        _hooks[module] = [part.register_forward_pre_hook(begins, prepend=True) for part in parts]
+        _hooks[module] += [part.register_forward_hook(ends, always_call=True) for part in parts]
 
     def positions(self, length: int) -> torch.Tensor:
         """The positions of this rank's tokens in sequences of ``length``; int64."""
@@ -99,9 +110,14 @@ class ContextParallel(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> object:
         if self.training and torch.is_grad_enabled():
             check_same_values(self, list(self.module.parameters()), self.comm, "parameters")
-        self._length, self._calls = None, 0
-        with self._attention_over_all_ranks():
+        # An interrupt of a backward pass leaves calls in the list; autograd itself has left the mode.
+        self._length, self._calls, self._running = None, 0, []
+        self._begin()
+        try:
             out = self.module(*args, **kwargs)
+        finally:
+            while self._running:
+                self._end()
         if not self._calls:
             raise DtlibError(
                 "ContextParallel: the module never called torch's scaled_dot_product_attention; an attention of its "
@@ -109,30 +125,23 @@ class ContextParallel(nn.Module):
             )
         return out
 
-    @contextmanager
-    def _attention_over_all_ranks(self):
-        """Torch's attention is ours: by its place in torch, and, for who has imported its name, by a mode; also where
-        activation checkpointing calls a part of the module again, within the backward pass."""
-        with (
-            mock.patch.object(functional, "scaled_dot_product_attention", self._attention),
-            mock.patch.object(recomputation, "_checkpoint_without_reentrant_generator", self._recomputed),
-            mock.patch.object(recomputation, "CheckpointFunction", SimpleNamespace(apply=self._recomputed_reentrant)),
-            _Everywhere(self._attention),
-        ):
-            yield
+    def _begin(self) -> None:
+        if not self._running:
+            self._mode.__enter__()
+        self._running.append(torch.is_grad_enabled())
 
-    def _recomputed(self, function, *args, **kwargs):
-        return _without_reentrant(self._wrapped(function), *args, **kwargs)
+    def _end(self) -> None:
+        self._running.pop()
+        if not self._running:
+            self._mode.__exit__(None, None, None)
 
-    def _recomputed_reentrant(self, function, *args):
-        return _reentrant.apply(self._wrapped(function), *args)
+    def _part_begins(self) -> None:
+        if self._running or torch._C._current_graph_task_id() != -1:  # in the backward pass: it is computed again
+            self._begin()
 
-    def _wrapped(self, function):
-        def run(*args, **kwargs):
-            with self._attention_over_all_ranks():
-                return function(*args, **kwargs)
-
-        return run
+    def _part_ends(self) -> None:
+        if self._running:
+            self._end()
 
     def _attention(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
@@ -149,10 +158,14 @@ class ContextParallel(nn.Module):
                 f"ContextParallel: attention with {outside} is not computed over ranks: it takes (batch, heads, "
                 "tokens, width) of one length, is_causal, scale and enable_gqa alone."
             )
+        if self._running[-1] and not torch.is_grad_enabled():
+            raise DtlibError(
+                "ContextParallel: attention is called without gradients in a module that was called with them, as by "
+                "checkpoint(function, use_reentrant=True): pass use_reentrant=False, and a module as the function."
+            )
         self._calls += 1
         sequence = Sequence(self.comm, self._whole_length(query), self.order, is_causal, self.overlap)
-        with torch._C.DisableTorchFunction():  # Ulysses calls torch's attention itself
-            return METHODS[self.method](query, key, value, sequence, scale)
+        return METHODS[self.method](query, key, value, sequence, scale)
 
     def _whole_length(self, query) -> int:
         """All ranks' tokens; asked once a forward pass, in which all layers have the same."""
@@ -171,30 +184,20 @@ class ContextParallel(nn.Module):
         return self._length[1]
 
 
-class _Everywhere(TorchFunctionMode):
-    """Calls of torch's attention by an imported name, which no other name in a module can reach."""
+class _AttentionReplaced(TorchFunctionMode):
+    """Calls of torch's attention, by whatever name, are calls of ``attention``."""
 
-    def __init__(self, attention):
+    def __init__(self, attention: Callable):
         super().__init__()
         self._attention = attention
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is _attention_of_torch:
+        if func is functional.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        if func is functional.multi_head_attention_forward and kwargs.get("need_weights", True):
+        if func is functional.multi_head_attention_forward:
             raise DtlibError(
-                "ContextParallel: nn.MultiheadAttention with need_weights=True has an attention of its own, which "
-                "would see this rank's tokens alone: call it with need_weights=False."
-            )
-        if func in _WITH_AN_ATTENTION_INSIDE:
-            raise DtlibError(
-                f"ContextParallel: {func.__name__} has an attention of its own, which would see this rank's tokens "
-                "alone: call torch.nn.functional.scaled_dot_product_attention."
+                "ContextParallel: multi_head_attention_forward has an attention of its own, which would see this "
+                "rank's tokens alone: call torch.nn.functional.scaled_dot_product_attention."
             )
         return func(*args, **kwargs)
-
-
-_WITH_AN_ATTENTION_INSIDE = {
-    torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd,
-}  # fmt: skip

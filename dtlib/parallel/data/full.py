@@ -18,6 +18,7 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.backward import BackwardPass, RanksDisagree, RootBuffers, progress_for
 from dtlib.gradients.buckets import FIRST_BUCKET, LEAST_BUCKET, bucket_bytes, buckets_of
 from dtlib.gradients.same_model import check_same_model
+from dtlib.gradients.shard_info import give_kind, info_of
 from dtlib.gradients.shards import Samples, check_dense, refuse_mixed
 from dtlib.gradients.tokens import refuse_weights
 from dtlib.parallel.data.hooks import CommHook, GradientBucket
@@ -80,6 +81,7 @@ class DataParallel(nn.Module):
         groups = buckets_of(parameters, cap, min(cap, FIRST_BUCKET))
         self.buckets = [GradientBucket([parameters[i] for i in group]) for group in groups]
         self._pass = BackwardPass(self.buckets, self._begin, self._launch, self._finish, self.progress, names)
+        self._shards = [parameter for parameter in parameters if info_of(parameter).differs()]
         self._trained = {parameter: (parameter.dtype, parameter.device) for parameter in parameters}
         self._samples = Samples(self.comm)
         self._join: list[int] | None = None  # in join(): which ranks still have batches
@@ -110,7 +112,7 @@ class DataParallel(nn.Module):
 
     def _is_an_experts(self, parameter) -> bool:
         """Whether other ranks have another expert's in its place: MixtureOfExperts looks after those."""
-        return len(set(self.comm.members).intersection(getattr(parameter, "expert_parallel", ()))) > 1
+        return len(set(self.comm.members).intersection(info_of(parameter).experts)) > 1
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise DtlibError(
@@ -186,6 +188,8 @@ class DataParallel(nn.Module):
             for parameter, view, ranks in zip(bucket.parameters, buffer.views, used, strict=True):
                 parameter.grad = view if ranks else None
             bucket.buffer = None  # it lives as long as a gradient is a view of it
+        for parameter in self._shards:
+            give_kind(parameter)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """Memory that is kept beside the module's, by what it is for (measure/held.py)."""

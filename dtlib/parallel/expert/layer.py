@@ -17,6 +17,7 @@ from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import clip_by_norm
 from dtlib.gradients.same_model import check_same_values
+from dtlib.gradients.shard_info import info_of, note
 from dtlib.parallel.expert.plain import Rows
 
 
@@ -69,10 +70,8 @@ class MixtureOfExperts(nn.Module):
             for parameter in [*self.gate.parameters(), *(shared.parameters() if shared else ())]:
                 comm.broadcast(parameter.data)
         for parameter in self.experts.parameters():
-            # Whoever averages gradients, or takes norms, asks for it.
-            vars(parameter)["expert_parallel"] = self.comm.members
-            if self.comm.size > 1 or self.data is not None:
-                vars(parameter)["expert_copy"] = self.data.rank if self.data else 0  # a checkpoint takes the first
+            copy = (self.data.rank if self.data else 0) if self.comm.size > 1 or self.data is not None else None
+            note(parameter, experts=self.comm.members, expert_copy=copy)  # a checkpoint takes the first copy
             if parameter.requires_grad:
                 parameter.register_hook(lambda gradient: gradient / self.comm.size)  # the sum of all ranks' losses
             if self.data is not None:
@@ -170,15 +169,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, comm: AnyCommunicator) ->
     comm = as_communicator(comm)
     gradients, counted = [], []  # on one rank those that all have
     for name, parameter in model.named_parameters():
-        sharing = getattr(parameter, "expert_parallel", comm.members)
-        if sharing != comm.members:
+        sharing = info_of(parameter).experts
+        if sharing and sharing != comm.members:
             raise DtlibError(
                 f"clip_grad_norm_: experts such as {name} are shared out among ranks {list(sharing)}, and comm has "
                 f"{list(comm.members)}: pass mesh['expert']."
             )
         if parameter.grad is not None:
             gradients.append(parameter.grad)
-            if hasattr(parameter, "expert_parallel") or comm.rank == 0:
+            if sharing or comm.rank == 0:
                 counted.append(parameter.grad)
     return clip_by_norm(gradients, max_norm, comm, counted)
 
@@ -186,7 +185,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, comm: AnyCommunicator) ->
 def whole_state_dict(model: nn.Module, comm: AnyCommunicator) -> dict[str, torch.Tensor]:
     """``model.state_dict()`` with the experts of all ranks of ``comm``, the expert axis; on every rank, which all call
     it. Save it on one, and ``load_whole_state_dict`` it on any number of ranks."""
-    ours = {name for name, parameter in model.named_parameters() if hasattr(parameter, "expert_parallel")}
+    ours = {name for name, parameter in model.named_parameters() if info_of(parameter).experts}
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     experts = as_communicator(comm).all_gather_object({name: state[name] for name in state if name in ours})
     return state | {name: value for one in experts for name, value in one.items()}

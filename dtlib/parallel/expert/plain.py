@@ -26,6 +26,7 @@ from torch.autograd.function import FunctionCtx
 
 from dtlib.comm import Communicator, as_communicator
 from dtlib.errors import DtlibError
+from dtlib.gradients.shard_info import note
 
 
 class Rows(torch.autograd.Function):
@@ -59,7 +60,7 @@ class MixtureOfExperts(nn.Module):
         self.gate = nn.Linear(width, self.count, bias=False)
         self.comm.broadcast(self.gate.weight.data)
         for parameter in self.experts.parameters():
-            parameter.expert_parallel = self.comm.members  # whoever averages gradients, or takes norms, asks for it
+            note(parameter, experts=self.comm.members)  # averages and norms of its gradients ask
             parameter.register_hook(lambda gradient: gradient / self.comm.size)
 
     def forward(self, x: Tensor) -> Tensor:

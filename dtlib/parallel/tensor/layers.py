@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from dtlib.comm import AnyCommunicator, Communicator, as_communicator
 from dtlib.errors import DtlibError
+from dtlib.gradients.shard_info import note
 from dtlib.parallel.tensor import functions
 
 
@@ -70,7 +71,7 @@ class ParallelLayer(nn.Module):
     def register_parameter(self, name: str, parameter: nn.Parameter | None) -> None:
         """Also what ``layer.weight = ...`` and ``load_state_dict(assign=True)`` call."""
         if parameter is not None and self.comm.size > 1 and name in self.partition_dim:
-            vars(parameter)["tensor_parallel"] = True  # who takes norms asks for it
+            note(parameter, tensor=self.comm.members)
         super().register_parameter(name, parameter)
 
     def extra_repr(self) -> str:

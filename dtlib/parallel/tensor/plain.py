@@ -23,6 +23,7 @@ from torch.autograd.function import FunctionCtx
 from dtlib.comm import Communicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.contract import check_input
+from dtlib.gradients.shard_info import note
 
 
 class CopyToRanks(torch.autograd.Function):
@@ -54,7 +55,7 @@ def slice_of(parameter: Tensor, dim: int, comm: Communicator) -> nn.Parameter:
     """This rank's slice, along ``dim``, of rank 0's values."""
     whole = comm.broadcast(parameter.detach().clone())
     mine = nn.Parameter(whole.chunk(comm.size, dim)[comm.rank].clone(memory_format=torch.contiguous_format))
-    mine.tensor_parallel = comm.size > 1  # whoever takes norms of gradients asks for it
+    note(mine, tensor=comm.members)  # norms of its gradients need the other ranks
     return mine
 
 
@@ -78,10 +79,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """``nn.Linear`` of which each rank takes some input features, as ``ColumnParallelLinear`` gives them, and computes
-    a summand of the output.
+    """``nn.Linear`` of which each rank takes some input features, as ``ColumnParallelLinear`` gives them.
 
-    Contract: ``in_features`` is a multiple of the ranks.
+    It computes a summand of the output. Contract: ``in_features`` is a multiple of the ranks.
     """
 
     def __init__(self, in_features: int, out_features: int, comm: Communicator):

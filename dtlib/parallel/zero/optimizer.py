@@ -26,12 +26,13 @@ from typing import overload
 
 import torch
 from torch import nn, optim
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import progress_for
 from dtlib.gradients.buckets import bucket_bytes, buckets_of
-from dtlib.gradients.local_gradient import refuse_torch_clipping
+from dtlib.gradients.local_gradient import GoneGradient, is_gone, make_room
 from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_shards
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shards import GradientShard, Reducer, exchange_used, samples_of_all
@@ -70,9 +71,10 @@ class ZeroOptimizer(optim.Optimizer):
 
     ``optimizer.batch_size = len(x)`` before a backward pass weights this rank's gradients by its samples; a rank
     without samples sets it to 0 and calls ``step()`` without a backward pass. A parameter that no rank has used is left
-    alone. ``step()`` uses gradients up: they are None afterwards, and at stage 2 after ``backward()`` already, so that
-    ``optimizer.zero_grad()`` drops them and ``model.zero_grad()`` cannot. Clip with ``optimizer.clip_grad_norm_``:
-    before ``step()`` no rank has the averages that torch's function looks for, and that is refused.
+    alone. ``step()`` uses gradients up: they are None afterwards. At stage 2 they leave in ``backward()`` already, and
+    placeholders stand in that refuse to be read: ``optimizer.zero_grad()`` drops the averages and ``model.zero_grad()``
+    cannot. Clip with ``optimizer.clip_grad_norm_``: before ``step()`` no rank has the averages that torch's function
+    looks for, and that is refused.
 
     Counterparts: ``torch.distributed.optim.ZeroRedundancyOptimizer``, which is stage 1 and needs
     ``DistributedDataParallel`` beside it; DeepSpeed's ZeRO stages 1 and 2.
@@ -148,15 +150,23 @@ class ZeroOptimizer(optim.Optimizer):
         self.progress = progress_for(self.comm, self._shard_of, self._wanted_progress, "ZeroOptimizer")
         if self.stage == 2:
             shards = [bucket.gradients for bucket in self._buckets if isinstance(bucket.gradients, GradientShard)]
-            self._reducer = Reducer(shards, self.comm, lambda: self.batch_size, self.progress, self._names)
+            self._reducer = Reducer(
+                shards, self.comm, lambda: self.batch_size, self.progress, self._names, self._gradients_have_left
+            )
         for bucket in self._buckets:
             for i, parameter in enumerate(bucket.parameters):
-                if hasattr(parameter, "_zero_hook"):  # of an earlier optimizer of the same parameter
-                    parameter._zero_hook.remove()
+                for hook in _hooks.get(parameter, ()):  # of an earlier optimizer of the same parameter
+                    hook.remove()
                 reducer = self._reducer
                 keep = reducer.gradient_is_ready if reducer else partial(bucket.keep, view=bucket.views[i])
-                vars(parameter)["_zero_hook"] = parameter.register_post_accumulate_grad_hook(keep)
-                refuse_torch_clipping(parameter)
+                _hooks[parameter] = [parameter.register_post_accumulate_grad_hook(keep)]
+                if reducer:
+                    _hooks[parameter].append(parameter.register_hook(partial(make_room, parameter)))
+
+    def _gradients_have_left(self) -> None:
+        """Until the next pass or the step torch's clipping finds tensors that refuse it, in place of None."""
+        for parameter in self._shard_of:
+            parameter.grad = GoneGradient.like(parameter)
 
     # Gradients
 
@@ -196,7 +206,7 @@ class ZeroOptimizer(optim.Optimizer):
                     f"{name} was frozen when ZeroOptimizer was made and is trained now: make a new ZeroOptimizer, or "
                     "add it with add_param_group once it is unfrozen."
                 )
-            if self.stage == 2 and parameter.grad is not None:
+            if self.stage == 2 and not is_gone(parameter.grad):
                 raise DtlibError(
                     f"{name} has a gradient that did not come from a backward pass through this optimizer's hooks: "
                     "stage 2 takes no gradients by hand, nor those of DataParallel; use stage 1, or no DataParallel."
@@ -206,7 +216,7 @@ class ZeroOptimizer(optim.Optimizer):
 
     def _in_the_middle(self) -> bool:
         """Gradients have arrived, and wait for the step."""
-        waiting = any(parameter.grad is not None for parameter in self._shard_of)
+        waiting = any(not is_gone(parameter.grad) for parameter in self._shard_of)
         return waiting or self._reduced or bool(self._reducer and self._reducer.passes)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
@@ -228,6 +238,8 @@ class ZeroOptimizer(optim.Optimizer):
     def _forget_gradients(self) -> None:
         for tensor in [*self.masters.parameters, *self.masters.masters]:
             tensor.grad = None
+        for parameter in self._shard_of:
+            make_room(parameter)
         if self._reducer:
             self._reducer.check()
             self._reducer.forget()
@@ -307,6 +319,9 @@ class ZeroOptimizer(optim.Optimizer):
         self._whole_state = None
         _load_state(self, state_dict)
         self.give_values()
+
+
+_hooks = WeakTensorKeyDictionary()  # of each parameter, those of its ZeroOptimizer
 
 
 # The state as one optimizer of all parameters would have it, gathered from shards and cut up.

@@ -18,6 +18,7 @@ from dtlib.gradients.backward import progress_for
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.local_gradient import ShardedGradient
 from dtlib.gradients.same_model import check_same_model
+from dtlib.gradients.shard_info import copy_info, hooks_of_others, info_of, note
 from dtlib.gradients.shards import GradientShard, Reducer
 from dtlib.parallel.zero.sharded.places import bring_to_life, own_modules, places_of
 from dtlib.parallel.zero.sharded.policy import Policy
@@ -142,10 +143,9 @@ class Flat:
         self.leaves = [nn.Parameter(view, trained) for view in self.whole.views]
         self.pieces = [nn.Parameter(view, trained) for view in self.shards.views(self.shard)]
         for parameter, leaf, piece, slice_ in zip(places, self.leaves, self.pieces, self.shards.slices, strict=True):
-            for made in (leaf, piece):  # what others have noted at the parameter, such as tensor_parallel
-                made.__dict__.update(parameter.__dict__)
-            vars(parameter)["sharded_as"] = places[parameter][0][2]
-            vars(piece)["slice"] = slice_
+            copy_info(parameter, leaf, piece)  # such as that it is a shard of a tensor-parallel layer
+            note(parameter, sharded_as=places[parameter][0][2])
+            note(piece, slice=slice_)
         reduced_in = (policy and policy.reduce_dtype) or computes_in
         self.gradients = GradientShard(self.leaves, self.shards, reduced_in, first.dtype) if trained else None
         self.piece_of = dict(zip(self.leaves, self.pieces, strict=True)) if trained else {}
@@ -205,7 +205,7 @@ class Flat:
                 changed = "converted or moved"
             elif any(module._parameters.get(attribute) is not piece for module, attribute, _ in places):
                 changed = "replaced"
-            elif piece._backward_hooks or getattr(piece, "_post_accumulate_grad_hooks", None):
+            elif piece._backward_hooks or hooks_of_others(piece):
                 changed = "given a hook of its gradient, which autograd will not call,"
             if changed:
                 raise DtlibError(
@@ -374,12 +374,12 @@ def _in_backward() -> bool:
 
 def _check(names: dict, comm) -> None:
     for parameter, name in names.items():
-        if hasattr(parameter, "sharded_as"):
+        if other := info_of(parameter).sharded_as:
             raise DtlibError(
-                f"{name} is shared with {parameter.sharded_as} of another unit: call fully_shard on a module that "
+                f"{name} is shared with {other} of another unit: call fully_shard on a module that "
                 "contains both, and not on either of them."
             )
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if parameter._backward_hooks or hooks_of_others(parameter):
             raise DtlibError(
                 f"{name} has a hook of its gradient, as of a user, DataParallel or ZeroOptimizer, and fully_shard puts "
                 "other parameters in its place: take a fresh model, or remove the hook."
