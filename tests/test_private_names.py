@@ -103,7 +103,7 @@ KNOWN = {
     "gradients/precision.py": {"_version": 4, "torch._foreach_mul_": 1},
     "gradients/shard_info.py": {"_post_accumulate_grad_hooks": 1},
     "gradients/shards.py": {"_cdata": 1, "torch._C._storage_Use_Count": 1},
-    "horovod/negotiation.py": {"_version": 1},
+    "horovod/operations.py": {"_version": 1},
     "lab/checks/held.py": {"_cdata": 1, "_version": 1},
     "measure/live.py": {"_cdata": 5, "torch.utils._python_dispatch": 1, "torch.utils._pytree": 1},
     "measure/storages.py": {"_cdata": 1},
