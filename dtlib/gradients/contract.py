@@ -11,7 +11,6 @@ Whatever lies outside is refused on every rank, with a sentence that names the w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 from dtlib.errors import DtlibError
-from dtlib.gradients.local_gradient import GoneGradient, UnaveragedGradient, make_room
+from dtlib.gradients.local_gradient import GoneGradient, UnaveragedGradient, drop_placeholder
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shard_info import give_kind, hooks_of_others, info_of
 from dtlib.gradients.tokens import divided_by_all_tokens
@@ -56,8 +55,6 @@ class Contract:
         self.averaged_later = units is not None
         if units is not None:
             self._check_units(units)
-            for parameter in self.names:
-                parameter.register_hook(partial(make_room, parameter))
         self.whole, self.comm = comm, comm.split(0)  # apart from gradients, which some ranks may wait for
         self.samples: tuple = ()
         self.ready: list = []  # of the last forward pass; parameters with a gradient since the last step
@@ -117,7 +114,7 @@ class Contract:
         if {parameter for parameter in model.parameters() if parameter.requires_grad} != set(self.names):
             self._refuse("a parameter was frozen, unfrozen or replaced after construction: build all of it anew")
         for parameter in self.names if self.averaged_later else ():
-            make_room(parameter)
+            drop_placeholder(parameter)
         tensors = [one for one in (*inputs, *named.values()) if isinstance(one, torch.Tensor) and one.dim()]
         if not tensors:
             self._refuse("the model got no tensor of samples: pass the batch as its first")
