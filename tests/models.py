@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dtlib.gradients.shard_info import info_of
-
 EXACT = 1e-12  # the design's bound for float64
 
 
@@ -198,6 +196,8 @@ def units(model) -> list:
 
 def full_values(model, comm) -> dict:
     """A model's parameters by name, whole, whoever has sharded them."""
+    from dtlib.gradients.shard_info import info_of  # a program without dtlib imports this file
+
     values = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()

@@ -21,7 +21,6 @@ class Bare:
 
 folder, ranks, *names = sys.argv[1:]
 ranks = int(ranks)
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch would look for dtlib, which is installed here
 sys.meta_path.insert(0, Bare())
 import torch, torch._dynamo  # which an optimizer imports
 from torch.distributed import TCPStore, group

@@ -98,8 +98,14 @@ KNOWN = {
     "checkpoint/holdings.py": {"_non_persistent_buffers_set": 1},
     "comm/torch/group_work.py": {"_get_backend": 1},
     "gradients/backward.py": {"_post_accumulate_grad_hooks": 1, "torch.autograd.Variable._execution_engine": 1},
-    "gradients/contract.py": {"torch.nn.modules.batchnorm._BatchNorm": 1},
-    "gradients/local_gradient.py": {"torch._C.DisableTorchFunctionSubclass": 1},
+    "gradients/contract.py": {
+        "torch.autograd.Variable._execution_engine": 1,
+        "torch.nn.modules.batchnorm._BatchNorm": 1,
+    },
+    "gradients/local_gradient.py": {
+        "torch.Tensor._make_subclass": 1,
+        "torch._C.DisableTorchFunctionSubclass": 1,
+    },
     "gradients/precision.py": {"_version": 4, "torch._foreach_mul_": 1},
     "gradients/shard_info.py": {"_post_accumulate_grad_hooks": 1},
     "gradients/shards.py": {"_cdata": 1, "torch._C._storage_Use_Count": 1},

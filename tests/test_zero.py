@@ -157,8 +157,14 @@ def test_torchs_clipping_and_scaling_are_refused_and_other_norms_are_those_of_on
         loss_of(ours, slice_of(batch, world.rank, world.size)).backward()
         for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
             refuses(r"optimizer.clip_grad_norm_|clip with clip_grad_norm_ of", clip, ours.parameters(), 0.01)
+        if stage == 2:
+            left = next(parameter.grad for parameter in ours.parameters() if parameter.requires_grad)
+            refuses("is not here any more", left.abs)
+            refuses("is not here any more", torch.optim.SGD(ours.parameters(), lr=0.1).step)
+            left.zero_()  # as zero_grad(set_to_none=False) of a model does
         assert abs(zero.clip_grad_norm_(0.01, norm_type) - norm) <= EXACT
         zero.step()
+        assert all(parameter.grad is None for parameter in ours.parameters())
         assert difference(ours, reference) <= EXACT
     refuses("norm_type=0", zero.clip_grad_norm_, 1.0, 0)
     if stage == 1:

@@ -11,7 +11,6 @@ Whatever lies outside is refused on every rank, with a sentence that names the w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 from dtlib.errors import DtlibError
-from dtlib.gradients.local_gradient import GoneGradient, UnaveragedGradient, make_room
+from dtlib.gradients.local_gradient import GoneGradient, UnaveragedGradient, drop_placeholder
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shard_info import give_kind, hooks_of_others, info_of
 from dtlib.gradients.tokens import divided_by_all_tokens
@@ -56,22 +55,23 @@ class Contract:
         self.averaged_later = units is not None
         if units is not None:
             self._check_units(units)
-            for parameter in self.names:
-                parameter.register_hook(partial(make_room, parameter))
         self.whole, self.comm = comm, comm.split(0)  # apart from gradients, which some ranks may wait for
         self.samples: tuple = ()
         self.ready: list = []  # of the last forward pass; parameters with a gradient since the last step
         model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
 
     def gradient_is_ready(self, parameter: nn.Parameter) -> None:
+        if self.averaged_later and not self.ready:
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         self.ready.append(parameter)
         if self.averaged_later and parameter.grad is not None:  # torch's clipping would take it for the average
             parameter.grad = parameter.grad.as_subclass(UnaveragedGradient)
 
-    def gradients_have_left(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Until the next forward pass torch's clipping finds tensors that refuse it, in place of gradients."""
-        for parameter in parameters:
-            parameter.grad = GoneGradient.like(parameter)
+    def _backward_ends(self) -> None:
+        """Until the step torch's clipping finds tensors that refuse it, in place of gradients that have left."""
+        for parameter in self.ready:
+            if parameter.grad is None:
+                parameter.grad = GoneGradient.like(parameter)
 
     def check_step(self, closure: Callable | None = None) -> None:
         """Refuse what happened since the last step; all ranks call it."""
@@ -90,6 +90,8 @@ class Contract:
         self.comm.all_reduce(notes)
         if not kept or (notes != notes[0]).any():
             self._refuse_what_differs(ready, divided)
+        for parameter in self.ready if self.averaged_later else ():
+            drop_placeholder(parameter)
         self.ready = []
 
     def _refuse_what_differs(self, ready: list[str], divided: bool) -> None:
@@ -116,8 +118,6 @@ class Contract:
             self._refuse("a backward pass was interrupted, or no step() followed it: build all of it anew")
         if {parameter for parameter in model.parameters() if parameter.requires_grad} != set(self.names):
             self._refuse("a parameter was frozen, unfrozen or replaced after construction: build all of it anew")
-        for parameter in self.names if self.averaged_later else ():
-            make_room(parameter)
         tensors = [one for one in (*inputs, *named.values()) if isinstance(one, torch.Tensor) and one.dim()]
         if not tensors:
             self._refuse("the model got no tensor of samples: pass the batch as its first")

@@ -8,7 +8,6 @@ refuse functions that need the whole gradient. In all other functions they are o
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 
@@ -60,8 +59,9 @@ class GoneGradient(ShardedGradient):
 
     @classmethod
     def like(cls, parameter: torch.Tensor) -> GoneGradient:
-        """A placeholder for the gradient of ``parameter``, of the same shape; all share the memory of one element."""
-        return _nan(parameter.dtype, parameter.device).expand(parameter.shape).as_subclass(cls)
+        """A placeholder for the gradient of ``parameter``: a sparse tensor without elements, to which autograd adds."""
+        kind = {"dtype": parameter.dtype, "device": parameter.device, "check_invariants": True}
+        return torch.Tensor._make_subclass(cls, torch.sparse_coo_tensor(size=parameter.shape, **kind))
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
@@ -78,15 +78,10 @@ class GoneGradient(ShardedGradient):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-@cache
-def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full((), torch.nan, dtype=dtype, device=device)
-
-
 ZEROES = {"zero_", "_foreach_zero_"}
 WITHOUT_VALUES = {
-    "__get__", "detach", "detach_", "requires_grad_", "size", "dim", "stride", "numel", "element_size", "is_contiguous",
-    "is_floating_point", "is_complex", "is_inference", "untyped_storage", "data_ptr", "__len__", "nelement",
+    "__get__", "detach", "detach_", "requires_grad_", "size", "dim", "numel", "nelement", "element_size", "__len__",
+    "is_floating_point", "is_complex", "is_inference",
 }  # fmt: skip
 
 
@@ -95,7 +90,7 @@ def is_gone(gradient: torch.Tensor | None) -> bool:
     return gradient is None or isinstance(gradient, GoneGradient)
 
 
-def make_room(parameter: torch.Tensor, _: object = None) -> None:
-    """Drop a placeholder, before autograd adds a gradient to it."""
+def drop_placeholder(parameter: torch.Tensor) -> None:
+    """Set the gradient to None, if it is a placeholder."""
     if is_gone(parameter.grad):
         parameter.grad = None

@@ -173,8 +173,9 @@ class Reducer:
 def _is_alone(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether memory of its gradient can be written over: autograd may give the same to another parameter, and to
     whoever called ``backward(cotangent)``, and hooks may keep it."""
-    gradient = parameter.grad
-    if gradient is None or is_gone(gradient) or gradient.dtype != dtype or not gradient.is_contiguous():
+    if parameter.grad is None or is_gone(parameter.grad):  # no name for it here, which would be a reference
+        return False
+    if parameter.grad.dtype != dtype or not parameter.grad.is_contiguous():
         return False
     new = torch.zeros(1, requires_grad=True)
     new.grad = torch.zeros(1)
@@ -189,7 +190,7 @@ def _references(parameter) -> tuple[int, int]:
 
 def check_dense(gradient: torch.Tensor | None) -> None:
     """Flat memory has room for every element."""
-    if gradient is not None and gradient.is_sparse:
+    if gradient is not None and gradient.is_sparse and not is_gone(gradient):
         raise DtlibError("A gradient is sparse, and only dense ones are averaged: build embeddings with sparse=False.")
 
 

@@ -32,7 +32,7 @@ from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import progress_for
 from dtlib.gradients.buckets import bucket_bytes, buckets_of
-from dtlib.gradients.local_gradient import GoneGradient, is_gone, make_room
+from dtlib.gradients.local_gradient import GoneGradient, drop_placeholder, is_gone
 from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_shards
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shards import GradientShard, Reducer, exchange_used, samples_of_all
@@ -155,13 +155,11 @@ class ZeroOptimizer(optim.Optimizer):
             )
         for bucket in self._buckets:
             for i, parameter in enumerate(bucket.parameters):
-                for hook in _hooks.get(parameter, ()):  # of an earlier optimizer of the same parameter
-                    hook.remove()
+                if parameter in _hooks:  # of an earlier optimizer of the same parameter
+                    _hooks[parameter].remove()
                 reducer = self._reducer
                 keep = reducer.gradient_is_ready if reducer else partial(bucket.keep, view=bucket.views[i])
-                _hooks[parameter] = [parameter.register_post_accumulate_grad_hook(keep)]
-                if reducer:
-                    _hooks[parameter].append(parameter.register_hook(partial(make_room, parameter)))
+                _hooks[parameter] = parameter.register_post_accumulate_grad_hook(keep)
 
     def _gradients_have_left(self) -> None:
         """Until the next pass or the step torch's clipping finds tensors that refuse it, in place of None."""
@@ -239,7 +237,7 @@ class ZeroOptimizer(optim.Optimizer):
         for tensor in [*self.masters.parameters, *self.masters.masters]:
             tensor.grad = None
         for parameter in self._shard_of:
-            make_room(parameter)
+            drop_placeholder(parameter)
         if self._reducer:
             self._reducer.check()
             self._reducer.forget()
@@ -321,7 +319,7 @@ class ZeroOptimizer(optim.Optimizer):
         self.give_values()
 
 
-_hooks = WeakTensorKeyDictionary()  # of each parameter, those of its ZeroOptimizer
+_hooks = WeakTensorKeyDictionary()  # of each parameter, that of its ZeroOptimizer
 
 
 # The state as one optimizer of all parameters would have it, gathered from shards and cut up.

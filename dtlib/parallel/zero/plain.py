@@ -72,7 +72,7 @@ class Stage1:
     def reduce(self, unit: Unit) -> None:
         """This rank's shard of the mean of all ranks' gradients; the gradients themselves go."""
         whole = torch.cat([*(p.grad.flatten() for p in unit.parameters if p.grad is not None), unit.padding])
-        self.contract.gradients_have_left(unit.parameters)
+        unit.module.zero_grad()
         unit.shard.grad = self.comm.reduce_scatter(torch.empty_like(unit.shard), whole, op="mean")
 
     def give(self, unit: Unit) -> None:
