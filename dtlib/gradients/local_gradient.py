@@ -81,7 +81,8 @@ class GoneGradient(ShardedGradient):
 ZEROES = {"zero_", "_foreach_zero_"}
 WITHOUT_VALUES = {
     "__get__", "detach", "detach_", "requires_grad_", "size", "dim", "numel", "nelement", "element_size", "__len__",
-    "is_floating_point", "is_complex", "is_inference",
+    "is_floating_point", "is_complex", "is_inference", "_indices", "_values", "indices", "values", "is_coalesced",
+    "add.Tensor",  # as autograd adds, where a dispatch mode looks
 }  # fmt: skip
 
 
