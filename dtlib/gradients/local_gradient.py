@@ -60,8 +60,10 @@ class GoneGradient(ShardedGradient):
     @classmethod
     def like(cls, parameter: torch.Tensor) -> GoneGradient:
         """A placeholder for the gradient of ``parameter``: a sparse tensor without elements, to which autograd adds."""
-        kind = {"dtype": parameter.dtype, "device": parameter.device, "check_invariants": True}
-        return torch.Tensor._make_subclass(cls, torch.sparse_coo_tensor(size=parameter.shape, **kind))
+        empty = torch.sparse_coo_tensor(  # type: ignore[call-arg]  # the stub lacks the form without elements
+            size=parameter.shape, dtype=parameter.dtype, device=parameter.device, check_invariants=True
+        )
+        return torch.Tensor._make_subclass(cls, empty)
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
@@ -81,7 +83,8 @@ class GoneGradient(ShardedGradient):
 ZEROES = {"zero_", "_foreach_zero_"}
 WITHOUT_VALUES = {
     "__get__", "detach", "detach_", "requires_grad_", "size", "dim", "numel", "nelement", "element_size", "__len__",
-    "is_floating_point", "is_complex", "is_inference",
+    "is_floating_point", "is_complex", "is_inference", "_indices", "_values", "indices", "values", "is_coalesced",
+    "add.Tensor",  # as autograd adds, where a dispatch mode looks
 }  # fmt: skip
 
 
