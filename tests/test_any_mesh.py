@@ -151,7 +151,7 @@ def test_the_decoder_is_the_planners_model_and_its_plans_are_configs():
     refused = Counter()
     for model in (SIZES, replace(SIZES, experts=4, active=2)):
         for context in (1, 2, 4):
-            for plan in plans(model, 4, DEVICES["h100"], 16, context=context):
+            for plan in plans(model, 4, DEVICES["h100"], 16, Counter(), context=context):
                 try:
                     made = for_dtlib(model, plan)
                 except PlanError as problem:
@@ -168,7 +168,7 @@ def test_the_decoder_is_the_planners_model_and_its_plans_are_configs():
                 assert found.gradient_accumulation_steps == plan.micro_batches
                 decoder.settings(made["workload"], decoder.DEFAULTS, "decoder")
                 refused["written"] += 1
-    assert refused["written"] > 100 and len(refused) == 4, refused
+    assert refused["written"] > 100 and len(refused) == 5, refused
     with pytest.raises(PlanError, match="seq is 8, and 8 context ranks of dtlib train take equal parts"):
         for_dtlib(SIZES, Plan(context=8, batch=8, micro_batch=8))
     with pytest.raises(PlanError, match="give a pipe axis that divides the 3 layers"):

@@ -672,11 +672,11 @@ dist.init_process_group(backend)
 assert (str(dist.get_rank()), str(dist.get_world_size())) == (os.environ["RANK"], os.environ["WORLD_SIZE"])
 assert os.environ["LOCAL_RANK"] == os.environ["RANK"] and os.environ["LOCAL_WORLD_SIZE"] == "2"
 x = torch.ones(3)
-for _ in range(2):
-    dist.all_reduce(x)
+dist.all_reduce(x)
+if backend == "dtlib":  # gloo finds addresses of the group before in the launcher's store, also under torchrun
     dist.destroy_process_group()
-    dist.init_process_group(backend)  # as often as it likes
-assert x.tolist() == [4, 4, 4] and dist.get_backend() == backend and __name__ == "__main__"
+    dist.init_process_group(backend)
+assert x.tolist() == [2, 2, 2] and dist.get_backend() == backend and __name__ == "__main__"
 print(sys.argv, __file__, sys.path[0])
 dist.destroy_process_group()
 """

@@ -77,7 +77,7 @@ assert row("unet3d", "MLPerf")[-4:-1] == [146_600_628, 7, 0.636] and row("bert",
 
 # %% tags=["statement"]
 # "UNet3D on a B200 has 0.162 s per step"
-# "160 are read, those of 40 columns: 7.0 GB/s, where whole rows would need\n33."
+# "160 are read, those of 40 columns: 7.0 GB/s, where whole rows would need 33."
 assert rows("unet3d", "MLPerf")[2][-2] == 0.162
 assert round(row("dlrm", "MLPerf")[-1], 1) == 7.0 and round(761 * 16_384 / 0.000375 / 1e9) == 33
 
