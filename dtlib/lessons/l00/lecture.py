@@ -173,13 +173,12 @@ print("darts", start, "to", stop - 1)
 lab.pictures.darts(lab.values("darts"))
 
 # %% tags=["statement"]
-# "Usually 600 darts give a better estimate than 150; here we were lucky"
+# "600 darts usually give a better estimate than 150; here we were lucky."
 off = [abs(row(label, under="estimate of pi")[-1] - 3.14159) for label in ("0", "1", "2", "3", "all")]
 assert off[4] < min(off[:4]) and off[4] < 0.1 * 0.067
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Usually 600 darts give a better estimate than 150; here we were lucky, as it is much closer than its standard error of 0.07.
-# Now ten million: each rank counts its slice, and one `all_reduce` adds the counts.
+# 600 darts usually give a better estimate than 150; here we were lucky. Now ten million: each rank counts its slice, and one `all_reduce` adds the counts.
 
 # %% tags=["two-hours", "half-day"]
 # %%px

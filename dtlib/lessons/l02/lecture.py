@@ -250,8 +250,7 @@ assert usable_cores() == 1 or seconds[2] < 0.8 * seconds[1]
 # %% [markdown] tags=["half-day"]
 # Up to the number of cores the curve can follow the dashed line: these ranks need nothing from one another. If it stays
 # below the line, another program used a core (the slowest rank decides), or two reported cores share one physical core.
-# With more ranks than cores, ranks take turns: the curve goes flat. It may also dip: with three ranks on two cores, one core
-# gets two of the three equal slices, so the speed-up can fall to 1.5. A point a little above the cores is noise.
+# With more ranks than cores, ranks take turns: the curve goes flat. Three ranks on two cores may dip to 1.5.
 
 # %% tags=["claim"]
 # "With more ranks than cores, ranks take turns: the curve goes flat."
@@ -365,9 +364,8 @@ assert 49 / 9.9 < 4.96
 
 # %% [markdown]
 # All three lines show the same contradiction, by a factor of at least 1.2. From about a minute to under ten seconds would
-# be more than six times faster on six GPUs, an efficiency above 100 %: so these two times are the least credible. If *about
-# a minute* was 49 seconds, then 9.9 seconds and 4.95 times fit: the words *about* and *almost* allow that, the plain
-# figures do not.
+# be more than six times faster on six GPUs, an efficiency above 100 %: these times are the least credible. If *about a
+# minute* was 49 seconds, then 9.9 seconds and 4.95 times fit: *about* and *almost* allow that, the plain figures do not.
 #
 # `data/claims.csv` adds a remark: by its maker's list, the type of computer that the article names has one GPU, not
 # six.

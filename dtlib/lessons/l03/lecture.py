@@ -27,8 +27,7 @@ comm = world.comm
 # ## The collectives
 #
 # A *collective* is an operation that all ranks call together, in the same order and with the same shapes. (`send` and
-# `recv` are the other kind: from one rank to another.) Collectives, `send` and `recv` are methods of a *communicator*, such
-# as `comm`: a group of ranks that exchange messages.
+# `recv` are the other kind: from one rank to another.) All are methods of a *communicator*, such as `comm`: a group of ranks that exchange messages.
 #
 # Some collectives move whole values, often to or from one rank, the *root*. Others move *chunks*: an array is cut into
 # as many equal chunks as there are ranks. Below, rank r begins with the number 10 r, or with the four numbers from 10 r
@@ -292,7 +291,7 @@ lab.predict("crossing", 4_000_000)
 # %% [markdown]
 # Is the model true? Inside one computer messages are copies in memory, and ranks may share cores. So the library
 # emulates a network: it holds each message back for the time that α and β say. **What follows is EMULATED**, and so
-# slow that Python's own time adds little: at most a seventh, as the measurement below shows.
+# slow that Python's own time adds little.
 #
 # We pretend not to know α and β, and measure: ranks 0 and 1 send each other a message, there and back (*ping-pong*). A
 # short one gives α, a long one β. Meanwhile a thread, `progress_thread`, moves messages on.
@@ -364,7 +363,7 @@ assert all(measured["naive"][n] < model["naive"][n] for n in measured["naive"])
 # %% [markdown]
 # Two numbers, measured on two ranks, predict three algorithms on four ranks. The naive one is faster than its model: in
 # this emulation only the *sender* waits, for its bytes. So three ranks may send to rank 0 at once, and its three answers
-# share a latency. A real network card receives one message after the other. **Discuss:** what else do this model and this
+# share a latency. A real card receives one after the other. **Discuss:** what else do this model and this
 # emulation leave out?
 #
 # `all_reduce` without `algorithm=` chooses by size: doubling up to a limit, the ring above it (on 8, 16, 32, ... ranks

@@ -397,7 +397,7 @@ print(f"EMULATED: thread over inline {with_thread.end / with_hooks.end:.2f}")
 assert with_thread.end < with_hooks.end
 
 # %% tags=["two-hours", "half-day", "claim"]
-# "Without a thread few or none end during the backward pass. With a thread all but the last do: nothing is left to hide it."
+# "Without a thread few or none end during the backward pass. With a thread all but the last do."
 for timeline, hidden in ((with_hooks, range(3)), (with_thread, [5])):
     mine = [event for event in timeline.events if event.rank == 0]
     last = max(event.end for event in mine if event.kind == "phase")
@@ -408,7 +408,7 @@ assert [event.dtype for event in with_hooks.events if event.rank == 0].count("in
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # Bars below layers are all-reduces. Without a thread few or none end during the backward pass. With a thread all but the
-# last do: nothing is left to hide it.
+# last do.
 
 # %% [markdown]
 # Without a thread (upper figure) messages move on only at hooks, and an all-reduce needs several. On a CPU a thread takes
@@ -437,10 +437,9 @@ assert count(r"(?m)^ *(.*# )?[1-7]\. |# \d\. |: +# 7\.") == 7
 # images; and that `batch_size` is now per rank.
 
 # %% [markdown]
-# The fourth change is a rule of thumb; lesson 05 has its limits. Behind Horovod's `step()` stand two ideas (Sergeev and Del
-# Balso, 2018). *Negotiation*: gradients are ready in no fixed order, so a thread on rank 0 collects their names and announces
-# those that all ranks have. *Tensor fusion*: these are sent as one buffer. `dtlib.horovod` needs no negotiation: its buckets
-# have a fixed order, as DDP's below.
+# The fourth change is a rule of thumb; lesson 05 has its limits. Horovod's `step()` has two ideas. *Negotiation*: rank 0
+# collects the names of gradients, and announces those that all ranks have. *Tensor fusion*: these are sent as one buffer.
+# (`dtlib.horovod` has a fixed order instead.)
 #
 # **Predict.** The Horovod script runs on four ranks with 24 images per rank and rate 0.02. With which batch size and
 # which rate does the serial script end at the same weights?

@@ -204,7 +204,7 @@ lab.read(digits.forward, digits.losses)
 # %% [markdown]
 # A *seed* decides which 1280 images are for training (the other 517 are the test), where the network starts, and in
 # which order it sees the images. With the same seed, all rules and batches share all three: their runs are *paired*.
-# Every run has twenty epochs; where the batch does not divide 1280, an epoch leaves out up to a batch of images. Each rank takes 8 of the 32 seeds.
+# Every run has twenty epochs, without a last, smaller batch. Each rank takes 8 of the 32 seeds.
 #
 # **Predict.** Batch 256 is 16 times the base. Which rule, "no scaling", "square root" or "linear", ends with the lowest
 # test error? And at batch 512? (The run takes up to a minute.)

@@ -190,7 +190,8 @@ def of_plain(kind):
 of_stage = {kind.__name__: of_plain(kind) for kind in (Stage1, Stage2, Stage3)}
 if comm.rank == 0:
     rows = [(name, f"{some[9]:.12f}", *rest) for name, (some, *rest) in of_stage.items()]
-    lab.table(rows, ("", "last loss", "all_gathers per step", "bytes of whole weights between steps"))
+    headers = ("", "last loss", "all_gathers per step", "bytes of whole weights between steps")
+    lab.table(rows, headers)
 
 # %% tags=["half-day", "statement"]
 # "A unit (here: a linear layer) needs its weights twice: in its forward pass and in its backward pass."
@@ -445,12 +446,12 @@ units_of_four = [(name, *row(stage, 4)) for stage, name in enumerate(figures.STA
 lab.table(units_of_four, ("4 micro-batches", "bytes sent", "formula", "units"))
 
 # %% tags=["statement"]
-# "So with many micro-batches stage 1 may be faster than stage 2, because it sends gradients once and not four times."
+# "So with many micro-batches stage 1 may be faster than stage 2, as it sends gradients once, not four times."
 # "With M micro-batches: 2, M + 1, and 3 M units for stages 1, 2, 3."
 assert [round(row(f"stage {stage}", "4 micro-batches")[-1]) for stage in (1, 2, 3)] == [2, 4 + 1, 3 * 4]
 
 # %% [markdown]
-# So with many micro-batches stage 1 may be faster than stage 2, because it sends gradients once and not four times.
+# So with many micro-batches stage 1 may be faster than stage 2, as it sends gradients once, not four times.
 # (12.001: stage 3 pads its shards.)
 #
 # ## A step of stage 3, seen

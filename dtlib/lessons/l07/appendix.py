@@ -273,7 +273,7 @@ assert all(measured > simulated for *_, simulated, measured in rows)
 
 # %%
 def throughput(row):
-    """The same batch in every row, which GPipe's authors adjusted; a backward pass takes 2, and 1 to recompute."""
+    """The same batch in every row; a backward pass takes 2, and 1 to recompute."""
     p, m = int(row["K_partitions"]), int(row["M_microbatches"])
     forward = 1 / (p * m)
     return 1 / simulate(gpipe(p, m), forward, 3 * forward).makespan

@@ -3,7 +3,7 @@
 #
 # Ninety minutes. You cut a model between its layers and put the pieces, the *stages*, on different ranks. At first
 # all ranks but one wait. So you cut the batch too, and count the time that is still lost. The order of work, the
-# *schedule*, is a list: you draw it, check it, simulate it, and run it on ranks.
+# *schedule*, is a list: you draw it, check it, and run it.
 #
 # **Questions.** What do you do with a model that does not fit? How much time does a pipeline lose, and how many
 # activations does it keep? Which order of work is best?
@@ -170,8 +170,7 @@ lab.read(plain)
 lab.read(plain.order)
 
 # %% [markdown]
-# What travels: a header tells the next rank the shape and type of what will arrive. A rank asks for the next message while
-# it works on this one:
+# What travels: a header tells the next rank the shape and type of what will arrive. A rank asks for the next message while it computes:
 
 # %%
 lab.read(plain.announce, plain.announced, plain.arriving)
@@ -302,8 +301,8 @@ lab.read_end(plain)
 # %% [markdown]
 # ## Memory: 1F1B
 #
-# GPipe does all forward passes first, so a rank holds the activations of all m micro-batches. *1F1B* (PipeDream,
-# 2019; run synchronously as here: DAPPLE, 2021) begins the backward passes as soon as it can, and then does *one forward, one backward* in turn. **Predict**
+# GPipe does all forward passes first, so a rank holds the activations of all m micro-batches. *1F1B* (PipeDream, 2019;
+# DAPPLE, 2021) begins the backward passes as soon as it can, and then does *one forward, one backward* in turn. **Predict**
 # for 8 ranks and 32 micro-batches: of how many micro-batches does rank 0 hold activations at most? And rank 7?
 
 # %% tags=["stub"]
@@ -397,7 +396,7 @@ for name, found in both.items():
     assert [kept[name][0] for kept in every] == found.peak_activations
 
 # %% tags=["statement"]
-# "With 1F1B rank 0 still holds 70 %: 327,680 of its bytes are the images themselves"
+# "With 1F1B rank 0 still holds 70 %: 327,680 of its bytes are the images"
 # "keep only a stage's input, and run its forward pass again"
 gpipe, eager, again = (rows(name, "bytes of activations")[1] for name in ("GPipe", "1F1B", "GPipe, recomputing"))
 assert round(eager[0] / gpipe[0], 2) == 0.7 and 640 * 64 * 8 == 327_680
@@ -416,9 +415,8 @@ at_peak, again_at_peak = (rows(name, "live bytes at the peak")[-1] for name in (
 assert all(again[rank] / gpipe[rank] < again_at_peak[rank] / at_peak[rank] < 1 for rank in (1, 2, 3))
 
 # %% [markdown]
-# With 1F1B rank 0 still holds 70 %: 327,680 of its bytes are the images themselves, and it has them all the time. GPipe with
-# recomputation keeps less than 1F1B on rank 0, and more on ranks 1 to 3, which keep the inputs of all micro-batches. At the peak
-# recomputation saves a smaller part: one micro-batch is computed, and messages are in flight. A published table: the largest AmoebaNet-D, an image model, that fits on accelerators of 8 GB. The first row is one accelerator
+# With 1F1B rank 0 still holds 70 %: 327,680 of its bytes are the images. GPipe with recomputation keeps less than 1F1B on rank 0, and more on ranks 1 to 3. At the peak recomputation saves a smaller part: one
+# micro-batch is computed, and messages are in flight. A published table: the largest AmoebaNet-D, an image model, that fits on accelerators of 8 GB. The first row is one accelerator
 # without GPipe; the others are GPipe, which recomputes, on 2 and on 8.
 
 # %%
@@ -444,7 +442,8 @@ assert round(1800 / 82) == 22
 # ## Other orders
 #
 # - **Interleaved 1F1B** (D. Narayanan et al., 2021): each rank has v small stages that are not neighbours, so a
-#   micro-batch goes around v times; p has to divide m. Each takes 1/v of the time: v times less idle time, but v times as many messages.
+#   micro-batch goes around v times; p divides m. Each takes 1/v of the time: v times less
+#   idle time, but v times as many messages.
 #   (In the picture below v is 2, and a rank's second stage is paler.)
 # - **ZB-H1**, zero bubble (P. Qi et al., 2024): a backward pass is split in two. The stage before waits for the
 #   gradient of the input (`I`). Nobody waits for the gradients of the weights (`W`), so they fill idle time.
@@ -528,10 +527,8 @@ explorer.explore()
 # %% [markdown]
 # ## What holds on GPUs, and what does not
 #
-# Also true on GPUs: values, schedules, activations in flight, which rank waits for which, and the bubble, if you put in your
-# own times.
-# Not shown here: speed, as stages slept. On GPUs the best m is not the largest, stages are never quite equal, and NCCL,
-# NVIDIA's library for messages between GPUs, sends while kernels run. Use `torch.distributed.pipelining`, Megatron-LM or
+# Also true on GPUs: values, schedules, activations in flight, waits, and the bubble with your own times.
+# Not shown here: speed, as stages slept. On GPUs the best m is not the largest, stages are never quite equal, and NCCL sends while kernels run. Use `torch.distributed.pipelining`, Megatron-LM or
 # DeepSpeed there.
 #
 # **Discuss.** You have two machines with eight GPUs each, a slow network between them, and a model that does not fit
@@ -553,8 +550,8 @@ lab.quiz("07")
 # - Interleaved: v times less idle time, v times as many messages. ZB-H1: a third of the idle time, if F, I and W take
 #   equally long.
 # - A pipeline sends activations at the cuts, and more of them with a larger batch. ZeRO-3 sends all parameters twice and
-#   all gradients once for each micro-batch, however many samples that has. If the activations at the cuts are fewer bytes,
-#   the pipeline wins on a slow network. ZeRO-3 has no bubble, and does not depend on where layers can be cut.
+#   all gradients once for each micro-batch. If the activations at the cuts are fewer bytes,
+#   the pipeline wins on a slow network. ZeRO-3 has no bubble.
 # - A schedule is a list: check it, time it, draw it, run it. The gradients equal those of one process, to 1e-12.
 #
 # Now the [exercises](../exercises/07_pipelines_exercises.ipynb), and a puzzle: [be the
@@ -564,7 +561,6 @@ lab.quiz("07")
 # ## References
 #
 # - Y. Huang et al.: GPipe: efficient training of giant neural networks using pipeline parallelism. NeurIPS, 2019.
-# - D. Narayanan et al.: PipeDream: generalized pipeline parallelism for DNN training. SOSP, 2019; S. Fan et al.: DAPPLE: a
-#   pipelined data parallel approach for training large models. PPoPP, 2021.
+# - D. Narayanan et al.: PipeDream. SOSP, 2019. S. Fan et al.: DAPPLE. PPoPP, 2021.
 # - D. Narayanan et al.: Efficient large-scale language model training on GPU clusters using Megatron-LM. SC, 2021.
 # - P. Qi, X. Wan, G. Huang, M. Lin: Zero bubble pipeline parallelism. ICLR, 2024.

@@ -387,7 +387,7 @@ for event in trace.events:
 
 # %% [markdown]
 # Three numbers for each of 192 tokens: the largest logit, the sum of exponentials, the target's logit. Whole logits would
-# be 50; real vocabularies have 100,000 words. (Four more numbers say how many words each rank has.)
+# be 50; real vocabularies have 100,000 words. 
 #
 # ## Sequence parallelism
 #

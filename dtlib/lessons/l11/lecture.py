@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 11 Beyond one machine
 #
-# Sixty minutes. You take the same cells from a laptop to a cluster, measure how far a machine scales, model what lies
-# beyond, and read what is published about hundreds of GPUs.
+# Sixty minutes. You take the same cells from a laptop to a cluster, measure how far a machine scales, model what
+# lies beyond, and read about hundreds of GPUs.
 #
 # **Questions.** What changes in a program that leaves the laptop? Does it get faster with every rank? Up to how many, and
 # what stops it? What does "90 % on 512 GPUs" say?
@@ -12,7 +12,7 @@
 # job.
 #
 # **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data parallelism](04_data_parallel.ipynb).
-# You need no cluster: what cannot be measured here is modelled, and drawn dashed.
+# You need no cluster: what cannot be measured is modelled, and drawn dashed.
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -79,10 +79,10 @@ lab.mpiexec(script, ranks=2)
 print(figures.job_script("slurm", ["pi_mpi4py.py"]))
 
 # %% [markdown]
-# Lines with `#SBATCH` are the request; below them is what runs, on the first node. This job asks for no GPU and one core per
-# rank, as pi needs no more: training asks for both (`--gres=gpu:4`, `--cpus-per-task=8`). Slurm tells mpiexec which other
-# nodes the job has. What differs between sites is in `cluster_profiles/site.toml`. Under PBS, and with torchrun,
-# torch's launcher, these lines differ:
+# Lines with `#SBATCH` are the request; below them is what runs, on the first node. It asks for no GPU, as pi needs none;
+# training adds `--gres=gpu:4 --cpus-per-task=8`. Slurm tells mpiexec which other
+# nodes the job has. Settings of a site are in `cluster_profiles/site.toml`. Under PBS, and with
+# torchrun, these lines differ:
 
 # %%
 of_slurm = figures.job_script("slurm", ["pi_mpi4py.py"])
@@ -224,8 +224,7 @@ assert 100 > row("8", "A step of data")[1] > 50 > row("16", "A step of data")[1]
 
 # %% [markdown]
 # Strong scaling ends where a rank's computing is as short as the all-reduce, which gets no shorter. Weak scaling hardly
-# ends: a rank sends little more with 4,096 ranks than with 8, and the fastest algorithm has few rounds. The model has no
-# slow ranks; real curves are lower.
+# ends: a rank sends little more with 4,096 ranks than with 8, and the fastest algorithm has few rounds. Real curves are lower.
 #
 # **Discuss.** Overlap ([04](04_data_parallel.ipynb)) hides communication behind computing. Which of the two curves does
 # it help more, and up to which number of ranks?
@@ -262,8 +261,8 @@ serial = scaling.serial_fraction(share, gpus)
 print(f"were it strong scaling, the serial fraction would be {serial:.3%}")
 
 # %% [markdown]
-# It is *weak* scaling, of *throughput*: each GPU keeps its batch, so the batch is 512 times as large. It does not say
-# how soon the network is trained (lesson 05), nor how fast one GPU is: a slower program gets a better efficiency. Few
+# It is *weak* scaling, of *throughput*: each GPU keeps its batch. It does not say how soon the network is trained (lesson
+# 05), nor how fast one GPU is: a slower program gets a better efficiency. Few
 # parameters and much computing, as in Inception V3, is the easy case. Our model for 512 ranks, with more and more
 # parameters for the same computing:
 
@@ -342,8 +341,7 @@ assert ring < 1.05 * halving
 # At 4 MB on 1,024 ranks the ring pays 2,046 latencies, and takes 25 times as long as Rabenseifner's. At 4 GB the two
 # hardly differ. So a library chooses: dtlib in `dtlib/comm/selection.py`, NVIDIA's NCCL between ring and tree.
 #
-# Links inside a machine are faster: libraries often reduce inside each machine first, then between machines with one rank
-# each.
+# Links inside a machine are faster: libraries often reduce there first, then between machines.
 #
 # ## Two hosts, measured
 #
@@ -372,8 +370,8 @@ assert 6 * (crossing + megabyte) == 330 < crossing + 2 * 4 * megabyte == 405 and
 
 # %% [markdown]
 # The ring sends the fewest bytes, but is not the fastest here: it crosses between the hosts six times in a row.
-# Doubling crosses once. Brackets are the intervals of repeated runs: where those of two ways overlap, both answers are right. The model of lesson 03 orders them wrongly at 4 MB: 6 (5 + 50) = 330 ms for the ring, and 5 +
-# 400 for doubling, whose two arrays of 4 MB share the link. A round of the ring took 107 ms, not 55: over TCP a message costs
+# Doubling crosses once. Brackets are intervals; where two overlap, both answers are right. The model of lesson 03 orders them wrongly at 4 MB: 6 (5 + 50) = 330 ms for the ring, and 5 +
+# 400 for doubling, whose two arrays share the link. A round of the ring took 107 ms, not 55: over TCP a message costs
 # more than α + n β.
 #
 # Now a backward pass (EMULATED: 64 layers that sleep for 4 ms each). Its gradients, 2 MiB, leave in 2, 8 or 64 buckets, after
@@ -407,7 +405,7 @@ assert some < few < many
 # %% [markdown]
 # ## Which cut, when?
 #
-# The cuts of lessons 04 to 08 and 12. If yes, take the box on the right. Not enough? Ask the next question. `dtlib plan`
+# The cuts of lessons 04 to 08 and 12. If yes, go right; if that is not enough, go down. `dtlib plan`
 # computes it.
 
 # %%

@@ -2,8 +2,7 @@
 # # 12 Long sequences and experts
 #
 # Ninety minutes, in two halves that stand alone. First you cut the *sequence*: attention over tokens that other
-# ranks have. Then you share out *experts*: a token travels to the rank that has its expert. At the end, two tables
-# compare all axes of the course; each number is from a run.
+# ranks have. Then you divide *experts*: a token travels to the rank of its expert. At the end, two tables compare all axes.
 #
 # **Questions.** Which rank is the bottleneck of a ring, and what does another order change? Which gradients are wrong
 # although every output is right? What do experts send, and what has to be divided by the number of ranks?
@@ -52,7 +51,7 @@ def equal(a, b):
 # · value / Σ exp(score). How does a query see keys that other ranks have?
 #
 # Attention over one block of keys is a weighted average of values; the logarithm of its denominator is the *log-sum-exp*.
-# In a merged average each block counts in proportion to its denominator. That is enough to merge two blocks. Here are eight
+# Merged, each block counts in proportion to its denominator. Here are eight
 # keys, in blocks of five and three:
 
 # %%
@@ -69,7 +68,7 @@ apart = (merged - scores.softmax(-1) @ values).abs().max()
 print("merged, and all at once: " + ("equal to 1e-12" if apart < 1e-12 else "not equal"))
 
 # %% tags=["statement"]
-# "That is enough to merge two blocks."
+# "Merged, each block counts in proportion to its denominator."
 assert count("all at once: equal to 1e-12") == 1
 
 # %% [markdown]
@@ -231,15 +230,13 @@ lab.table(lab.values("sent")[0], headers, "Rank 0 of 4; n: bytes of its queries"
 # "On four ranks, Ulysses sends less than a third of the bytes."
 ring, ulysses = row("ring", "bytes of its queries"), row("Ulysses", "bytes of its queries")
 assert ring == [3, 6, 7, 14] and ulysses == [6, 3, 6, 3] and 6 / 20 < 1 / 3
-# "with Llama's g = 1/8 2.5 n and 3.4 n, so the ring sends less"
+# "at Llama's g = 1/8 2.5 n and 3.4 n"
 assert ring[1] + ring[3] == 20 and ulysses[1] + ulysses[3] == 3 * 2 and 20 / 8 == 2.5 and round(3 * 9 / 8, 1) == 3.4
 
 # %% [markdown]
-# On four ranks, Ulysses sends less than a third of the bytes. That is so because here are as many heads of keys as of queries.
-# If there are only a fraction g of them, both passes of the ring send 20 g n bytes, and those of Ulysses 3 (1 + g) n: with
-# Llama's g = 1/8 2.5 n and 3.4 n, so the ring sends less. Also, nothing is computed while Ulysses' bytes travel, and a rank
-# needs at least one head. A third way is to gather all keys and values on every rank before the layer: Llama 3 was trained so,
-# as few heads of keys make them small.
+# On four ranks, Ulysses sends less than a third of the bytes. Here keys have as many heads as queries. With a fraction g
+# of them the ring sends 20 g n bytes, Ulysses 3 (1 + g) n: at Llama's g = 1/8 2.5 n and 3.4 n. Nothing is computed while
+# Ulysses' bytes travel, and a rank needs at least one head. Llama 3 gathers all keys instead.
 #
 # ### What is kept, and which mean
 
@@ -304,8 +301,8 @@ assert row("mean of the ranks' means", "gradient off by")[0] > 1 and row("mean_o
 # ## Second half: experts
 #
 # How can a model have eight times the parameters, and no more work a token? In place of one perceptron there are several, the
-# *experts*, and a *gate* sends each token to one of them, or two. Ranks share the experts out. So a token travels to the rank
-# of its expert, and the result travels back.
+# *experts*, and a *gate* sends each token to one of them, or two. A token travels to the rank of its expert, and the result
+# travels back.
 
 # %%
 lab.read(expert_plain.Rows, expert_plain.MixtureOfExperts.through_experts)
@@ -541,7 +538,7 @@ lab.quiz("12")
 #
 # - Keys and values travel round a ring, their gradients behind them: N - 1 messages, then 2N - 1.
 # - Contiguous slices leave the first ranks idle; zigzag takes 2N quarter blocks in place of 4N - 2.
-# - Ulysses exchanges heads for tokens: fewer bytes if keys have as many heads as queries, and no more ranks than heads.
+# - Ulysses exchanges heads for tokens, on no more ranks than heads.
 # - Divide by all tokens before the backward pass; divide an expert's gradient by N once.
 # - The balance is that of all ranks' choices. Outputs do not show any of these mistakes; gradients do.
 #

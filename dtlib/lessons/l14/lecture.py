@@ -201,7 +201,8 @@ for name, plan in fitting.items():
     predicted = brief.held(plan), sum(brief.sent(plan).values())
     verdict = "equal" if predicted == (held, sent) else "NOT EQUAL"
     rows.append((name, f"{held:,}", f"{sent:,}", verdict))
-lab.table(rows, ("mesh", "bytes held", "bytes sent in a step (messages above 600)", "as predicted"), align="lrrl")
+headers = ("mesh", "bytes held", "bytes sent, messages above 600", "as predicted")
+lab.table(rows, headers, align="lrrl")
 
 # %% tags=["statement"]
 # "Memory is right to the last byte, and so are messages of more than 600 bytes"
@@ -322,7 +323,7 @@ for sentence in best[0].outside:
     print("-", sentence)
 
 # %% tags=["statement"]
-# "A `~` stands before each time, and it has one digit: nothing like it was measured."
+# "A `~` stands before each time: nothing like it was measured."
 assert count(r"~\d") >= 4
 
 # %% [markdown]
@@ -358,7 +359,7 @@ lab.quiz("14")
 # - Time is compute, messages and bubble, and one number that you measured. Give it with its band.
 # - Write the prediction down, *then* compare; test the explanation of a surprise by one more prediction.
 # - A slow link decides the mesh: count bytes before you cut.
-# - What was never measured has one digit, if any.
+# - Times outside of measurements are marked.
 #
 # Now the [exercises](../exercises/14_capstone_exercises.ipynb).
 #
