@@ -78,7 +78,6 @@ def summary(best: list[Estimate], tried: list[Estimate]) -> str:
     if any(e.outside for e in best):
         says.append("~: nothing like it was measured; the bounds are those of papers on which nothing was fitted.")
     says.append(
-        f"MFU: useful operations over the data sheet's. GiB: memory, {MEMORY_ERROR:.0%} off on average where it was "
-        "measured."
+        f"MFU: useful operations over the data sheet's.\nGiB: memory, {MEMORY_ERROR:.0%} off where it was measured."
     )
     return "\n".join(says)
