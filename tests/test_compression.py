@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.nn.parallel import DistributedDataParallel
 
 import dtlib
+import dtlib.backend
 from benchmarks.peers import torch_group
 from dtlib.parallel.compression import (
     EightBitState,
