@@ -76,13 +76,14 @@ def as_fast(ways: dict[str, tuple]) -> set[str]:
 
 
 def milliseconds_of(measured: dict, what: str) -> tuple[list, tuple]:
-    """Rows and headers of a table: a row for each way, a column for each operation that begins with these words."""
+    """Rows and headers of a table: a row for each way, a column for each operation that begins with these words; in
+    brackets the interval of the ratio to the first way."""
     columns = [name for name in measured if name.startswith(what)]
     peer, rows = next(iter(measured[columns[0]])), []
     for how in measured[columns[0]]:
-        cells = [(measured[name][how], 1e3 * measured[name][peer][0]) for name in columns]
-        rows.append((how, *(f"{1e3 * t:.0f} [{low * one:.0f}-{high * one:.0f}]" for (t, low, high), one in cells)))
-    return rows, ("", *(f"{name}: ms" for name in columns))
+        cells = [measured[name][how] for name in columns]
+        rows.append((how, *(f"{1e3 * took:.0f} [{low:.2f}-{high:.2f}]" for took, low, high in cells)))
+    return rows, ("", *(f"{name}: ms [over {peer}]" for name in columns))
 
 
 @shown
