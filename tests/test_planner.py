@@ -382,8 +382,9 @@ def test_heads_wider_than_hidden_gated_gelu_and_many_experts():
     found = [from_transformers(config).parameters / 1e9 for config in (gemma, qwen, experts)]
     assert found == pytest.approx([8.54, 32.8, 30.5], rel=0.005)
     assert from_transformers(experts).active == 8
-    with pytest.raises(PlanError, match="kv_lora_rank"):
-        from_transformers({**qwen, "kv_lora_rank": 512})
+    for key in ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size"):
+        with pytest.raises(PlanError, match=f"has {key}, which is not planned here"):
+            from_transformers({**qwen, key: 512})
 
 
 def test_a_footprint_changes_what_it_says():

@@ -1,6 +1,6 @@
 """DeepSpeed's names, for scripts and listings of its tutorials: ``import dtlib.deepspeed as deepspeed``.
 
-``docs/conformance/deepspeed.md`` says of each name whether it is here, and what to use instead.
+``docs/reference/conformance/deepspeed.md`` says of each name whether it is here, and what to use instead.
 """
 
 from dtlib.deepspeed import pipe as pipe

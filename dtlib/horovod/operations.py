@@ -126,7 +126,7 @@ def _reduce(tensor, name, op: int, prescale: float, postscale: float, in_place: 
     out = own if in_place else own.clone()
     scale(out, prescale)
     waited = communicator().all_reduce(out.data, COMM_OPS[op], async_op=True)
-    return Handle(waited, own, lambda: _written(finish_reduction(out, op, postscale), tensor if in_place else out))
+    return Handle(waited, out, lambda: _written(finish_reduction(out, op, postscale), tensor if in_place else out))
 
 
 def scale(flat: Tensor, factor: float) -> None:
@@ -227,7 +227,7 @@ def _broadcast(tensor, root_rank, name, in_place: bool) -> Handle:
         raise ValueError(f"broadcast(root_rank={root}): the ranks are 0 to {size() - 1}.")
     out = own if in_place else own.clone()
     waited = communicator().broadcast(out.data, root, async_op=True)
-    return Handle(waited, own, lambda: _written(out, tensor if in_place else out))
+    return Handle(waited, out, lambda: _written(out, tensor if in_place else out))
 
 
 # From arguments to a message

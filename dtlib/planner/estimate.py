@@ -172,7 +172,7 @@ def search(
         if mesh not in found or _rank(each) < _rank(found[mesh]):
             found[mesh] = each
     if not found:
-        [[why, _], *_] = refused.most_common(1) or [("the axes that are fixed do not multiply to it.", 0)]
+        [[why, _], *_] = refused.most_common(1) or [("the fixed axes do not divide the GPUs.", 0)]
         raise PlanError(f"No plan for {gpus} GPUs and a batch of {batch}: {why}")
     tried = sorted(found.values(), key=_rank)
     return [each for each in tried if each.fits][:best], tried

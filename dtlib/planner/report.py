@@ -73,11 +73,11 @@ def summary(best: list[Estimate], tried: list[Estimate]) -> str:
     fit = sum(e.fits for e in tried)
     says = [f"{fit} of {len(tried)} meshes of {best[0].plan.gpus} {best[0].device.name} fit."]
     if (tied := ties(best)) > 1:
-        says.append(f"The first {tied} tie (1=): their bands overlap.")
+        says.append(f"{tied} of the shown plans tie (1=): their bands overlap that of the fastest.")
     says.append("Nine of ten steps are expected between the bounds of their band.")
     if any(e.outside for e in best):
         says.append("~: nothing like it was measured; the bounds are those of papers on which nothing was fitted.")
     says.append(
-        f"MFU: useful operations over the data sheet's.\nGiB: memory, {MEMORY_ERROR:.0%} off where it was measured."
+        f"MFU: useful operations over the data sheet's.\nGiB: {MEMORY_ERROR:.0%} off where memory was measured."
     )
     return "\n".join(says)
