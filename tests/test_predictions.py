@@ -32,23 +32,32 @@ PLANTED = {
 
 
 class Shell:
-    """As much of IPython as predictions ask for: names, and callbacks after a cell."""
+    """As much of IPython as predictions ask for: names, a cleanup of cells, and callbacks before and after one."""
 
     def __init__(self):
-        self.user_ns, self.execution_count, self.callbacks = {}, 0, []
+        self.user_ns, self.execution_count, self.input_transformers_cleanup = {}, 0, []
+        self.callbacks = {"pre_run_cell": [], "post_run_cell": []}
         self.events = SimpleNamespace(register=self.register)
-        self.transform_cell = lambda source: source
+        self.lab = SimpleNamespace(predict=predict)
 
     def register(self, event, callback):
-        assert event == "post_run_cell"
-        if callback not in self.callbacks:
-            self.callbacks.append(callback)
+        if callback not in self.callbacks[event]:
+            self.callbacks[event].append(callback)
+
+    def transform_cell(self, source):
+        lines = source.splitlines(keepends=True)
+        for transformer in self.input_transformers_cleanup:
+            lines = transformer(lines)
+        return "".join(lines)
 
     def run(self, source, success=True):
         self.execution_count += 1
-        if not source.startswith("%%px"):
-            exec(source, {"predict": predict}, self.user_ns)
-        for callback in self.callbacks:
+        code = self.transform_cell(source)
+        for callback in self.callbacks["pre_run_cell"]:
+            callback(None)
+        if not code.startswith("%%px"):
+            exec(code, {"predict": predict, "lab": self.lab}, self.user_ns)
+        for callback in self.callbacks["post_run_cell"]:
             callback(SimpleNamespace(success=success, info=SimpleNamespace(raw_cell=source)))
 
 
@@ -60,6 +69,9 @@ def shell(monkeypatch):
     monkeypatch.setattr(predictions, "_noted", {})
     monkeypatch.setattr(predictions, "_outcomes", {})
     monkeypatch.setattr(predictions, "_asked_in", [None])
+    monkeypatch.setattr(predictions, "_unanswered", {})
+    monkeypatch.setattr(predictions, "_held", set())
+    monkeypatch.setattr(predictions, "AT_ONCE", 3600)  # as in "Run All", however slow this machine is
     return shell
 
 
@@ -150,6 +162,37 @@ def test_without_a_guess_a_run_reveals_nothing(shell, capsys):
     assert capsys.readouterr().out == ""
     with pytest.raises(DtlibError, match="count: no guess; ten: no guess"):
         all_right()
+
+
+def test_the_next_cell_asks_for_a_guess_once(shell, capsys, monkeypatch):
+    monkeypatch.setattr(predictions, "AT_ONCE", 0)  # a reader
+    shell.run("lab.predict('count', None)")
+    shell.run("%%px\nfound = [1]")
+    shell.run("found = [1, 1, 1]")  # again
+    assert "found" in shell.user_ns and capsys.readouterr().out.count("This cell did not run") == 1
+    shell.run("lab.predict('count', None)")
+    shell.run("found = []")
+    assert shell.user_ns["found"] == [], "asked once"
+    shell.run("lab.predict('ten', None)")
+    shell.run("lab.predict('ten', 10)")
+    shell.run("found = None")
+    assert shell.user_ns["found"] is None, "the guess came"
+
+
+def test_run_all_goes_on_without_guesses(shell, capsys):
+    shell.run("lab.predict('ten', None)")
+    shell.run("found = 1")
+    assert shell.user_ns["found"] == 1 and "This cell did not run" not in capsys.readouterr().out
+
+
+def test_no_guess_is_asked_for_where_an_instructor_says_so(shell, tmp_path, monkeypatch):
+    monkeypatch.setattr(predictions, "AT_ONCE", 0)
+    (tmp_path / predictions.NO_GUESS_FIRST).touch()
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    shell.run("lab.predict('ten', None)")
+    shell.run("found = 1")
+    assert shell.user_ns["found"] == 1
 
 
 def code_of(source, version, track=None):

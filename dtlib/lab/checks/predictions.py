@@ -6,13 +6,18 @@ What is measured is noted, and compared below the cell that brings the figure:
     lab.predict("gathers-left", 3)            Noted: 3. ...
     %%px                                      the learner's run; it assigns `gathers`, and this module sees that it did
     ... gathers = plain_losses(...)           You predicted 3, and it came out as 3: right.
+
+Without a guess, the next cell asks for one in place of running, once. "Run All" goes on: its next cell comes at once. An
+empty file ``.no-guess-first`` in the course's folder, or in one above it, turns that off.
 """
 
 import symtable
+import time
 from difflib import get_close_matches
 from functools import cache
 from inspect import signature
 from numbers import Number
+from pathlib import Path
 
 from dtlib.errors import DtlibError
 from dtlib.lab import course, lesson_files
@@ -27,6 +32,11 @@ ROUNDED = 0.1  # of an answer, that a guess may be off by rounding
 _noted: dict[str, object] = {}  # name -> guess that waits for its run
 _outcomes: dict[str, str] = {}  # name -> what became of it, for those who build the notebooks
 _asked_in = [None]  # the number of the cell that was last asked to predict first
+AT_ONCE = 1.0  # seconds after a cell in which "Run All" begins the next, and no reader does
+HOLD_BACK = "This cell did not run: the prediction above has no guess yet. Type your guess there, or run this cell again."
+NO_GUESS_FIRST = ".no-guess-first"
+_unanswered: dict[str, float | None] = {}  # name -> when its cell ended; None while that cell runs
+_held: set[str] = set()  # names for which a cell was held back: once is enough
 
 
 def predict(name: str, guess: object) -> None:
@@ -47,9 +57,11 @@ def predict(name: str, guess: object) -> None:
         raise DtlibError(f"There is no prediction {name!r}: did you mean {near!r}?")
     prediction = predictions()[name]
     _noted.pop(name, None)
+    _unanswered.pop(name, None)
     _outcomes[name] = "no guess"
     if any(value is None for value in _values(guess)):
         _ask()
+        _ask_before_next_cell(name)
     if all(value is None for value in _values(guess)):
         return
     if problem := next(filter(None, (_problem(value, prediction) for value in _values(guess))), None):
@@ -119,6 +131,34 @@ def _ask() -> None:
     if shell is None or _asked_in[0] != shell.execution_count:
         print("Predict first: replace None by your guess, and run this cell again.")
     _asked_in[0] = shell and shell.execution_count
+
+
+def _ask_before_next_cell(name: str) -> None:
+    shell, here = _shell(), Path.cwd()
+    if shell and name not in _held and not any((folder / NO_GUESS_FIRST).exists() for folder in (here, *here.parents)):
+        _unanswered[name] = None
+        shell.events.register("pre_run_cell", _cell_begins)  # which IPython does once only
+        shell.events.register("post_run_cell", _cell_ends)
+        if _hold_back not in shell.input_transformers_cleanup:
+            shell.input_transformers_cleanup.append(_hold_back)
+
+
+def _cell_begins(_) -> None:
+    _unanswered.clear()
+
+
+def _cell_ends(_) -> None:
+    _unanswered.update({name: time.monotonic() for name, ended in _unanswered.items() if ended is None})
+
+
+def _hold_back(lines: list[str]) -> list[str]:
+    """IPython's cleanup of a cell: in its place, once, a request for the guess that is missing above it."""
+    waiting = {name for name, ended in _unanswered.items() if ended and time.monotonic() - ended > AT_ONCE}
+    if not waiting or "lab.predict(" in "".join(lines):
+        return lines
+    _held.update(waiting)
+    _unanswered.clear()
+    return [f"print({fold(HOLD_BACK)!r})\n"]
 
 
 def _problem(guess, prediction: Prediction) -> str | None:
