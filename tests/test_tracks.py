@@ -10,6 +10,7 @@ from tests.cases import for_each
 from tests.conftest import ROOT
 from tests.tracks import missing, pieces
 from tools import navigation, tracks
+from tools import notebooks as build
 
 pytestmark = pytest.mark.lint
 #           code cells, words, lines of code
@@ -74,10 +75,26 @@ def test_the_run_sheet_gives_each_notebook_its_minutes(track):
     given = {row["notebook"]: row["minutes"] for row in rows if "notebook" in row}
     assert list(given) == [source.stem for source in tracks.sources(ROOT, track)]
     for source in tracks.sources(ROOT, track):
-        needed = tracks.minutes(stored(source, "learner").cells, stored(source, "solved").metadata["seconds"])
-        assert needed <= given[source.stem] + 1, f"{source.stem} takes {needed:.1f} minutes"
+        needed = tracks.minutes(stored(source, "solved").cells, stored(source, "learner").cells)
+        assert needed <= given[source.stem], f"{source.stem} takes {needed:.1f} minutes"
         assert navigation.minutes(source) == given[source.stem]
     assert all(row["say"] and row["late"] for row in rows)
+
+
+def test_a_lecture_and_a_course_of_five_days_take_no_longer_than_is_said():
+    """Their minutes by the same count, and the hours of the guide for those who teach."""
+    stated = {navigation.name_of(source): navigation.minutes(source) for source in build.sources(ROOT)}
+    for source in filter(navigation.is_lecture, build.sources(ROOT)):
+        needed = tracks.minutes(stored(source, "solved").cells, stored(source, "learner").cells)
+        assert needed <= stated[navigation.name_of(source)], f"{source} takes {needed:.0f} minutes"
+    guide = (ROOT / "docs" / "how-to" / "teach_a_class.md").read_text()
+    row = re.search(r"\| five days \| all but the optional (.+), and lesson (\d\d): (\d+) hours, in days of six", guide)
+    left_out = (*re.findall(r"\d\db", row[1]), f"{row[2]}_")
+    of_five_days = sum(minutes for name, minutes in stated.items() if not name.startswith(left_out))
+    assert round(of_five_days / 60) == int(row[3]) and of_five_days + 5 * 20 <= 5 * 6 * 60, of_five_days
+    for source in build.sources(ROOT):
+        if navigation.name_of(source).startswith(left_out[:-1]):
+            assert "optional" in source.read_text()[:300], f"{source} does not say that it is optional"
 
 
 @OF_TRACK

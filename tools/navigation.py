@@ -15,6 +15,7 @@ _NUMBERS = {
     "fifty": 50, "sixty": 60, "seventy": 70, "ninety": 90,
 }  # fmt: skip
 _TIME = r"([A-Za-z]+(?:-[a-z]+)?) (minute|hour)s?"
+TUTOR = "Do you ask an AI? Tell it to read [AGENTS.md](../AGENTS.md) first."
 ANEW = "Start again? `lab.fresh()` in a new cell gives this notebook as it was, and keeps yours beside it."
 
 

@@ -11,6 +11,9 @@ The short tracks (tracks.py) become notebooks of their own, with ``make workshop
 
     notebooks/source/tracks/two-hours/A_ranks.py -> workshop/two-hours/A_ranks.ipynb, solved/A_ranks.ipynb
 
+With ``--words`` outputs stay as they are stored, for sources of which no code has changed; what text says of them is
+checked again. That takes a second, and needs no ranks.
+
 The links at a notebook's head and foot, and the minutes on the start page (its own source is
 notebooks/source/start.md), are navigation.py's.
 
@@ -99,7 +102,8 @@ def _lead_on(book, source: Path, version: str) -> None:
         return
     links, first = navigation.links(source, version, sources(source.parents[3])), book.cells[0]
     title, _, text = first.source.partition("\n")
-    first.source = f"{title}\n\n{links}\n{text}"
+    tutor = f" · {navigation.TUTOR}" if version == "learner" else ""
+    first.source = f"{title}\n\n{links}{tutor}\n{text}"
     anew = f"\n\n{navigation.ANEW}" if version == "learner" else ""
     book.cells.append(nbformat.v4.new_markdown_cell(f"---\n\n{links}{anew}", id=f"{name_of(source)}-foot"))
 
@@ -137,6 +141,23 @@ def execute(book: nbformat.NotebookNode, folder: Path, refuse: bool = False) -> 
             _clean(output)
 
 
+def keep_outputs(book: nbformat.NotebookNode, stored: nbformat.NotebookNode) -> None:
+    """Give a notebook the outputs of its stored version, and check what its text says of them.
+
+    Raises:
+        DtlibError: where code differs, or where a statement does not hold.
+    """
+    every, before = book.cells, tracks.code(stored.cells)
+    book.cells = [cell for cell in every if not CHECKED & _tags(cell)]
+    if [cell.source for cell in tracks.code(book.cells)] != [cell.source for cell in before]:
+        raise DtlibError("Its code is not that of the stored notebook: build it without --words.")
+    for cell, ran in zip(tracks.code(book.cells), before, strict=True):
+        cell.outputs, cell.execution_count = ran.outputs, ran.execution_count
+    if untrue := statements.problems([cell for cell in every if CLAIM not in _tags(cell)]):
+        raise DtlibError("\n".join(["Sentences that their outputs do not bear out:", *untrue]))
+    book.metadata["seconds"] = stored.metadata["seconds"]
+
+
 def _clean(output) -> None:
     root = str(course.folder())
 
@@ -159,7 +180,7 @@ def _clean(output) -> None:
 
 def main() -> None:
     """Write all notebooks, or those of the sources and tracks named on the command line."""
-    wanted, root = set(sys.argv[1:]), course.folder()
+    wanted, root = set(sys.argv[1:]) - {"--words"}, course.folder()
     (root / "notebooks" / "start.md").write_text(start_page(root), encoding="utf-8")
     for source in [*sources(root), *(source for track in TRACKS for source in tracks.sources(root, track))]:
         if wanted and not wanted & {name_of(source), source.parent.name}:
@@ -167,7 +188,9 @@ def main() -> None:
         for version in ("learner", "solved"):
             book, path = notebook(source, version, claims=version == "solved"), target(source, version)
             path.parent.mkdir(parents=True, exist_ok=True)
-            if version == "solved":
+            if version == "solved" and "--words" in sys.argv:
+                keep_outputs(book, nbformat.read(path, 4))
+            elif version == "solved":
                 began = time.monotonic()
                 execute(book, path.parent, refuse=True)
                 book.metadata["seconds"] = round(time.monotonic() - began)

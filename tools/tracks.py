@@ -22,7 +22,9 @@ from tools.navigation import minutes_of
 from tools.statements import STATEMENT, prose, quotes
 
 TRACKS = ("two-hours", "half-day")
-WORDS_A_MINUTE = 200
+WORDS_A_MINUTE = 140
+LINES_A_MINUTE = 12  # of source
+LINES_AT_A_GLANCE = 9  # of a cell, which MINUTES_A_CELL pay for
 MINUTES_A_CELL = 0.75
 MINUTES_A_PREDICTION = 0.5
 _LABELS = {"say": "say", "fails": "what fails", "seen": "checkpoint", "late": "if twenty minutes late"}
@@ -72,8 +74,9 @@ def _moved(text: str, top: str) -> str:
 
 
 def words(cells: list) -> int:
-    """Words of prose: what a link leads to, marks and formulas' signs are none."""
-    prose = " ".join(re.sub(r"\]\([^)]*\)", "]", cell.source) for cell in cells if cell.cell_type == "markdown")
+    """Words of prose: what a link leads to, marks and formulas' signs are none, nor is the line of links."""
+    texts = (re.sub(r"(?m)^\[Start page\].*$", "", cell.source) for cell in cells if cell.cell_type == "markdown")
+    prose = " ".join(re.sub(r"\]\([^)]*\)", "]", text) for text in texts)
     return sum(bool(re.search(r"\w", word)) for word in prose.split())
 
 
@@ -83,28 +86,49 @@ def code(cells: list) -> list:
 
 def lines(cells: list) -> int:
     """Lines of code that are read: those of the cells and, where they were run, those that ``lab.read`` has shown."""
-    own = sum(bool(line.strip()) for cell in code(cells) for line in cell.source.splitlines())
+    return sum(map(_lines_of, code(cells))) + lines_shown(cells)
+
+
+def lines_shown(cells: list) -> int:
     shown = " ".join(output.get("data", {}).get("text/plain", "") for cell in code(cells) for output in cell.outputs)
-    return own + sum(int(last) - int(first) + 1 for first, last in _LINES_SHOWN.findall(shown))
+    return sum(int(last) - int(first) + 1 for first, last in _LINES_SHOWN.findall(shown))
 
 
-def minutes(cells: list, seconds: float) -> float:
-    """How long a class takes: to read the prose, to run and look at each cell, to predict and to solve; and the run.
+def _lines_of(cell) -> int:
+    return sum(bool(line.strip()) for line in cell.source.splitlines())
+
+
+def minutes(solved: list, cells: list) -> float:
+    """How long a class takes: to read prose and code, to run and look at each cell, to predict and to solve.
+
+    An exercise takes the minutes that are stated for it, its text and its cells included. A cell's own lines are read
+    where there are more than ``LINES_AT_A_GLANCE``.
 
     Args:
+        solved: the executed cells, whose outputs hold the source that ``lab.read`` has shown.
         cells: those of the learner's notebook.
-        seconds: of machine time, from the first cell to the last.
     """
-    prose = " ".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    exercises = minutes_of(prose)
-    predictions = sum(cell.source.count("lab.predict(") for cell in code(cells))
+    read = [cell for cell in cells if cell.id not in _of_exercises(cells)]
+    own = [max(0, _lines_of(cell) - LINES_AT_A_GLANCE) for cell in code(read)]
+    predictions = sum(cell.source.count("lab.predict(") for cell in code(read))
+    exercises = minutes_of(" ".join(cell.source for cell in cells if cell.cell_type == "markdown"))
     return (
-        words(cells) / WORDS_A_MINUTE
-        + len(code(cells)) * MINUTES_A_CELL
+        words(read) / WORDS_A_MINUTE
+        + (sum(own) + lines_shown(solved)) / LINES_A_MINUTE
+        + len(code(read)) * MINUTES_A_CELL
         + predictions * MINUTES_A_PREDICTION
         + exercises
-        + seconds / 60
     )
+
+
+def _of_exercises(cells: list) -> set[str]:
+    """The ids of checks, of the cells above each, and of the text above those."""
+    found: set[str] = set()
+    for at, cell in enumerate(cells):
+        if cell.cell_type == "code" and "lab.check(" in cell.source:
+            first = max(above for above in range(at) if cells[above].cell_type == "markdown")
+            found |= {each.id for each in cells[first : at + 1]}
+    return found
 
 
 def run_sheet(root: Path, track: str) -> list[dict]:

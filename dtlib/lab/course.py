@@ -176,7 +176,7 @@ def sources() -> dict[str, Path]:
     found = {path.relative_to(SOURCE).as_posix(): path for pattern in FILES for path in sorted(SOURCE.glob(pattern))}
     if not found:
         raise DtlibError(f"{SOURCE} has no course in it: install dtlib again, from a wheel or from a whole clone.")
-    return found
+    return {"AGENTS.md": found["notebooks/AGENTS.md"], **found}  # an AI reads the one that is nearest
 
 
 def _number(name: str) -> str:

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 04b Data parallelism: odd batches and buckets
 #
-# Thirty minutes, an appendix to [04 Data parallelism](04_data_parallel.ipynb). Real batches are too large, or do not divide
+# Thirty minutes, optional: an appendix to [04 Data parallelism](04_data_parallel.ipynb). Real batches are too large, or do not divide
 # evenly; here is what to do. Then the size and the order of buckets, and an old TensorFlow template that you may inherit.
 #
 # **Questions.** What if a batch does not fit into memory, or ranks have different numbers of images? How large is a good

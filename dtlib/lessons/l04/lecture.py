@@ -415,13 +415,13 @@ assert [event.dtype for event in with_hooks.events if event.rank == 0].count("in
 # time from the computation, so on the CPU `DataParallel` works without one. (The short bar after the last layer is the
 # plain class's check.)
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown] tags=["half-day"]
 # ## Horovod: seven changes
 #
 # Horovod (Uber, 2017) made the ring all-reduce popular: take a serial script and change a few lines. Here they are,
 # from `notebooks/digits_serial.py` to `digits_horovod.py`:
 
-# %% tags=["two-hours", "half-day"]
+# %% tags=["half-day"]
 from pathlib import Path
 
 folder = next(above for above in Path.cwd().parents if (above / "digits_serial.py").exists())
@@ -432,7 +432,7 @@ lab.push(folder=str(folder))
 # "Horovod: seven changes"
 assert count(r"(?m)^ *(.*# )?[1-7]\. |# \d\. |: +# 7\.") == 7
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown] tags=["half-day"]
 # The loop has not changed. Two things are easily forgotten: the sampler, without which all ranks train on the same
 # images; and that `batch_size` is now per rank.
 
@@ -450,7 +450,7 @@ lab.predict("serial-script", {"batch size": None, "rate": None})
 # %% tags=["solution"]
 lab.predict("serial-script", {"batch size": 96, "rate": 0.08})
 
-# %% tags=["two-hours", "half-day"]
+# %% tags=["half-day"]
 # %%px
 import runpy
 import sys
@@ -470,7 +470,7 @@ assert distance(on_ranks, by_itself) < 1e-5  # float32
 # "First only rank 0 printed; then every rank ran the serial script."
 assert count("89% of the test images are right") == 3
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown] tags=["half-day"]
 # First only rank 0 printed; then every rank ran the serial script.
 
 # %% [markdown]

@@ -96,7 +96,7 @@ assert kept == [[2, 2, 12], [2, 2, 12, 4], [2, 2, 4, 12, 4], [2, 4, 2, 4, 12, 4]
 lab.read(plain)
 
 # %%
-lab.read(plain.Unit)
+lab.read(plain.Unit, plain.Stage1.__init__)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # The parameters of a *unit* travel together: `unit.flat` holds them, padded by `unit.padding`; `unit.shard` is this
@@ -104,7 +104,7 @@ lab.read(plain.Unit)
 # and `give` gathers all new values on every rank.
 
 # %% tags=["two-hours", "half-day"]
-lab.read(plain.Stage1)
+lab.read(plain.Stage1.step, plain.Stage1.reduce, plain.Stage1.give)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # **Predict.** We train by data parallelism, then stage 1, both in float64. How many times as many bytes does

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 07b Pipelines in earnest
 #
-# Forty minutes, an appendix to lesson 07. There all stages were equal and messages took no time. Here stages and messages
-# are as they are: branches side by side, sends that wait, slow layers, slow messages. Then a published table puts the
-# simulation to the test.
+# Forty minutes, optional: an appendix to lesson 07. There all stages were equal and messages took no time. Here stages
+# and messages are as they are: branches side by side, sends that wait, slow layers, slow messages. Then a published table
+# puts the simulation to the test.
 #
 # **Questions.** What can run at the same time without micro-batches? Where do you cut a real model? When do the
 # formulas of lesson 07 mislead, and what do you trust then?

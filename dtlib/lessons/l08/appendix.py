@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 08b TF-Replicator's model
 #
-# Thirty minutes. So far each program knew its rank: who sends, who receives, who prints. Here you write the step of
+# Thirty minutes, optional. So far each program knew its rank: who sends, who receives, who prints. Here you write the step of
 # *one* replica, without a rank in it, and a library runs it on many processes, or as one graph. TF-Replicator did so
 # in 2019, for TensorFlow 1. That version is gone, but its way to program has stayed: TensorFlow 2 and JAX have it,
 # with similar limits.

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # A Four ranks and a sum
 #
-# Sixteen minutes. Run cells with Shift+Enter, from the top. **Your turn**: the first sum (three minutes).
+# Fifteen minutes. Run cells with Shift+Enter, from the top. **Your turn**: the first sum (three minutes).
 
 # %% [raw]
 # 00_start_here

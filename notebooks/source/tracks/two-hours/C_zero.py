@@ -1,7 +1,7 @@
 # %% [markdown]
 # # C Keep only your share
 #
-# Nineteen minutes. Data parallelism keeps the same states on every rank; ZeRO shares them out. **Your turn**: make a
+# Twenty-two minutes. Data parallelism keeps the same states on every rank; ZeRO shares them out. **Your turn**: make a
 # model fit (five minutes).
 #
 # A cell that starts with `%%px --local` runs on the ranks and in the notebook.

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # D One model over several devices
 #
-# Twenty-nine minutes. Layers are grouped into stages, and a batch is cut into micro-batches. Then you find a better
+# Twenty-seven minutes. Layers are grouped into stages, and a batch is cut into micro-batches. Then you find a better
 # order of work. **Your turn**: two schedules (fifteen minutes).
 
 # %% tags=["nbval-ignore-output"]
@@ -62,5 +62,6 @@ lab.quiz("two-hours")
 # %% [markdown]
 # ## Afterwards
 #
-# The puzzle's [third level](../../exercises/07_schedule_puzzle_exercises.ipynb),
-# [pi and speed-up](../../lectures/02_pi.ipynb), and [two real models](../../lectures/10_two_models.ipynb).
+# At home: the puzzle's [third level](../../exercises/07_schedule_puzzle_exercises.ipynb),
+# [pi and speed-up](../../lectures/02_pi.ipynb), [Horovod and torch's DDP](../../lectures/04_data_parallel.ipynb), and
+# [two real models](../../lectures/10_two_models.ipynb).
