@@ -10,6 +10,7 @@ import pytest
 from dtlib.cli import main
 from dtlib.planner import DEVICES, MODELS, Plan, PlanError, configs, estimate, report
 from dtlib.planner.command import asked, fixed_of, model_of
+from tests.conftest import ROOT
 
 LLAMA = MODELS["llama3-8b"]
 
@@ -43,6 +44,16 @@ def test_where_nothing_was_measured_it_gives_two_digits_and_says_why(line, says,
     assert rows and all(
         len(value.strip("~0.,").replace(",", "").replace(".", "")) <= 2 for row in rows for value in row
     )
+
+
+def test_the_example_of_the_docs_has_an_answer_inside_of_what_was_measured(capsys):
+    page = (ROOT / "docs" / "how-to" / "plan_a_run.md").read_text()
+    [line] = re.findall(r"^    dtlib (plan (?:.*\\\n)*.*)$", page, re.MULTILINE)
+    assert main(line.replace("\\\n", " ").split()) == 0
+    said = capsys.readouterr().out
+    assert "~" not in said and "1=" not in said
+    rows = [row.rstrip() for row in said.splitlines() if re.match(r"\d .*data|--  ", row)]
+    assert len(rows) == 4 and all(f"    {row}\n" in page for row in rows)
 
 
 def test_as_json(capsys):

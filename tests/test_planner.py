@@ -142,6 +142,27 @@ def test_random_halves_and_their_bands(name, most, largest):
     assert 0.80 <= mean["covered"] <= 0.95, mean
 
 
+def test_families_that_their_fit_has_not_seen():
+    """Errors and bands inside of a calibration and outside; the page has a row for each family, and its picture."""
+    found = page.planner_families.families({name: known.speeds for name, known in CALIBRATIONS.items()})
+    some = {
+        "inside": [each for each in found if each.inside],
+        "papers": [each for each in found if each.name == "all"],
+        "pipes": [each for each in found if not each.inside and each.name != "all"],
+    }
+    off = {name: np.concatenate([e.predicted / e.measured - 1 for e in each]) for name, each in some.items()}
+    held = {name: np.concatenate([e.held for e in each]).mean() for name, each in some.items()}
+    assert [len(each) for each in off.values()] == [sum(known.rows for known in CALIBRATIONS.values()), 99, 730]
+    assert np.abs(off["inside"]).mean() <= 0.12 and np.abs(off["papers"]).mean() <= 0.18, off
+    assert all(share >= 0.85 for share in held.values()), held
+    with page.planner_families.ROWS.open(encoding="utf-8") as file:
+        assert len(list(csv.DictReader(file))) == sum(map(len, off.values()))
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert all(f"| {each.source} | `{each.file}.csv` | {each.name} | {len(each.measured)} |" in text for each in found)
+    assert all((fits.DATA / f"{each.file}.csv").exists() for each in found)
+    assert f"({page.planner_families.PICTURE.name})" in text and page.planner_families.PICTURE.exists()
+
+
 @pytest.mark.parametrize("known,asked", (("1B", "8B"), ("8B", "1B")))
 def test_what_fits_on_the_scan(known, asked):
     rows = [row for row in fits.scan() if row.plan.pipe <= 8]
@@ -176,8 +197,6 @@ def test_the_stored_coefficients_are_those_of_the_fit():
     stored = CALIBRATIONS["a100-cluster"].speeds
     done, _ = fits.amounts(rows(), device)
     assert np.allclose(fits.seconds(done, made), fits.seconds(done, stored), rtol=0.02)
-    with page.ROWS.open(encoding="utf-8") as file:
-        assert len(list(csv.DictReader(file))) == sum(known.rows for known in CALIBRATIONS.values())
 
 
 # The planner against itself.

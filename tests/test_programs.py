@@ -7,7 +7,7 @@ fsdp        FSDP2 on a mesh of two axes, with accumulation and clipping
 
 All are in float64. On two ranks values are equal bit for bit, because a sum of two numbers has one order. On four ranks
 the two backends add in different orders. That costs some units in the last place of a sum (2e-16 of it), which a few
-steps make larger: 1e-12 of values of at most 10 allows for a thousand of them (3e-15 was seen), and float32 would miss it.
+steps make larger: 3e-15 was seen. The limit of 1e-12 is some hundred times as much, and float32 would not pass.
 """
 
 from collections import deque
