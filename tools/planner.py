@@ -205,11 +205,12 @@ def percent_of_activations(model: Model) -> dict[str, float]:
 
 
 def coefficients(speeds: dict) -> str:
-    rows = []
+    rows, now = [], planner_families.without("attention")  # which is held anyway
     for name, (expected, factor, low, high, unit) in fits.EXPECTED.items():
         values = [f"{getattr(each, name):.3g}" for each in speeds.values()]
-        rows.append([name, unit, f"{expected:.3g} (x/ {factor:g})", f"{low:.3g} to {high:.3g}", *values])
-    return table(["coefficient", "unit", "expected", "may not leave", *speeds], rows)
+        more = [f"{100 * (a - b):+.1f}" for a, b in zip(planner_families.without(name), now, strict=True)]
+        rows.append([name, unit, f"{expected:.3g} (x/ {factor:g})", f"{low:.3g} to {high:.3g}", *values, *more])
+    return table(["coefficient", "unit", "expected", "may not leave", *speeds, "held: inside", "other papers"], rows)
 
 
 def main() -> None:

@@ -260,6 +260,18 @@ def _share(some: list[Family]) -> str:
     return f"{np.concatenate([each.held for each in some]).mean():.0%}"
 
 
+def without(name: str) -> list[float]:
+    """Mean errors of families inside, and of other papers, if a coefficient keeps the value that was expected of it."""
+    speeds, inside = {}, []
+    for calibration, (make, device, expected, _) in SETS.items():
+        first, _, _, _, unit = expected[name]
+        held = {**expected, name: (first, 1.0001, 0.999 * first, 1.001 * first, unit)}
+        inside += fits.left_out(make(), device, held).values()
+        speeds[calibration] = fits.fit(*fits.amounts(make(), device), held)
+    papers = [each.predicted / each.measured - 1 for each in papers_as_families(speeds)]
+    return [float(np.abs(np.concatenate(some)).mean()) for some in (inside, papers)]
+
+
 @shown
 def predicted_against_measured(found: list[Family], bands: dict[str, tuple[float, float]]) -> tuple:
     """A point for each row, and the band that ``dtlib plan`` prints: a panel for each of ``bands``."""
