@@ -19,7 +19,7 @@ GROUPS = {  # the first one with a word that is part of the test's id
     "starts of ranks": ("test_zygote",),
     "repeats": ("test_lifetime", "test_random_operations"),
     "torch's own tests": ("test_torchs_own_tests",),
-    "programs of others": ("test_other_programs",),
+    "programs of others": ("test_other_programs", "test_programs.py"),
     "notebooks": ("test_notebooks",),
 }
 DEEPSPEED = "~/.cache/dtlib"

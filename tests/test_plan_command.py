@@ -10,6 +10,7 @@ import pytest
 from dtlib.cli import main
 from dtlib.planner import DEVICES, MODELS, Plan, PlanError, configs, estimate, report
 from dtlib.planner.command import asked, fixed_of, model_of
+from tests.conftest import ROOT
 
 LLAMA = MODELS["llama3-8b"]
 
@@ -45,6 +46,16 @@ def test_where_nothing_was_measured_it_gives_two_digits_and_says_why(line, says,
     )
 
 
+def test_the_example_of_the_docs_has_an_answer_inside_of_what_was_measured(capsys):
+    page = (ROOT / "docs" / "how-to" / "plan_a_run.md").read_text()
+    [line] = re.findall(r"^    dtlib (plan (?:.*\\\n)*.*)$", page, re.MULTILINE)
+    assert main(line.replace("\\\n", " ").split()) == 0
+    said = capsys.readouterr().out
+    assert "~" not in said and "1=" not in said
+    rows = [row.rstrip() for row in said.splitlines() if re.match(r"\d .*data|--  ", row)]
+    assert len(rows) == 4 and all(f"    {row}\n" in page for row in rows)
+
+
 def test_as_json(capsys):
     sizes = "layers=24,hidden=2048,heads=16,vocab=51200,seq=1024"
     line = f"plan {sizes} --gpus 8 --device a100 --batch 64 --json --fixed micro_batch=4,zero=0"
@@ -75,11 +86,21 @@ def test_as_json(capsys):
         ("plan llama3-8b --tokens nan", "--tokens is nan: give a number from 1 to"),
         ("plan llama3-8b --tokens=-5", "--tokens is -5: give a number from 1 to"),
         ("plan layers=2,hidden=64,heads=4,vocab=9,seq=8,ffn=-256", "ffn is -256: give a whole number from 0"),
-        ("plan layers=2,hidden=6.5,heads=4,vocab=9,seq=8", "hidden is 6.5: give a whole number from 0"),
+        ("plan layers=2,hidden=6.5,heads=4,vocab=9,seq=8", "hidden is 6.5: give a whole number from 1"),
         (f"plan layers={'9' * 5000},hidden=64,heads=4,vocab=9,seq=8", "layers is inf: give a whole number"),
         (f"plan llama3-8b --fixed pipe={'9' * 400}", "pipe is 9999"),
         ("plan llama3-8b --fixed pipe=-1", "pipe is -1: give a whole number"),
         ("plan llama3-8b --gpus 2.5", "--gpus is 2.5: give a whole number"),
+        ("plan llama3-8b --gpus 1e8", "gpus is 100000000: give a whole number from 1 to 1,000,000"),
+        ("plan layers=2,layers=3,hidden=64,heads=4,vocab=9,seq=8", "layers is in 'layers=2,layers=3,"),
+        ("plan llama3-8b --fixed zero=1,zero=3", "zero is in 'zero=1,zero=3' twice"),
+        ("plan llama3-8b --fixed expert=2", "expert is 2, and the model's experts are 0: give 1."),
+        ("plan llama3-8b --device=--", "There is no device"),  # argparse makes an empty list of it
+        ("plan llama3-8b --best=--", "best is []: give a whole number"),
+        (
+            "plan layers=1e6,hidden=7207200,heads=720720,vocab=9,seq=65536,experts=720720 --gpus 720720",
+            "720720 GPUs have more than 40,000 plans: fix some, such as tensor=8,pipe=4.",
+        ),
         ("plan llama3-8b --best -1", "--best is -1: give a whole number"),
         ("plan llama3-8b --best inf", "--best is inf: give a whole number"),
     ),

@@ -1,55 +1,39 @@
 """Fit the planner's coefficients (tools/planner_fit.py): ``python -m tools.planner``.
 
-Writes dtlib/planner/calibrated.py, docs/explanation/how_far_off_the_planner_is.md, and tools/data/planner_rows.csv, its
-errors row by row.
+Writes dtlib/planner/calibrated.py, and docs/explanation/how_far_off_the_planner_is.md with its picture and its rows
+(tools/planner_families.py).
 """
 
-import csv
 import textwrap
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from dtlib.planner.estimate import estimate
 from dtlib.planner.memory import layer_activations
 from dtlib.planner.mesh import Plan
 from dtlib.planner.model import DEVICES, GIB, Model
 from dtlib.planner.time import work
+from tools import planner_families
 from tools import planner_fit as fits
+from tools.planner_families import (
+    SETS,
+    band_of_families,
+    deep_rows,
+    foundry,
+    foundry_says,
+    other_papers,
+    papers_as_families,
+    percent,
+    signed,
+    table,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "explanation" / "how_far_off_the_planner_is.md"
-ROWS = ROOT / "tools" / "data" / "planner_rows.csv"
 CALIBRATED = ROOT / "dtlib" / "planner" / "calibrated.py"
-# name: (rows, device, what is expected, where from)
-SETS = {
-    "a100-node": (
-        lambda: fits.vtrain("single"), "a100", fits.NOTHING_HIDDEN, 
-        "vTrain, arXiv:2312.12391, one node of 8 A100, Megatron-LM",
-    ),
-    "a100-cluster": (
-        lambda: fits.vtrain("multi"), "a100", fits.NOTHING_HIDDEN, 
-        "vTrain, arXiv:2312.12391, 8 to 64 nodes of 8 A100, Megatron-LM",
-    ),
-    "h100-cluster": (
-        lambda: fits.without_pipeline(fits.scan()), "h100", fits.EXPECTED,
-        "Ultra-Scale Playbook's scan, nanotron, 1 to 16 nodes of 8 H100, without pipelines",
-    ),
-}  # fmt: skip
 AXES = ("data", "tensor", "pipe", "context", "expert", "zero", "micro_batch")
-
-
-def percent(off) -> str:
-    return f"{100 * np.abs(off).mean():.1f} %"
-
-
-def signed(off: float) -> str:
-    return f"{100 * off:+.0f} %"
-
-
-def table(headers, rows) -> str:
-    lines = ["| " + " | ".join(map(str, row)) + " |" for row in [headers, ["---"] * len(headers), *rows]]
-    return "\n".join(lines)
 
 
 def calibration(name: str):
@@ -58,47 +42,6 @@ def calibration(name: str):
     rows = rows()
     done, took = fits.amounts(rows, device)
     return rows, fits.fit(done, took, expected), fits.held_out(done, took, expected), source
-
-
-def outside(speeds: dict) -> dict[str, np.ndarray]:
-    """Measured over predicted on rows on which nothing was fitted, by family: who measured, and on what."""
-    found: dict[str, list] = {}
-    for where, model, plan, took, _ in other_papers():
-        known = speeds["a100-node" if plan.gpus <= 8 else "a100-cluster"]
-        found.setdefault(where.split(",")[0], []).append(took / fits.seconds(work(model, plan, DEVICES["a100"]), known))
-    for row in fits.torchtitan():
-        says = fits.seconds(work(row.model, row.plan, DEVICES["h100"]), speeds["h100-cluster"])
-        found.setdefault("torchtitan, H100", []).append(row.seconds / says)
-    for model, plan, device, took in foundry():
-        found.setdefault(f"LLM Foundry, {device.upper()}", []).append(took / foundry_says(model, plan, device, speeds))
-    return {family: np.array(ratios) for family, ratios in found.items()}
-
-
-def band_of_families(families) -> tuple[float, float]:
-    """Between which factors nine of ten rows lie, if each family counts as much as each other."""
-    ratios = np.concatenate(list(families))
-    weights = np.concatenate([np.full(len(each), 1 / len(each)) for each in families])
-    order = np.argsort(ratios)
-    share = np.cumsum(weights[order]) / weights.sum()
-    return tuple(float(ratios[order][np.searchsorted(share, edge)]) for edge in (0.05, 0.95))
-
-
-def outside_rows(speeds: dict) -> str:
-    """Each family, beside the band that the others give."""
-    families, rows = outside(speeds), []
-    for name, ratios in families.items():
-        low, high = band_of_families([each for other, each in families.items() if other != name])
-        covered = np.mean((low <= ratios) & (ratios <= high))
-        rows.append([name, len(ratios), percent(1 / ratios - 1), f"{low:.2f} to {high:.2f}", f"{covered:.0%}"])
-    everything, (low, high) = np.concatenate(list(families.values())), band_of_families(list(families.values()))
-    covered = np.mean((low <= everything) & (everything <= high))
-    rows.append(["all", len(everything), percent(1 / everything - 1), f"{low:.2f} to {high:.2f}", f"{covered:.0%}"])
-    return table(["left out", "rows", "mean error", "band of the others", "of its rows inside"], rows)
-
-
-def deep_rows() -> list:
-    """Rows of the scan with pipelines, which the H100 calibration has not seen."""
-    return [row for row in fits.scan() if row.seconds and row.plan.pipe > 1]
 
 
 def memory_off() -> np.ndarray:
@@ -112,7 +55,7 @@ def memory_off() -> np.ndarray:
 
 def write_calibrated(found: dict, usable: float) -> None:
     speeds = {name: each[1] for name, each in found.items()}
-    low, high = band_of_families(list(outside(speeds).values()))
+    low, high = band_of_families([each.measured / each.predicted for each in papers_as_families(speeds)])
     done, took = fits.amounts(deep_rows(), "h100")
     least, most = np.quantile(took / fits.seconds(done, speeds["h100-cluster"]), (0.05, 0.95))
     lines = [
@@ -167,14 +110,6 @@ def random_halves() -> str:
     )
 
 
-def whole_models() -> str:
-    rows = []
-    for name, (make, device, expected, _) in SETS.items():
-        for group, off in fits.left_out(make(), device, expected).items():
-            rows.append([name, group, len(off), percent(off), signed(off.mean()), signed(np.median(off))])
-    return table(["calibration", "left out", "rows", "mean error", "mean", "median"], rows)
-
-
 def memory_of_torchtitan() -> str:
     rows, offs = [], []
     for row in fits.torchtitan():
@@ -183,6 +118,12 @@ def memory_of_torchtitan() -> str:
         rows.append([f"Llama 3 {row.group}", str(row.plan), row.model.seq, row.gib, f"{says:.1f}", signed(offs[-1])])
     rows.append(["mean", "", "", "", "", percent(np.array(offs))])
     return table(["model", "plan", "tokens", "measured GiB", "planner", "off"], rows)
+
+
+def memory_of_the_scan() -> str:
+    rows = [row for row in fits.scan() if row.gib]
+    off = fits.bytes_of(rows) / GIB / np.array([row.gib for row in rows]) - 1
+    return f"{len(rows)} rows, mean error {percent(off)}, median {signed(np.median(off))}"
 
 
 def fits_of_the_scan() -> str:
@@ -220,51 +161,6 @@ def peers() -> str:
     )
 
 
-def other_papers() -> list[list]:
-    """Rows of other papers, on which nothing was fitted: where from, plan, measured, what others said."""
-    rows = []
-    for each in fits.published("korthikanti2022_table5_iteration_time"):
-        model = Model(int(each["layers"]), int(each["hidden_size"]), int(each["attention_heads"]), 51200, 2048)
-        stages, chunks = int(each["pipeline_parallel"]), int(each["interleave_chunks"])
-        plan = Plan(
-            data=1, tensor=8, pipe=stages, chunks=chunks, batch=int(each["global_batch"]),
-            micro_batch=int(each["microbatch"]),
-            schedule="interleaved" if chunks > 1 else "one_f_one_b", flash=False,
-        )  # fmt: skip
-        for how, key, calculon in (
-            ("full", "iter_s_full_recompute", "calculon_pred_full_s"),
-            ("selective", "iter_s_selective+seqpar", "calculon_pred_seqsel_s"),
-        ):
-            own = replace(plan, recompute=how, sequence_parallel=how == "selective")
-            said = float(each[calculon]) / float(each[key]) - 1
-            rows.append(["Korthikanti 2022, table 5", model, own, float(each[key]), f"Calculon {signed(said)}"])
-    for each in fits.published("megascale_table2_175B_strong_scaling"):
-        if each["method"] == "Megatron-LM":
-            model = Model(96, 12288, 128, 64000, 2048)
-            plan = Plan(
-                data=int(each["dp"]), tensor=8, pipe=8, batch=int(each["global_batch"]), micro_batch=1, chunks=6,
-                schedule="interleaved", recompute="selective", flash=True,
-            )  # fmt: skip
-            rows.append(["MegaScale 2024, table 2 (Megatron-LM)", model, plan, float(each["iter_s"]), ""])
-    for each in fits.published("megatron2021_table1_weak_scaling"):
-        model = Model(int(each["layers"]), int(each["hidden_size"]), int(each["attention_heads"]), 51200, 2048)
-        plan = Plan(
-            data=int(each["data_parallel_derived"]), tensor=int(each["tensor_parallel"]),
-            pipe=int(each["pipeline_parallel"]), batch=int(each["global_batch"]), micro_batch=1, recompute="full",
-            sequence_parallel=False, flash=False,
-        )  # fmt: skip
-        took = model.operations(plan.batch * 2048, again=True) / (plan.gpus * float(each["tflops_per_gpu"]) * 1e12)
-        rows.append(["Megatron-LM 2021, table 1 (micro-batch not published: 1)", model, plan, took, ""])
-    for each in fits.published("mtnlg2022_iteration_time"):
-        model = Model(105, 20480, 128, 51200, 2048)
-        plan = Plan(
-            data=int(each["dp"]), tensor=8, pipe=35, batch=int(each["global_batch"]), micro_batch=1, recompute="full",
-            sequence_parallel=False, flash=False,
-        )  # fmt: skip
-        rows.append(["MT-NLG 2022, section 2.4", model, plan, float(each["iter_s"]), ""])
-    return rows
-
-
 def others(speeds: dict) -> str:
     shown, offs = [], []
     for where, model, plan, took, said in other_papers():
@@ -273,33 +169,6 @@ def others(speeds: dict) -> str:
         shown.append([where, model.hidden, str(plan), f"{took:.2f}", signed(offs[-1]), said])
     shown.append(["mean", "", "", "", percent(np.array(offs)), ""])
     return table(["from", "hidden", "plan", "measured s", "planner", "others"], shown)
-
-
-MPT = {"1b": (24, 2048, 16), "3b": (32, 2560, 20), "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56),
-       "70b": (80, 8192, 64)}  # layers, hidden, heads  # fmt: skip
-
-
-def foundry() -> list[tuple]:
-    """LLM Foundry's MPT models under FSDP, on which nothing was fitted: model, plan, device, seconds."""
-    rows = []
-    for each in fits.published("llm_foundry_mpt_mfu"):
-        if each["model"] not in MPT:
-            continue  # of less than a billion parameters
-        model = Model(*MPT[each["model"]], 50432, int(each["seq_len"]))
-        plan = Plan(
-            data=int(each["gpus"]), zero=3 if each["sharding"] == "FULL_SHARD" else 2, batch=int(each["global_batch"]),
-            micro_batch=int(each["microbatch"]), scheme="adam",
-            recompute="full" if each["act_ckpt"] == "True" else "none",
-        )  # fmt: skip
-        took = plan.batch * model.seq / float(each["tokens_per_s_per_gpu"]) / plan.gpus
-        rows.append((model, plan, each["gpu"][:4], took))
-    return rows
-
-
-def foundry_says(model: Model, plan: Plan, device: str, speeds: dict) -> float:
-    # FSDP hides messages, Megatron-LM did not.
-    known = replace(speeds[f"{device}-cluster"], hidden=speeds["h100-cluster"].hidden)
-    return fits.seconds(work(model, plan, DEVICES[device]), known)
 
 
 def another_framework(speeds: dict) -> str:
@@ -336,37 +205,32 @@ def percent_of_activations(model: Model) -> dict[str, float]:
 
 
 def coefficients(speeds: dict) -> str:
-    rows = []
+    rows, now = [], planner_families.without("attention")  # which is held anyway
     for name, (expected, factor, low, high, unit) in fits.EXPECTED.items():
         values = [f"{getattr(each, name):.3g}" for each in speeds.values()]
-        rows.append([name, unit, f"{expected:.3g} (x/ {factor:g})", f"{low:.3g} to {high:.3g}", *values])
-    return table(["coefficient", "unit", "expected", "may not leave", *speeds], rows)
-
-
-def write_rows(found: dict) -> None:
-    with ROWS.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["calibration", "model", "plan", "measured_s", "off_pct_left_out"])
-        for name, (rows, _, off, _) in found.items():
-            for row, each in zip(rows, off, strict=True):
-                writer.writerow([name, row.group, str(row.plan), f"{row.seconds:.4g}", f"{100 * each:.1f}"])
+        more = [f"{100 * (a - b):+.1f}" for a, b in zip(planner_families.without(name), now, strict=True)]
+        rows.append([name, unit, f"{expected:.3g} (x/ {factor:g})", f"{low:.3g} to {high:.3g}", *values, *more])
+    return table(["coefficient", "unit", "expected", "may not leave", *speeds, "held: inside", "other papers"], rows)
 
 
 def main() -> None:
     found = {name: calibration(name) for name in SETS}
     speeds = {name: each[1] for name, each in found.items()}
     write_calibrated(found, fits.usable_share([row for row in fits.scan() if row.plan.pipe <= 8]))
-    write_rows(found)
     deep = [row for row in fits.scan() if row.seconds and 1 < row.plan.pipe <= 8]
     done, took = fits.amounts(deep, "h100")
     off = fits.errors(done, took, speeds["h100-cluster"])
     text = (ROOT / "tools" / "data" / "planner_text.md").read_text(encoding="utf-8")
     pieces = {
-        "halves": random_halves(), "models": whole_models(), "torchtitan": memory_of_torchtitan(),
+        "families": planner_families.main(), "halves": random_halves(), "torchtitan": memory_of_torchtitan(),
         "scan": fits_of_the_scan(),
         "peers": peers(), "others": others(speeds),
-        "foundry": another_framework(speeds), "outside": outside_rows(speeds),
+        "foundry": another_framework(speeds), "memory": memory_of_the_scan(),
         "activations": activations(), "coefficients": coefficients(speeds),
+        "foundry_a100": percent(np.array([
+            estimate(model, plan, DEVICES[device]).seconds / took - 1
+            for model, plan, device, took in foundry() if device == "a100"
+        ])),
         "deep": f"{len(deep)} rows: mean {percent(off)}, half of them within {100 * np.median(np.abs(off)):.0f} %",
     }  # fmt: skip
     for name, piece in pieces.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from dtlib.planner.memory import Footprint, memory
+from dtlib.planner.memory import memory
 from dtlib.planner.mesh import Plan
 from dtlib.planner.model import DEVICES, GIB, MODELS, Model, PlanError
 from dtlib.planner.time import Speeds, Work, parts, work
@@ -210,7 +210,7 @@ def bytes_of(rows: list[Row]) -> np.ndarray:
 
     def of(row):
         try:
-            return memory(row.model, row.plan, Footprint()).total
+            return memory(row.model, row.plan).total
         except PlanError:
             return np.inf
 

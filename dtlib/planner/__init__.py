@@ -11,14 +11,14 @@ configs.py     a plan for `dtlib train`
 
 from dtlib.planner.calibrated import CALIBRATIONS
 from dtlib.planner.estimate import Estimate, estimate, search
-from dtlib.planner.memory import Footprint, Memory, memory
+from dtlib.planner.memory import Memory, memory
 from dtlib.planner.mesh import Plan, check
 from dtlib.planner.model import DEVICES, MODELS, Device, Model, PlanError, from_transformers
 from dtlib.planner.runs import days_of, save_interval
 from dtlib.planner.wire import step_bytes
 
 __all__ = [
-    "CALIBRATIONS", "DEVICES", "MODELS", "Device", "Estimate", "Footprint", "Memory", "Model", "Plan", "PlanError",
+    "CALIBRATIONS", "DEVICES", "MODELS", "Device", "Estimate", "Memory", "Model", "Plan", "PlanError",
     "check", "days_of", "estimate", "from_transformers", "memory", "save_interval", "search",
     "step_bytes",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""``dtlib plan``: what was asked, as a model, GPUs and a batch; one sentence where that cannot be."""
+"""``dtlib plan``: the question as a model, GPUs and a batch, and one error message if it makes no sense."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model_of(asked: Model | str | dict, seq: int = 0) -> Model:
     try:
         return from_transformers(read_json(Path(asked), dict), seq)
     except ValueError:
-        raise PlanError(f"{asked} is no config of a model: give the config.json that transformers saves.") from None
+        raise PlanError(f"{asked!r} is no config of a model: give the config.json that transformers saves.") from None
     except OSError:
         raise PlanError(
             f"There is no model {asked!r}: give one of {', '.join(MODELS)}, a config.json, or layers=...,hidden=..."
@@ -46,7 +46,7 @@ def model_of(asked: Model | str | dict, seq: int = 0) -> Model:
 def device_of(asked: Device | str) -> Device:
     if isinstance(asked, Device):
         return asked
-    if asked not in DEVICES:
+    if asked not in list(DEVICES):
         raise PlanError(f"There is no device {asked!r}: choose one of {', '.join(DEVICES)}.")
     return DEVICES[asked]
 
@@ -64,15 +64,22 @@ def asked(
     gpus, batch = whole("gpus", gpus, most=MOST_GPUS), whole("batch", batch, least=0)
     model = model_of(model, whole("seq", seq, least=0))
     batch = batch or max(1, round(4e6 / model.seq / gpus)) * gpus
-    return search(model, gpus, device_of(device), batch, best, **(fixed or {}))
+    return search(model, gpus, device_of(device), batch, whole("best", best), **(fixed or {}))
 
 
-def written(plan: Estimate, path: str) -> str:
-    """Write the plan as a config of ``dtlib train``; return a sentence that says so."""
-    text = json.dumps(for_dtlib(plan.model, plan.plan), indent=2) + "\n"
-    with writing(path), open(path, "w", encoding="utf-8", opener=refuse_to_wait) as file:
-        file.write(text)
-    return f"{path}: {plan.plan}, for dtlib train"
+def written(best: list[Estimate], path: str) -> str:
+    """Write the fastest plan that ``dtlib train`` can run as its config; return a sentence that says so."""
+    refused = []
+    for each in best:
+        try:
+            text = json.dumps(for_dtlib(each.model, each.plan), indent=2) + "\n"
+        except PlanError as problem:
+            refused.append(problem)
+            continue
+        with writing(path), open(path, "w", encoding="utf-8", opener=refuse_to_wait) as file:
+            file.write(text)
+        return f"{path}: {each.plan}, for dtlib train"
+    raise refused[0]
 
 
 def run(options: Namespace) -> int:
@@ -85,7 +92,7 @@ def run(options: Namespace) -> int:
     if options.write:
         if not best:
             raise PlanError("Nothing fits, so there is no plan to write: see above what would.")
-        print(_write_first(best, options.write), file=sys.stderr if options.json else sys.stdout)
+        print(written(best, options.write), file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
@@ -99,17 +106,6 @@ def _show(best: list[Estimate], tried: list[Estimate], tokens: float | None) -> 
     print(tabulate(rows, headers, disable_numparse=True), "\n")
     if best:
         print(tabulate(report.details(best[0], tokens), tablefmt="plain", maxcolwidths=[None, 90]))
-
-
-def _write_first(best: list[Estimate], path: str) -> str:
-    """The fastest plan that this program can be told."""
-    refused = []
-    for each in best:
-        try:
-            return written(each, path)
-        except PlanError as problem:
-            refused.append(problem)
-    raise refused[0]
 
 
 def _as_json(e: Estimate) -> dict:
@@ -128,9 +124,11 @@ def _fields(text: str, kind, what: str) -> dict:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or name not in known:
             raise PlanError(f"{pair!r} is nothing of {what}: write name=value, with {', '.join(known)}.")
+        if name in made:
+            raise PlanError(f"{name} is in {text!r} twice: give it once.")
         wanted = type(known[name].default)  # sizes that have to be given have none
         if wanted is bool and value.lower() not in ("true", "false"):
             raise PlanError(f"{name} is {value!r}: give true or false.")
         words = {str: value, bool: value.lower() == "true"}
-        made[name] = words[wanted] if wanted in words else whole(name, read_number(value), known[name].default == 1)
+        made[name] = words[wanted] if wanted in words else whole(name, read_number(value), known[name].default != 0)
     return made

@@ -5,11 +5,13 @@ papers, on which nothing was fitted, and its time is marked."""
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from math import floor, isqrt, log10
 
 from dtlib.planner.calibrated import CALIBRATIONS, OUTSIDE, OUTSIDE_PIPE, USABLE
-from dtlib.planner.memory import Footprint, Memory, memory
+from dtlib.planner.memory import Memory, memory
 from dtlib.planner.mesh import Plan, check
 from dtlib.planner.model import GIB, Device, Model, PlanError
 from dtlib.planner.time import Calibration, parts, work
@@ -19,9 +21,7 @@ from dtlib.planner.wire import step_bytes
 @dataclass(frozen=True)
 class Estimate:
     """``memory`` in bytes; ``seconds`` of a step, of which nine of ten are expected from ``low`` to ``high``; ``parts``
-    of them; ``sent``: bytes a step of a rank of the first stage, by axis; ``mfu``: useful operations over the data
-    sheet's; ``tokens``: a second; ``outside``: sentences on what was never measured; ``why_not``: one where it does not
-    fit, else empty."""
+    of them; ``outside``: sentences on what was never measured."""
 
     model: Model
     plan: Plan
@@ -31,52 +31,71 @@ class Estimate:
     low: float
     high: float
     parts: dict[str, float]
-    sent: dict[str, float]
-    mfu: float
-    tokens: float
     outside: tuple[str, ...]
-    why_not: str
+
+    @property
+    def room(self) -> float:
+        """Bytes of a GPU that can be used."""
+        return self.device.memory * USABLE
 
     @property
     def fits(self) -> bool:
-        return not self.why_not
+        return self.memory.total <= self.room
+
+    @property
+    def mfu(self) -> float:
+        """Useful operations over the data sheet's."""
+        useful = self.model.operations(self.plan.batch * self.model.seq)
+        return useful / (self.seconds * self.plan.gpus * self.device.operations)
+
+    @property
+    def tokens(self) -> float:
+        """A second."""
+        return self.plan.batch * self.model.seq / self.seconds
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes a step of a rank of the first stage, by axis."""
+        return step_bytes(self.model, self.plan)
+
+    @property
+    def why_not(self) -> str:
+        """A sentence on what is too large and what would fit, or an empty one if the plan fits."""
+        if self.fits:
+            return ""
+        total, room, (name, most) = self.memory.total, self.room, next(iter(self.memory.parts().items()))
+        says = f"Does not fit: {total / GIB:.1f} GiB of {room / GIB:.1f}, {most / GIB:.1f} of them {name}."
+        ways = []
+        for change in _cures(self.plan):
+            with suppress(PlanError):
+                if (total := memory(self.model, replace(self.plan, **change)).total) <= room:
+                    said = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in change.items())
+                    ways.append(f"{said} ({total / GIB:.1f} GiB)")
+        return f"{says} It would with {', or '.join(ways[:3])}." if ways else f"{says} Cut it over more GPUs."
+
+    def said(self, value: float) -> str:
+        """A number of this estimate: to two digits if nothing like it was measured, else to three."""
+        return rounded(value) if self.outside else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
     def __str__(self) -> str:
-        took, low, high = map(rounded if self.outside else "{:.3g}".format, (self.seconds, self.low, self.high))
+        took, low, high = map(self.said, (self.seconds, self.low, self.high))
         about = "about " if self.outside else ""
-        says = f"{self.plan}: {about}{took} s a step ({low} to {high} s), {self.memory.total / GIB:.1f} GiB"
-        return " ".join([says + ".", *([self.why_not] if self.why_not else []), *self.outside])
+        says = f"{self.plan}: {about}{took} s a step ({low} to {high} s), {self.memory.total / GIB:.1f} GiB."
+        return " ".join([says, *filter(None, [self.why_not]), *self.outside])
 
 
-def estimate(
-    model: Model, plan: Plan, device: Device, calibration: str | None = None, footprint: Footprint | None = None
-) -> Estimate:
-    """All of it in one call.
-
-    Args:
-        calibration: a name in ``CALIBRATIONS``; by default the one for this device and so many GPUs, or the nearest.
-        footprint: bytes of the framework; by default ``Footprint(usable=USABLE)``.
+def estimate(model: Model, plan: Plan, device: Device) -> Estimate:
+    """All of it in one call, with the calibration for this device and so many GPUs, or the nearest.
 
     Raises:
         PlanError: for a plan that cannot be, with its numbers.
     """
-    check(model, plan)
-    footprint = footprint or Footprint(usable=USABLE)
-    name = calibration or nearest(plan.gpus, device)
-    if name not in CALIBRATIONS:
-        raise PlanError(f"There is no calibration {name!r}: choose one of {', '.join(CALIBRATIONS)}.")
-    known = CALIBRATIONS[name]
-    outside = outside_of(known, model, plan, device)
+    known = CALIBRATIONS[nearest(plan.gpus, device)]
+    outside, held = outside_of(known, model, plan, device), memory(model, plan)
     by_part = parts(work(model, plan, device), known.speeds)
     took = sum(by_part.values())
     band = known.band if not outside else OUTSIDE if plan.pipe <= known.seen["pipe"][1] else OUTSIDE_PIPE
-    low, high = (took * factor for factor in band)
-    held = memory(model, plan, footprint)
-    return Estimate(
-        model, plan, device, held, took, low, high, by_part, step_bytes(model, plan),
-        mfu=model.operations(plan.batch * model.seq) / (took * plan.gpus * device.operations),
-        tokens=plan.batch * model.seq / took, outside=outside, why_not=_why_not(model, plan, device, held, footprint),
-    )  # fmt: skip
+    return Estimate(model, plan, device, held, took, took * band[0], took * band[1], by_part, outside)
 
 
 def nearest(gpus: int, device: Device) -> str:
@@ -105,24 +124,6 @@ def outside_of(known: Calibration, model: Model, plan: Plan, device: Device) -> 
     return tuple(said)
 
 
-def _why_not(model, plan, device, held, footprint) -> str:
-    room = device.memory * footprint.usable
-    if held.total <= room:
-        return ""
-    name, most = next(iter(held.parts().items()))
-    says = f"Does not fit: {held.total / GIB:.1f} GiB of {room / GIB:.1f}, {most / GIB:.1f} of them {name}."
-    ways = []
-    for change in _cures(plan):
-        other = replace(plan, **change)
-        try:
-            total = memory(model, other, footprint).total
-        except PlanError:
-            continue
-        if total <= room:
-            ways.append(f"{_said(change)} ({total / GIB:.1f} GiB)")
-    return f"{says} It would with {', or '.join(ways[:3])}." if ways else f"{says} Cut it over more GPUs."
-
-
 def _cures(plan: Plan) -> list[dict]:
     """Changes on as many GPUs, the cheapest first."""
     cures: list[dict[str, int | str]] = [
@@ -142,10 +143,6 @@ def _cures(plan: Plan) -> list[dict]:
     return cures
 
 
-def _said(change: dict) -> str:
-    return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in change.items())
-
-
 def rounded(value: float) -> str:
     """To two digits: 3.71 is 3.7, 0.0423 is 0.042, 87.7 is 88."""
     power = floor(log10(value)) - 1 if value > 0 else 0
@@ -162,11 +159,13 @@ def search(
         fixed: fields of ``Plan`` that are given, such as ``zero=1`` or ``recompute="full"``.
 
     Raises:
-        PlanError: where no mesh divides the model and the batch.
+        PlanError: if no mesh divides the model and the batch, or there are too many plans to try in a few seconds.
     """
     found: dict[tuple, Estimate] = {}
     refused: Counter[str] = Counter()
-    for plan in plans(model, gpus, device, batch, refused, **fixed):
+    for number, plan in enumerate(plans(model, gpus, device, batch, refused, **fixed)):
+        if number == MOST_PLANS:
+            raise PlanError(f"{gpus} GPUs have more than {MOST_PLANS:,} plans: fix some, such as tensor=8,pipe=4.")
         each = estimate(model, plan, device)
         mesh = (plan.data, plan.tensor, plan.pipe, plan.context, plan.expert)
         if mesh not in found or _rank(each) < _rank(found[mesh]):
@@ -190,38 +189,30 @@ def plans(
     LONG tokens stay whole. ``refused`` counts why others cannot be."""
     contexts = [fixed["context"]] if "context" in fixed else [1, 2, 4, 8, 16][: 5 if model.seq > LONG else 1]
     for pipe in _divisors(gpus):
-        for tensor in _divisors(gpus // pipe):
-            for context in contexts:
-                data, rest = divmod(gpus, pipe * tensor * int(context))
-                if rest or (tensor > device.per_node and "tensor" not in fixed):
-                    continue
-                choices = {
-                    "zero": (0, 1, 3) if pipe == 1 else (0, 1),
-                    "recompute": ("none", "operators", "full"),
-                    "micro_batch": tuple(2**power for power in range(7)),
-                    "expert": tuple(e for e in _divisors(data) if model.experts and model.experts % e == 0) or (1,),
-                }
-                axes: dict = {"data": data, "tensor": tensor, "pipe": pipe, "context": context, "batch": batch}
-                if any(axes.get(name, value) != value for name, value in fixed.items()):
-                    continue
-                yield from _checked(model, Plan(**axes), choices, fixed, refused)
+        for tensor, context in product(_divisors(gpus // pipe), contexts):
+            data, rest = divmod(gpus, pipe * tensor * int(context))
+            axes: dict = {"data": data, "tensor": tensor, "pipe": pipe, "context": context, "batch": batch}
+            if rest or (tensor > device.per_node and "tensor" not in fixed) or axes | fixed != fixed | axes:
+                continue  # the last: an axis is fixed at another value
+            try:
+                plan = check(model, Plan(**axes | fixed))
+            except PlanError as problem:
+                refused[str(problem)] += 1
+                continue
+            rounds = pipe if plan.schedule == "interleaved" else 1  # micro-batches are a multiple of them
+            choices: dict = {
+                "zero": (0,) if plan.shards == 1 else (0, 1) if pipe > 1 else (0, 1, 3),
+                "recompute": ("none", "operators", "full"),
+                "micro_batch": [size for size in (1, 2, 4, 8, 16, 32, 64) if batch // data % (size * rounds) == 0],
+                "expert": [e for e in _divisors(data) if model.experts % e == 0] if model.experts else [1],
+            }
+            names = [name for name in choices if name not in fixed]
+            for values in product(*(choices[name] for name in names)):
+                yield replace(plan, **dict(zip(names, values, strict=True)))
 
 
 LONG = 8192
-
-
-def _checked(model, plan, choices, fixed, refused):
-    variants = [plan]
-    for name, values in choices.items():
-        wanted = (fixed[name],) if name in fixed else values
-        variants = [replace(each, **{name: value}) for each in variants for value in wanted]
-    for each in variants:
-        if each.data * each.context == 1 and each.zero and "zero" not in fixed:
-            continue  # nothing to share out
-        try:
-            yield check(model, replace(each, **fixed))
-        except PlanError as problem:
-            refused[str(problem)] += 1
+MOST_PLANS = 40_000
 
 
 def _divisors(number: int) -> list[int]:

@@ -22,21 +22,12 @@ arXiv:2205.05198. A rank of a pipeline keeps as many as its schedule has under w
 
 from dataclasses import dataclass
 
-from dtlib.planner.mesh import Plan, check, layers_of_stages
+from dtlib.planner.mesh import Plan, check, layers_of_stage
 from dtlib.planner.model import GIB, Model
 from dtlib.schedule import formulas
 from dtlib.theory.zero import zero_bytes
 
-
-@dataclass(frozen=True)
-class Footprint:
-    """What differs from framework to framework: bytes a logit; a factor of activations; bytes that are always there
-    (the allocator's, CUDA's and NCCL's); the share of a GPU that can be had before it is full."""
-
-    logit: float = 14.0
-    activations: float = 1.0
-    fixed: float = 0.0
-    usable: float = 1.0
+LOGIT = 14  # bytes
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,6 @@ class Memory:
     working: float
     logits: float
     messages: float
-    fixed: float
 
     @property
     def states(self) -> float:
@@ -60,7 +50,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return self.states + self.gathered + self.activations + self.working + self.logits + self.messages + self.fixed
+        return self.states + self.gathered + self.activations + self.working + self.logits + self.messages
 
     def parts(self) -> dict[str, float]:
         """By name, the largest first."""
@@ -95,7 +85,7 @@ def layer_activations(model: Model, plan: Plan, recompute: str | None = None) ->
 def parameters_of_stage(model: Model, plan: Plan, stage: int) -> tuple[int, int]:
     """Parameters on a rank before ZeRO shares them out: those that all ranks of the data axis have, and its
     experts'."""
-    layers, t = layers_of_stages(model, plan)[stage], plan.tensor
+    layers, t = layers_of_stage(model, plan, stage), plan.tensor
     first, last = stage == 0, stage == plan.pipe - 1
     norms = 2 * model.hidden
     dense = layers * (model.attention_parameters // t + norms + (model.vectors - norms) // t)
@@ -116,40 +106,32 @@ def states(model: Model, plan: Plan, stage: int = 0) -> dict[str, int]:
     return held
 
 
-def memory(model: Model, plan: Plan, footprint: Footprint = Footprint()) -> Memory:
+def memory(model: Model, plan: Plan) -> Memory:
     """Of the rank that holds most. Raises ``PlanError`` for a plan that cannot be."""
     check(model, plan)
-    return max((_of_stage(model, plan, stage, footprint) for stage in _ends(plan)), key=lambda held: held.total)
+    # The first rank has most micro-batches under way, the last the logits; those between have less than the first.
+    return max((_of_stage(model, plan, stage) for stage in {0, plan.pipe - 1}), key=lambda held: held.total)
 
 
-def _ends(plan: Plan) -> set[int]:
-    """The first rank has most micro-batches under way, the last the logits; those between have less than the first."""
-    return {0, plan.pipe - 1}
-
-
-def _of_stage(model, plan, stage, footprint) -> Memory:
+def _of_stage(model, plan, stage) -> Memory:
     held, n = states(model, plan, stage), tokens_of_rank(model, plan)
-    last = stage == plan.pipe - 1
     under_way = (
         formulas.peak_activations(plan.schedule, plan.pipe, plan.micro_batches, plan.chunks, stage) / plan.chunks
     )
-    whole = layer_activations(model, plan, "none")
     cut = plan.tensor > 1
     gathers = cut and plan.sequence_parallel
     block = 2 * n * model.hidden / (plan.tensor if plan.sequence_parallel else 1)
-    logit = (footprint.logit + 4 * cut) * model.vocab / plan.tensor + 2 * gathers * model.hidden
+    logit = (LOGIT + 4 * cut) * model.vocab / plan.tensor + 2 * gathers * model.hidden
     return Memory(
         stage=stage,
         parameters=held["parameters"] + held["padding"],
         gradients=held["gradients"],
         optimizer=held["master_weights"] + held["optimizer_states"],
         gathered=_gathered(model, plan, stage),
-        activations=footprint.activations
-        * under_way * layers_of_stages(model, plan)[stage] * layer_activations(model, plan),
-        working=footprint.activations * (whole + (4 * n * model.hidden if gathers else 0)),
-        logits=n * logit if last else 0,
+        activations=under_way * layers_of_stage(model, plan, stage) * layer_activations(model, plan),
+        working=layer_activations(model, plan, "none") + (4 * n * model.hidden if gathers else 0),
+        logits=n * logit if stage == plan.pipe - 1 else 0,
         messages=(2 * plan.micro_batches + under_way) * block if plan.pipe > 1 else 0,
-        fixed=footprint.fixed,
     )  # fmt: skip
 
 

@@ -110,10 +110,10 @@ def check(model: Model, plan: Plan, gpus: int | None = None) -> Plan:
 
 def _divides(name: str, ways: int, what: str, amount: int) -> None:
     if amount % ways or not amount:
-        raise PlanError(f"{name} is {ways}, and {what} are {amount}: give a number that divides {amount}.")
+        give = f"a number that divides {amount}" if amount else "1"
+        raise PlanError(f"{name} is {ways}, and {what} are {amount}: give {give}.")
 
 
-def layers_of_stages(model: Model, plan: Plan) -> list[int]:
-    """Layers of each rank along the pipe axis: as even as can be, the first ranks have one more."""
-    each, more = divmod(model.layers, plan.pipe)
-    return [each + (rank < more) for rank in range(plan.pipe)]
+def layers_of_stage(model: Model, plan: Plan, stage: int) -> int:
+    """Layers of a rank along the pipe axis: as even as can be, the first ranks have one more."""
+    return model.layers // plan.pipe + (stage < model.layers % plan.pipe)

@@ -131,10 +131,8 @@ def from_transformers(config: dict, seq: int = 0) -> Model:
     for key in ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size"):
         if config.get(key):
             raise PlanError(f"{kind or 'This model'} has {key}, which is not planned here: give sizes instead.")
-    heads, experts = (
-        find("num_attention_heads", "n_head"),
-        find("num_local_experts", "num_experts", "n_routed_experts", default=0),
-    )
+    heads = find("num_attention_heads", "n_head")
+    experts = find("num_local_experts", "num_experts", "n_routed_experts", default=0)
     return Model(
         layers=find("num_hidden_layers", "n_layer"), hidden=find("hidden_size", "n_embd"), heads=heads,
         vocab=find("vocab_size"), seq=seq or find("max_position_embeddings", "n_positions"),

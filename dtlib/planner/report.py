@@ -11,8 +11,11 @@ HEADERS = ("", "plan", "step, s", "from", "to", "tokens/s", "MFU", "GiB")
 def best_rows(best: list[Estimate]) -> list[tuple]:
     """A row for each plan; ``1=`` stands before those whose band overlaps that of the fastest, and ~ before seconds
     that were never measured in such a place."""
-    places = ["1=" if e.low <= best[0].high and ties(best) > 1 else f"{n}" for n, e in enumerate(best, 1)]
-    return [(place, str(e.plan), time_of(e), *bounds_of(e), *_rates(e)) for place, e in zip(places, best, strict=True)]
+    rows = []
+    for place, e in enumerate(best, 1):
+        tied = e.low <= best[0].high and ties(best) > 1
+        rows.append(("1=" if tied else str(place), str(e.plan), time_of(e), e.said(e.low), e.said(e.high), *_rates(e)))
+    return rows
 
 
 def ties(best: list[Estimate]) -> int:
@@ -28,17 +31,7 @@ def _rates(e: Estimate) -> tuple[str, str, str]:
 
 
 def time_of(e: Estimate) -> str:
-    return f"~{rounded(e.seconds)}" if e.outside else plain(e.seconds)
-
-
-def bounds_of(e: Estimate) -> tuple[str, str]:
-    said = rounded if e.outside else plain
-    return said(e.low), said(e.high)
-
-
-def plain(value: float) -> str:
-    """Three digits without an exponent."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return "~" * bool(e.outside) + e.said(e.seconds)
 
 
 def map_rows(tried: list[Estimate]) -> tuple[list[tuple], tuple]:
@@ -59,10 +52,8 @@ def details(e: Estimate, tokens: float | None = None) -> list[tuple[str, str]]:
     rows += [("sent a rank, a step", ", ".join(f"{name} {sent / 1e9:.3g} GB" for name, sent in e.sent.items() if sent))]
     if tokens:
         took, low, high = (days_of(s, tokens, e.plan.batch * e.model.seq) for s in (e.seconds, e.low, e.high))
-        said = rounded if e.outside else plain
-        days = f"{said(took)} days ({said(low)} to {said(high)})"
-        says = f"{tokens:.3g} tokens: {'about ' * bool(e.outside)}{days}"
-        rows += [("run", says)]
+        days = f"{e.said(took)} days ({e.said(low)} to {e.said(high)})"
+        rows += [("run", f"{tokens:.3g} tokens: {'about ' * bool(e.outside)}{days}")]
     return rows + [("outside", sentence) for sentence in e.outside]
 
 

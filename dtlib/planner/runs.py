@@ -2,12 +2,10 @@
 
 from math import sqrt
 
-DAY = 86400
-
 
 def days_of(seconds_a_step: float, tokens: float, tokens_a_step: float) -> float:
     """For a run of ``tokens``."""
-    return seconds_a_step * tokens / tokens_a_step / DAY
+    return seconds_a_step * tokens / tokens_a_step / 86400
 
 
 def save_interval(seconds_to_save: float, seconds_between_failures: float) -> float:

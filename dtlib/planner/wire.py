@@ -44,10 +44,7 @@ def boundary_bytes(model: Model, plan: Plan) -> float:
 
 def data_bytes(model: Model, plan: Plan) -> float:
     """Of a step, by a rank of the first stage."""
-    return _data_bytes(plan, sum(parameters_of_stage(model, plan, 0)))
-
-
-def _data_bytes(plan: Plan, own: int) -> float:
+    own = sum(parameters_of_stage(model, plan, 0))
     scheme, m, part = SCHEMES[plan.scheme], plan.micro_batches, (plan.shards - 1) / plan.shards
     gradients, parameters = min(4, scheme.gradients) * own, 2 * own  # a sum and a pass's gradients: the sum travels
     if plan.zero == 3 and plan.pipe > 1:
