@@ -53,8 +53,7 @@ def chart() -> tuple:
     axes.text(0.1, rows + 0.5, fill(LETTERS, 84), va="top", fontsize=POINTS, color=LINE)
     said = "; ".join(f"{_line(q)} If {_line(rule)}: {_line(cut)}" for q, rule, cut, _ in BRANCHES)
     table = Table([tuple(map(_line, row)) for row in BRANCHES], ("question", "yes, if", "then", "measured in"))
-    text = f"A chart of {rows} questions, from top to bottom. {said}. If no answer is yes: {ELSE}."
-    return figure, text, table, fill(LETTERS, 94)
+    return figure, f"A chart of {rows} questions, top to bottom. {said}. Otherwise: {ELSE}.", table, fill(LETTERS, 94)
 
 
 def _box(axes, x, y, width, text, colour):
