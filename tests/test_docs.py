@@ -112,4 +112,4 @@ def test_the_first_cell_of_the_readme_prints_what_stands_below_it(tmp_path):
 @pytest.mark.parametrize("block", BLOCKS[1:], ids=["backend", "library"])
 def test_the_other_blocks_of_the_readme_run_on_ranks(tmp_path, block):
     script = f"{block}\nassert model(torch.zeros(1, 8)).shape == (1, 1)\nprint('fine')\n"
-    assert output_of(script, 2, tmp_path) == ["fine"] * 2
+    assert output_of(script, 2, tmp_path).count("fine") == 2

@@ -34,8 +34,12 @@ def links(known: dict[str, str]) -> str:
         "Course": f"{site}/course/start.html" if site else "notebooks/start.md",
         "Documentation": site or "docs/index.md",
         "Teach it": f"{site}/how-to/teach_a_class.html" if site else "docs/how-to/teach_a_class.md",
-        "Try it in a web page": f"{site}/page/index.html" if site else "docs/how-to/use_the_web_page.md",
     }
+    places |= (
+        {"Try it in a web page": f"{site}/page/index.html"}
+        if site
+        else {"Build a web page to try it": "docs/how-to/use_the_web_page.md"}
+    )
     return " · ".join(f"[{words}]({place})" for words, place in places.items())
 
 

@@ -26,6 +26,11 @@ DDP, FSDP, ZERO = "torch.nn.parallel.DistributedDataParallel", "torch.distribute
 ENGINE, PIPE = "deepspeed.DeepSpeedEngine", "deepspeed.pipe.PipelineModule"
 PLAN = "dtlib.parallel.zero.sharded.fully_shard"
 
+MEANINGS = (
+    ("same", "dtlib has this name, or this argument with the same default"),
+    ("differs", "dtlib has it, but it works differently: see the last column"),
+    ("refused", "dtlib does not have it, or raises an error"),
+)
 # The counterpart's name -> ours.
 NAMES = {
     "torch": {
@@ -168,7 +173,8 @@ def table(surface: str) -> str:
     counts = {verdict: sum(row[3] == verdict for row in all_rows) for verdict in ("same", "differs", "refused")}
     total = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     lines += [f"# {TITLES[surface]}", "", f"{len(all_rows)} rows: {total}. Made by `python -m tools.conformance`.", ""]
-    lines += ["| name | argument | default | here | |", "|---|---|---|---|---|"]
+    lines += ["| here | meaning |", "|---|---|", *(f"| {verdict} | {words} |" for verdict, words in MEANINGS), ""]
+    lines += ["| name | argument | default | here | difference, or what to use instead |", "|---|---|---|---|---|"]
     for name, argument, default, verdict, words in all_rows:
         cells = (
             f"`{name}`" if not argument else "",

@@ -14,10 +14,12 @@ def main() -> None:
     rows = ["| question | yes, if | then | measured in |", "| --- | --- | --- | --- |"]
     rows += ["| " + " | ".join(cell.replace("\n", " ") for cell in row) + " |" for row in BRANCHES]
     PAGE.write_text(
-        f"# Which parallelism when\n\n{LETTERS} In a notebook: `lab.chart()`; with your numbers: `lab.plan()`.\n\n"
+        "# Which parallelism when\n\nAnswer the questions from top to bottom. Go to the next question if the answer is "
+        "no, or if the method is not enough. In a notebook, `lab.chart()` draws this chart, and `lab.plan()` computes "
+        f"it with your numbers.\n\n{LETTERS}\n\n"
         f"![{drawn.alt}](decision_chart.svg)\n\n" + "\n".join(rows) + "\n\n"
         f"If no row applies: {ELSE[0].lower()}{ELSE[1:]}.\n\n"
-        "[How far off the planner is](../explanation/how_far_off_the_planner_is.md) has the errors of its figures.\n",
+        "[How far off the planner is](../explanation/how_far_off_the_planner_is.md) lists the errors of the planner.\n",
         encoding="utf-8",
     )
 

@@ -29,8 +29,11 @@ def page() -> str:
     for term, (meaning, number) in sorted(TERMS.items(), key=lambda item: item[0].lower()):
         source = lecture(number)
         rows.append(f"| **{term}** | {meaning} | [{title(source)}](../../notebooks/lectures/{name_of(source)}.ipynb) |")
-    head = "# Glossary\n\nEach word with the lesson that explains it. `python -m tools.glossary` writes this page.\n\n"
-    return head + "| word | what it means | lesson |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+    head = (
+        "# Glossary\n\nThis page lists the terms of the course, and the lesson that explains each term.\n"
+        "`python -m tools.glossary` writes this page.\n\n"
+    )
+    return head + "| term | meaning | lesson |\n|---|---|---|\n" + "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":

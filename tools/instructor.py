@@ -22,8 +22,10 @@ DISCUSSIONS = FILE.with_name("questions_to_discuss.md")
 PROMPTS = Path(__file__).parent / "data" / "prompts.toml"
 HEAD = """# Wrong answers
 
-For teachers: the usual wrong answers of each exercise, and a question that leads on. The left column is what the check
-shows of the answer, or the name of the mistake. The check itself gives plainer hints when an answer is checked again.
+This page is for teachers. It lists common wrong answers of each exercise. For each one it gives a question that you
+can ask the learner. The left column shows the wrong value that the check prints, or the name of the mistake. The check
+itself gives more explicit hints if the learner checks the same answer again.
+
 `python -m tools.instructor` writes this page from the wrong answers of the tests.
 """
 SENTENCE = re.compile(r"[^.?!]+(?:[.?!](?!\s|$)[^.?!]*)*[.?!]*")
@@ -80,7 +82,7 @@ def page() -> str:
         number = homes()[exercise].parent.name[1:]
         if number != lesson:
             text, lesson = f"{text}\n## Lesson {number}\n", number
-        text += f"\n### {exercise}\n\n| answer | ask |\n|---|---|\n"
+        text += f"\n### {exercise}\n\n| answer | question |\n|---|---|\n"
         text += "".join(f"| {_cell('; '.join(dict.fromkeys(got)))} | {_cell(ask)} |\n" for ask, got in rows.items())
     return text
 
@@ -101,7 +103,10 @@ def discussions() -> str:
     answers = tomllib.loads(PROMPTS.read_text(encoding="utf-8"))["prompt"]
     rows = [(quiz.name, quiz.discuss, quiz.answer) for quiz in quizzes().values() if quiz.discuss]
     rows += [(row["lesson"], row["asks"], row["says"]) for row in answers]
-    text = "# Questions to discuss\n\nFor teachers: the last question of each quiz, then the lecture's, with answers.\n"
+    text = (
+        "# Questions to discuss\n\nThis page is for teachers. For each lesson it has the last question of the quiz, "
+        "then the questions of the lecture. An answer follows each question.\n"
+    )
     for lesson in sorted({lesson for lesson, _, _ in rows}):
         text += f"\n## Lesson {lesson}\n" if lesson[0].isdigit() else f"\n## {lesson}\n"
         for _, asks, says in (row for row in rows if row[0] == lesson):

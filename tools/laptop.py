@@ -31,8 +31,8 @@ PREDICTED, MEASURED = DATA / "laptop_predicted.json", DATA / "laptop_measured.js
 PAGE = ROOT / "docs" / "explanation" / "predicted_and_measured_steps.md"
 BAND, STEPS = 1.5, 7
 UNITS = (
-    (1e3, "ms a pass"), (1e12, "ps an operation"), (1e9, "ns a parameter"), (1e3, "ms a message"), (1e9, "ns a byte"),
-    (1e3, "ms a step"),
+    (1e3, "ms per pass"), (1e12, "ps per operation"), (1e9, "ns per parameter"), (1e3, "ms per message"),
+    (1e9, "ns per byte"), (1e3, "ms per step"),
 )  # fmt: skip
 MODELS = {width: Model(4, width, 4, 256, 64, tied=False) for width in (64, 128, 256)}
 NEW = {

@@ -10,6 +10,6 @@ FORM = ()
 
 def show() -> str:
     rows = [tuple(cell.replace("\n", " ") for cell in branch) for branch in decision_chart.BRANCHES]
-    title = "From top to bottom: the next question is asked where the answer is no, or was not enough"
+    title = "Answer from top to bottom. Go to the next question if the answer is no, or if the method is not enough"
     table = Table(rows, ("question", "yes, if", "then", "measured in"), title)
-    return f"{table._repr_html_()}<p>Else: {decision_chart.ELSE[0].lower()}{decision_chart.ELSE[1:]}.</p>"
+    return f"{table._repr_html_()}<p>Otherwise: {decision_chart.ELSE[0].lower()}{decision_chart.ELSE[1:]}.</p>"

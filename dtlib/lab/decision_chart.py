@@ -1,8 +1,8 @@
 """lab.chart(): which cut when, on one page: the question, the inequality that decides it, and where it was measured.
 
-P parameters, N data ranks, t tensor ranks, c context ranks, p stages, m micro-batches, n tokens of a micro-batch on a
-rank, h hidden, k the width of keys and values, s tokens of a sample; F operations a second that a GPU reaches, B bytes
-a second of the link. 16 bytes a parameter are those of mixed precision with Adam.
+P: parameters. N: data ranks. t: tensor ranks. c: context ranks. p: stages. m: micro-batches. n: tokens of a micro-batch
+on one rank. h: hidden size. k: width of keys and values. s: tokens of a sample. F: operations per second of a GPU.
+B: bytes per second of the link. 16 bytes per parameter: mixed precision with Adam.
 """
 
 from textwrap import fill
@@ -12,23 +12,23 @@ from dtlib.lab.tables import Table
 
 # question, the inequality that says yes, what to do then, where it was measured
 BRANCHES = (
-    ("Does it fit on one GPU?", "16 P + activations\n≤ memory", "data parallelism:\na copy a GPU", "lesson 04"),
+    ("Does it fit on one GPU?", "16 P + activations\n≤ memory", "data parallelism:\none copy per GPU", "lesson 04"),
     ("Are activations the\nlargest part?", "activations\n> model states",
      "smaller micro-batch, then\nrecompute: 1/3 more work", "07; dtlib plan"),
-    ("Do states fit, shared\nout in part?", "4 P + 12 P/N or\n2 P + 14 P/N ≤ room",
-     "ZeRO-1, or 2 with one\nmicro-batch: sends no more", "lesson 06"),
-    ("Does computing hide\nsending 3 P a step?", "16 P/N ≤ room\nand n ≥ F/B",
-     "ZeRO-3 (FSDP): half as\nmuch again, or more", "lesson 06"),
+    ("Do states fit if some\nare sharded?", "4 P + 12 P/N or\n2 P + 14 P/N ≤ memory",
+     "ZeRO-1, or 2 with one\nmicro-batch: same bytes sent", "lesson 06"),
+    ("Does computing hide\nsending 3 P per step?", "16 P/N ≤ memory\nand n ≥ F/B",
+     "ZeRO-3 (FSDP): 1.5 times\nthe bytes sent, or more", "lesson 06"),
     ("Is the link within the\nnode fast enough?", "t - 1 < 4.5 h B/F,\nt divides the heads",
      "tensor parallelism,\nwithin a node", "08; dtlib plan"),
     ("Are there micro-batches\nto fill a pipeline?", "m ≥ 4 (p - 1): the\nbubble is ≤ 20 %",
-     "pipeline,\nfrom node to node", "lesson 07"),
+     "pipeline over nodes", "lesson 07"),
     ("Is one sample too long\nfor a GPU?", "s/c ≥ (k/h) F/B:\nthe ring is hidden",
      "context parallelism\nover c ranks", "lesson 12"),
     ("Are most parameters\nexperts?", "experts P > memory,\nranks divide experts",
      "expert parallelism,\nwithin a node", "lesson 12"),
 )  # fmt: skip
-ELSE = "More GPUs, a smaller model, or fewer bytes a parameter"
+ELSE = "More GPUs, a smaller model, or fewer bytes per parameter"
 LETTERS = " ".join(__doc__.partition("\n\n")[2].split())
 QUESTION, CUT, LINE = "#dfe9f5", "#cfe8d5", "#555555"
 
@@ -53,7 +53,7 @@ def chart() -> tuple:
     axes.text(0.1, rows + 0.5, fill(LETTERS, 84), va="top", fontsize=POINTS, color=LINE)
     said = "; ".join(f"{_line(q)} If {_line(rule)}: {_line(cut)}" for q, rule, cut, _ in BRANCHES)
     table = Table([tuple(map(_line, row)) for row in BRANCHES], ("question", "yes, if", "then", "measured in"))
-    return figure, f"A chart of {rows} questions, from top to bottom. {said}. Else: {ELSE}.", table, fill(LETTERS, 94)
+    return figure, f"A chart of {rows} questions, top to bottom. {said}. Otherwise: {ELSE}.", table, fill(LETTERS, 94)
 
 
 def _box(axes, x, y, width, text, colour):
