@@ -10,6 +10,7 @@ import pytest
 from dtlib.cli import main
 from dtlib.planner import DEVICES, MODELS, Plan, PlanError, configs, estimate, report
 from dtlib.planner.command import asked, fixed_of, model_of
+from dtlib.planner.model import GIB
 
 LLAMA = MODELS["llama3-8b"]
 
@@ -149,10 +150,14 @@ def test_in_a_notebook(capsys):
     assert len(found) == 3 and all(each.plan.zero == 1 for each in found)
     from dtlib.lab.planning import what_fits
 
-    picture = what_fits(asked("llama3-8b", 16, batch=256, seq=4096)[1])
-    said = capsys.readouterr().out
-    assert "meshes fit" in said
-    assert picture is None or "tensor" in str(picture)
+    tried = asked("llama3-8b", 16, batch=256, seq=4096)[1]
+    picture, first = what_fits.drawn(tried), next(each for each in tried if each.fits)
+    assert "meshes fit" in capsys.readouterr().out
+    bounds = "–".join(report.bounds_of(first)) + " s"
+    assert f">{bounds}<" in picture.svg and f"{bounds}, {first.memory.total / GIB:.0f}" in str(picture)
+    tried = asked("llama3-70b", 16, batch=256, seq=4096)[1]
+    large = what_fits.drawn([each for each in tried if not each.fits])
+    assert " s<" not in large.svg and " GiB<" in large.svg, "a mesh that is too large has its GiB"
 
 
 # Configs for dtlib train.
