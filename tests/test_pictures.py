@@ -13,6 +13,7 @@ from dtlib.lab.colours import RANK_COLOURS, ink, rank_colour
 from dtlib.lessons.l03 import figures as l03
 from dtlib.lessons.l04 import figures as l04
 from dtlib.lessons.l11 import figures as l11
+from dtlib.lessons.l14 import figures as l14
 from dtlib.measure.trace import Timeline, Trace
 
 
@@ -145,6 +146,14 @@ def test_on_a_dark_page_a_figure_is_a_card_on_which_letters_stand_out():
     for colour in RANK_COLOURS:
         of_letters = luminance(ink(*to_rgb(colour)), dimmed), luminance(colour, dimmed)
         assert max(of_letters) / min(of_letters) >= 4.5, colour
+
+
+def test_without_its_bubble_a_pipeline_alone_is_predicted_faster():
+    measured = {name: {"seconds": 1.0} for name in l14.fitting()}
+    picture = shown(lambda: l14.ratios(0.01, measured, without_bubble=True))
+    for name, plan in l14.fitting().items():
+        ratio, eager = map(float, re.search(rf"^{name}  .*?([\d.]+) +([\d.]+)$", str(picture), re.M).groups())
+        assert (eager > ratio) == (plan.pipe > 1), name
 
 
 def test_new_figures_have_a_sentence_and_a_text():
