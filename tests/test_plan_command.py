@@ -223,7 +223,7 @@ def test_the_charts_inequalities_are_the_planners():
 
 
 def test_the_chart_is_drawn_and_its_page_is_that_of_today():
-    from dtlib.lab.decision_chart import BRANCHES, chart
+    from dtlib.lab.decision_chart import BRANCHES, OF_TWO_HOURS, chart
     from tools import decision_chart
 
     drawn = chart.drawn()
@@ -231,6 +231,9 @@ def test_the_chart_is_drawn_and_its_page_is_that_of_today():
     page = decision_chart.PAGE.read_text()
     assert drawn.alt in page and all(branch[3] in page for branch in BRANCHES)
     assert len(BRANCHES) == 8 and "8 questions" in drawn.alt and "lesson 06" in str(drawn)
+    short = chart.drawn(short=True)
+    rules = " ".join(branch[1] for branch in OF_TWO_HOURS)
+    assert "4 questions" in short.alt and set(re.findall(r"\b[A-Za-z]\b", rules)) <= set("PNpm"), "letters it explains"
 
 
 def test_plans_whose_bands_overlap_tie():
