@@ -13,6 +13,7 @@ from dtlib.lab.colours import RANK_COLOURS, ink, rank_colour
 from dtlib.lessons.l03 import figures as l03
 from dtlib.lessons.l04 import figures as l04
 from dtlib.lessons.l11 import figures as l11
+from dtlib.lessons.l14 import figures as l14
 from dtlib.measure.trace import Timeline, Trace
 
 
@@ -67,7 +68,7 @@ def test_in_a_timeline_computing_is_strong_and_a_wait_is_pale(monkeypatch):
     events = [Event(0, kind, kind, float(at), at + 1.0) for at, kind in enumerate(kinds)]
     record = Timeline([Trace(0, 0.0, events)])
     picture = shown(pictures.timeline, record)
-    monkeypatch.setattr(pictures, "_timeline_of", lambda name: record)
+    monkeypatch.setattr(pictures, "_timeline_of", lambda trace, rank: record)
     named = shown(pictures.timeline, "inline")
     assert ">inline<" in named.svg and named.alt == f"inline: w{picture.alt[1:]}" and ">inline<" not in picture.svg
     drawn = {kind: to_hex(pictures._paler(rank_colour(0), pictures._STRENGTH[kind])) for kind in kinds}
@@ -95,6 +96,35 @@ def test_in_a_timeline_what_is_under_way_at_once_is_seen_from_start_to_end():
     assert heights[0] < heights[1]
 
 
+def test_timelines_of_one_rank_share_an_axis_and_have_a_line_where_a_phase_ends():
+    def step(rank, name, end):
+        return Trace(
+            rank, 0.0, [Event(rank, "phase", "forward", 0.0, end), Event(rank, "operation", name, end, end + 1)]
+        )
+
+    steps = ("all_gather", 2.0), ("reduce_scatter", 5.0)
+    records = [Timeline([step(rank, *each) for rank in (0, 1)]) for each in steps]
+    with (
+        patch.object(Axes, "broken_barh", autospec=True, side_effect=Axes.broken_barh) as bars,
+        patch.object(Axes, "axvline", autospec=True, side_effect=Axes.axvline) as line,
+    ):
+        picture = shown(lambda *both: pictures.timeline(*both, rank=1, ends={"forward": "backward"}), *records)
+    assert [call.args[1] for call in line.call_args_list] == [2.0, 5.0] and picture.svg.count(">backward<") == 2
+    panels = {call.args[0] for call in bars.call_args_list}
+    assert len(panels) == 2 and len({panel.get_xlim() for panel in panels}) == 1
+    colours = {to_hex(call.kwargs["facecolor"]) for call in bars.call_args_list}
+    assert len(colours) == 3 and rank_colour(0).lower() not in colours, "rank 1's, and one for each operation"
+    assert picture.alt == "What rank 1 did over 3 s. What rank 1 did over 6 s."
+
+
+def test_in_a_timeline_of_a_hang_a_rank_has_finished_and_others_say_how_long_they_waited():
+    waits = Trace(0, 0.0, [Event(0, "operation", "broadcast", 10.0)], until=12.0)
+    done = Trace(1, 0.0, [Event(1, "phase", "short", 10.0, 10.5)], until=10.5)
+    svg = shown(pictures.timeline, Timeline([waits, done, Trace(2, 0.0, [], until=10.0)])).svg
+    assert ">broadcast had not ended after 2.0 s<" in svg and svg.count(">finished<") == 2
+    assert ">finished<" not in shown(pictures.timeline, Timeline([done])).svg
+
+
 def test_a_timeline_says_once_that_it_is_emulated():
     record = Timeline([Trace(0, 0.0, [Event(0, "operation", "barrier", 0.0, 1.0, emulated=True)])])
     text = str(shown(pictures.timeline, record))
@@ -116,6 +146,14 @@ def test_on_a_dark_page_a_figure_is_a_card_on_which_letters_stand_out():
     for colour in RANK_COLOURS:
         of_letters = luminance(ink(*to_rgb(colour)), dimmed), luminance(colour, dimmed)
         assert max(of_letters) / min(of_letters) >= 4.5, colour
+
+
+def test_without_its_bubble_a_pipeline_alone_is_predicted_faster():
+    measured = {name: {"seconds": 1.0} for name in l14.fitting()}
+    picture = shown(lambda: l14.ratios(0.01, measured, without_bubble=True))
+    for name, plan in l14.fitting().items():
+        ratio, eager = map(float, re.search(rf"^{name}  .*?([\d.]+) +([\d.]+)$", str(picture), re.M).groups())
+        assert (eager > ratio) == (plan.pipe > 1), name
 
 
 def test_new_figures_have_a_sentence_and_a_text():

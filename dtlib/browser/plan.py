@@ -19,7 +19,7 @@ FORM = (
     Number("batch", "samples of a step, 0: four million tokens", 0, 0, 10_000_000),
 )
 BEST = 10
-FITS, NOT, NONE = "#cfe8d5", "#f3d0cb", "#f2f2f2"  # as lab.plan() has them
+FITS, NOT, NONE = "#cfe8d5", "#f3d0cb", "#f2f2f2"
 
 
 def show(plan: str, gpus: int, device: str, batch: int) -> str:

@@ -30,18 +30,28 @@ BRANCHES = (
 )  # fmt: skip
 ELSE = "More GPUs, a smaller model, or fewer bytes per parameter"
 LETTERS = " ".join(__doc__.partition("\n\n")[2].split())
+ALL_SHARDED = ("Do they fit, sharded\nover all ranks?", "16 P/N ≤ room", *BRANCHES[3][2:])
+OF_TWO_HOURS = (BRANCHES[0], BRANCHES[2], ALL_SHARDED, BRANCHES[5])
+THEIR_LETTERS = (
+    "P parameters, N data ranks, p stages, m micro-batches; room is memory without activations. "
+    + LETTERS[LETTERS.index("16 bytes") :]
+)
 QUESTION, CUT, LINE = "#dfe9f5", "#cfe8d5", "#555555"
 
 
 @shown
-def chart() -> tuple:
-    """Draw the chart; each question is asked if the one above it was answered with no, or was not enough."""
-    rows = len(BRANCHES)
-    figure, axes = subplots(height=1.02 * rows + 1.5)
+def chart(short: bool = False) -> tuple:
+    """Draw the chart; each question is asked if the one above it was answered with no, or was not enough.
+
+    ``short``: the four questions of the two hours.
+    """
+    branches, letters = (OF_TWO_HOURS, THEIR_LETTERS) if short else (BRANCHES, LETTERS)
+    rows = len(branches)
+    figure, axes = subplots(height=1.02 * rows + (1.1 if short else 1.5))
     axes.set_xlim(0, 10)
-    axes.set_ylim(rows + 1.45, 0)
+    axes.set_ylim(rows + (1.05 if short else 1.45), 0)
     axes.axis("off")
-    for y, (question, rule, cut, where) in enumerate(BRANCHES):
+    for y, (question, rule, cut, where) in enumerate(branches):
         _box(axes, 0.05, y, 3.1, question, QUESTION)
         axes.text(4.75, y + 0.36, rule, ha="center", va="center", fontsize=POINTS, family="monospace")
         axes.annotate("", (6.42, y + 0.72), (3.2, y + 0.72), arrowprops={"arrowstyle": "->", "color": LINE})
@@ -50,10 +60,10 @@ def chart() -> tuple:
         axes.annotate("", (0.7, y + 1.06), (0.7, y + 0.8), arrowprops={"arrowstyle": "->", "color": LINE})
         axes.text(0.85, y + 0.93, "no, or not enough", va="center", fontsize=POINTS, color=LINE)
     axes.text(0.1, rows + 0.25, ELSE, va="center", fontsize=POINTS)
-    axes.text(0.1, rows + 0.5, fill(LETTERS, 84), va="top", fontsize=POINTS, color=LINE)
-    said = "; ".join(f"{_line(q)} If {_line(rule)}: {_line(cut)}" for q, rule, cut, _ in BRANCHES)
-    table = Table([tuple(map(_line, row)) for row in BRANCHES], ("question", "yes, if", "then", "measured in"))
-    return figure, f"A chart of {rows} questions, top to bottom. {said}. Otherwise: {ELSE}.", table, fill(LETTERS, 94)
+    axes.text(0.1, rows + 0.5, fill(letters, 84), va="top", fontsize=POINTS, color=LINE)
+    said = "; ".join(f"{_line(q)} If {_line(rule)}: {_line(cut)}" for q, rule, cut, _ in branches)
+    table = Table([tuple(map(_line, row)) for row in branches], ("question", "yes, if", "then", "measured in"))
+    return figure, f"A chart of {rows} questions, top to bottom. {said}. Otherwise: {ELSE}.", table, fill(letters, 94)
 
 
 def _box(axes, x, y, width, text, colour):

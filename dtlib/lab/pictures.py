@@ -151,12 +151,13 @@ def lines(series: dict, xlabel: str, ylabel: str, title: str = "", log: str = "x
     return figure, alt, Table(rows, headers, title)
 
 
-# Kinds of events differ by hatch as well as by shade.
-_HATCHES = {"phase": "", "operation": "//", "wait": "--"}  # not dots: each would be a curve of its own
-_STRENGTH = {"phase": 1.0, "operation": 0.6, "wait": 0.08}  # of the rank's colour: what is lost looks empty
+# Kinds of events differ by hatch as well as by shade. A rank that reads computes nothing.
+_HATCHES = {"phase": "", "reads": "xx", "operation": "//", "wait": "--"}  # not dots: each would be a curve of its own
+_STRENGTH = {"phase": 1.0, "reads": 0.25, "operation": 0.6, "wait": 0.08}  # of the colour: what is lost looks empty
 MOST_ROWS = 24
 OWN, LANE, NARROW = 0.36, 0.2, 0.11  # inches of a rank's row: what it does itself, a lane below it, one of many
 MOST_LANES = 8  # what is under way beside as many others is drawn over the last of them
+OF_OPERATIONS = tuple(RANK_COLOURS[number] for number in (5, 2, 3, 1, 6))  # where one rank is drawn
 
 
 def _paler(colour: str, strength: float) -> tuple:
@@ -166,108 +167,162 @@ def _paler(colour: str, strength: float) -> tuple:
     return tuple(1 - strength * (1 - channel) for channel in to_rgb(colour))
 
 
+def _kind(event) -> str:
+    return event.name if event.name in _HATCHES else event.kind
+
+
+def _style(kind: str, colour: str) -> dict:
+    edge = _paler(colour, 0.5) if kind == "wait" else "white"
+    return {"facecolor": _paler(colour, _STRENGTH[kind]), "hatch": _HATCHES[kind], "edgecolor": edge}
+
+
 @shown
-def timeline(record: "dtlib.Timeline | str") -> tuple:
+def timeline(*traces: "dtlib.Timeline | str", rank: int | None = None, ends: dict | None = None) -> tuple:
     """Time across, ranks down: what each rank computed, which operations it called, and where it waited.
 
-    ``record`` is a ``dtlib.Timeline``, or the name of a trace on the ranks, which becomes the title. What was started
-    with ``async_op=True`` is drawn below the rank's own bars, from start to end: where several are under way at once,
-    each in a lane of its own. What never ended is drawn to the end and says so.
+    A trace is a ``dtlib.Timeline``, or the name of a trace on the ranks, which becomes the title of its panel; panels
+    share the axis of time. What was started with ``async_op=True`` is drawn below the rank's own bars, from start to
+    end: where several are under way at once, each in a lane of its own. What never ended is drawn to the edge.
+
+    With ``rank`` the rows are what this rank did, and each operation has a colour. ``ends`` maps the name of a phase to
+    a label: a line shows where the last phase of this name ended.
     """
+    records = [_timeline_of(trace, rank) for trace in traces]
+    events = [event for record in records for event in record.events]
+    last = max(record.end for record in records)
+    scale, unit = (1, "s") if last >= 1 else (1e3, "ms")
+    # What never ended gets room to be seen.
+    right = max(1e-3, last * (1.5 if any(event.end is None for event in events) else 1.05))
+    panels = [_rows(record, rank) for record in records]
+    highs = [sum(high for *_, high in rows) for rows in panels]
+    shape: dict = {"height": sum(highs) + 0.4 * len(panels) + 0.9, "height_ratios": highs, "sharex": True}
+    figure, grid = subplots(len(panels), **shape, squeeze=False)
+    operations = sorted({event.name for event in events if event.kind == "operation"})
+    # Of one rank, the row and the colour tell which operation it is.
+    colours = {} if rank is None else dict(zip(operations, OF_OPERATIONS, strict=False))
+    unnamed: set[str] = set()  # operations with bars that are too small for a name: it stands below
+    alts, tables = [], []
+    for axes, trace, record, rows in zip(grid[:, 0], traces, records, panels, strict=True):
+        top, ticks = 0.0, []
+        for _, bars, row in rows:
+            ticks.append(top + (OWN if rank is None else row) / 2)
+            for number, (event, below, high) in enumerate(bars):
+                took = (right if event.end is None else event.end) - event.start
+                coloured = event.kind == "operation" and event.name in colours
+                style = (
+                    _style("phase", colours[event.name]) if coloured else _style(_kind(event), rank_colour(event.rank))
+                )
+                style["zorder"] = 2 - number / (number + 1)  # the first is in front
+                axes.broken_barh([(event.start * scale, took * scale)], (top + below, high), **style)
+                labels = _open(event, record) if event.end is None else (event.name, event.name.split()[-1])
+                written = next((text for text in labels if fits(text, 0.85 * WIDTH * took / right)), None)
+                if written and high > NARROW and (rank is None or event.kind == "phase"):
+                    label: dict = {"ha": "center", "va": "center", "bbox": {"facecolor": "white", "pad": 1, "lw": 0}}
+                    axes.text((event.start + took / 2) * scale, top + below + high / 2, written, **label)
+                elif event.kind == "operation":
+                    unnamed.add(event.name)
+            top += row
+        name = trace if isinstance(trace, str) and trace != "trace" else ""
+        axes.set_title(", ".join(filter(None, (name, "EMULATED network" if record.emulated else ""))), loc="left")
+        axes.set(xlim=(0, right * scale), ylim=(top, 0))
+        axes.set_yticks(ticks, [label for label, *_ in rows])
+        for each, done in _finished(record).items():
+            at = done * scale, ticks[record.ranks.index(each)]
+            axes.annotate("finished", at, (5, 0), textcoords="offset points", va="center")
+        for phase, label in (ends or {}).items():
+            end = scale * max(event.end for event in record.events if event.name == phase)
+            axes.axvline(end, color="black", linestyle="--", zorder=3)
+            axes.annotate(label, (end, 1), xycoords=("data", "axes fraction"), va="bottom")
+        emulated = "The network was slowed down on purpose: EMULATED." if record.emulated else ""
+        who = "rank" if rank is not None else "ranks"
+        did = f"what {who} {', '.join(map(str, record.ranks))} did over {record.end * scale:.3g} {unit}. {emulated}"
+        alts.append(f"{name}: {did}".rstrip() if name else f"W{did[1:]}".rstrip())
+        tables.append(_table(record, name if len(traces) > 1 else ""))
+    grid[-1, 0].set_xlabel(f"time in {unit}")
+    if rank is None:
+        _legend(figure, {_kind(event) for event in events}, sorted(unnamed))
+    return figure, " ".join(alts), *tables
+
+
+def _legend(figure, present: set, unnamed: list) -> None:
     from matplotlib.patches import Patch
 
-    name = record if isinstance(record, str) and record != "trace" else ""
-    record = _timeline_of(record)
-    scale, unit = (1, "s") if record.end >= 1 else (1e3, "ms")
-    # What never ended gets room to be seen.
-    right = max(1e-3, record.end * (1.3 if any(event.end is None for event in record.events) else 1.05))
-    lanes = _lanes(record.events)
-    deep = max(lanes, default=0) + 1
-    lane = OWN if deep == 1 else LANE if deep < 4 else NARROW
-    row = OWN + deep * lane + 0.03
-    figure, axes = subplots(height=row * len(record.ranks) + 1.4)
-    inches = 0.88 * WIDTH / right  # a second
-    unnamed: set[str] = set()  # operations with bars that are too small for a name: it stands below
-    for number, event in enumerate(record.events):
-        end = right if event.end is None else event.end
-        top, high = (0.03, OWN - 0.05) if event.lane == "main" else (OWN + lanes[number] * lane, lane - 0.02)
-        top, high = record.ranks.index(event.rank) + top / row, high / row
-        style: dict = {
-            "facecolor": _paler(rank_colour(event.rank), _STRENGTH[event.kind]),
-            "edgecolor": _paler(rank_colour(event.rank), 0.5) if event.kind == "wait" else "white",
-            "hatch": _HATCHES[event.kind],
-            "zorder": 2 - number / (number + 1),  # the first is in front
-        }
-        axes.broken_barh([(event.start * scale, (end - event.start) * scale)], (top, high), **style)
-        labels = (event.name,) if event.end is not None else (f"{event.name} never ended", "never ended", "...")
-        written = next(filter(lambda text: fits(text, inches * (end - event.start)), labels), None)
-        if written and not (lane == NARROW and event.lane == "background"):
-            label: dict = {"ha": "center", "va": "center", "bbox": {"facecolor": "white", "pad": 1, "lw": 0}}
-            axes.text((event.start + end) / 2 * scale, top + high / 2, written, **label)
-        elif event.kind == "operation":
-            unnamed.add(event.name)
-    axes.set(
-        xlim=(0, right * scale), ylim=(len(record.ranks), 0), xlabel=f"time in {unit}",
-        yticks=[i + 0.48 for i in range(len(record.ranks))], yticklabels=[f"rank {rank}" for rank in record.ranks],
-        title=", ".join(filter(None, (name, "EMULATED network" if record.emulated else ""))),
-    )  # fmt: skip
-    operation = f"operation: {', '.join(sorted(unnamed))}" if 0 < len(unnamed) <= 2 else "operation"
-    kinds = {"phase": "computes", "operation": operation, "wait": "waits for an asynchronous operation"}
-    present = [kind for kind in kinds if any(event.kind == kind for event in record.events)]
-    patches = [
-        Patch(
-            facecolor=_paler("0.3", _STRENGTH[kind]), edgecolor="0.6" if kind == "wait" else "white",
-            hatch=_HATCHES[kind], label=kinds[kind],
-        )
-        for kind in present
-    ]  # fmt: skip
+    operation = f"operation: {', '.join(unnamed)}" if 0 < len(unnamed) <= 2 else "operation"
+    wait = "waits for an asynchronous operation"
+    labels = {"phase": "computes", "reads": "reads", "operation": operation, "wait": wait}
+    patches = [Patch(label=labels[kind], **_style(kind, "0.3")) for kind in labels if kind in present]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
-    rows, headers, align = (_every_event if len(record.events) <= MOST_ROWS else _sums_of_events)(record)
-    emulated = "The network was slowed down on purpose: EMULATED." if record.emulated else ""
-    did = f"what ranks {', '.join(map(str, record.ranks))} did over {record.end * scale:.3g} {unit}. {emulated}"
-    alt = f"{name}: {did}".rstrip() if name else f"W{did[1:]}".rstrip()
-    return figure, alt, Table(rows, headers, align=align)
+
+
+def _rows(record, rank: int | None) -> list[tuple]:
+    """From top to bottom: a label, the row's bars (event, inches below its top, height), and its height."""
+    rows: dict[str, list] = {f"rank {each}": [] for each in record.ranks if rank is None}
+    for event in record.events:
+        name = {"phase": "phases", "wait": "waits"}.get(event.kind, event.name)
+        rows.setdefault(f"rank {event.rank}" if rank is None else name, []).append(event)
+    found = []
+    for label, events in rows.items():
+        own = OWN if rank is None else 0
+        bars = [(event, 0.03, OWN - 0.05) for event in events if own and event.lane == "main"]
+        beside = [event for event in events if not own or event.lane == "background"]
+        lanes = _lanes(beside)
+        deep = max(lanes, default=-1) + 1
+        high = OWN if deep == 1 else LANE if deep < 4 else NARROW
+        bars += [(event, own + lane * high, high - 0.02) for event, lane in zip(beside, lanes, strict=True)]
+        found.append((label, bars, own + deep * high + 0.05))
+    return found
 
 
 def _lanes(events) -> list[int]:
-    """Of what is in the background, the first lane of its rank that is free when it starts; 0 of all else."""
-    until: dict[tuple[int, int], float] = {}  # when it is free again
-    lanes = []
+    """The first lane that is free when each event starts."""
+    until, lanes = [0.0] * MOST_LANES, []  # when a lane is free again
     for event in events:
-        lane = 0
-        if event.lane == "background":
-            free = (lane for lane in range(MOST_LANES) if until.get((event.rank, lane), 0.0) <= event.start)
-            lane = next(free, MOST_LANES - 1)
-            until[event.rank, lane] = float("inf") if event.end is None else event.end
-        lanes.append(lane)
+        free = (lane for lane in range(MOST_LANES) if until[lane] <= event.start)
+        lanes.append(next(free, MOST_LANES - 1))
+        until[lanes[-1]] = float("inf") if event.end is None else event.end
     return lanes
 
 
-def _timeline_of(record):
+def _open(event, record) -> tuple[str, ...]:
+    """What is written on the bar of an event that never ended, the longest first."""
+    until = record.until.get(event.rank)
+    waited = "" if until is None else f" after {until - event.start:.1f} s"
+    return f"{event.name} had not ended{waited}", f"{event.name} never ended", "never ended", "..."
+
+
+def _finished(record) -> dict:
+    """Of a record in which something never ended: the ranks that did end, and when."""
+    waiting = {event.rank for event in record.events if event.end is None}
+    ends = {rank: [event.end for event in record.events if event.rank == rank] for rank in record.ranks}
+    return {rank: max(mine, default=0) for rank, mine in ends.items() if waiting and rank not in waiting}
+
+
+def _timeline_of(trace, rank: int | None):
+    """The timeline, or one rank's part of it."""
+    from copy import copy
+
     from dtlib.lab.engines.names import values
     from dtlib.measure.trace import Timeline
 
-    return Timeline(values(record)) if isinstance(record, str) else record
+    record = copy(Timeline(values(trace)) if isinstance(trace, str) else trace)
+    if rank is not None:
+        record.ranks, record.events = [rank], [event for event in record.events if event.rank == rank]
+    return record
 
 
-def _every_event(record):
-    rows = [
-        (
-            event.rank, _in_short(event), event.where if len(event.where) <= 40 else f"{event.where[:37]}...",
-            f"{1e3 * event.start:.2f}", "never" if event.end is None else f"{1e3 * event.end:.2f}",
-            event.messages, event.bytes,
-        )
-        for event in record.events
-    ]  # fmt: skip
-    return rows, ("rank", "what", "line", "from (ms)", "to (ms)", "messages", "bytes sent"), "rllrrrr"
-
-
-def _in_short(event) -> str:
-    """The operation without shape and type: a table has to fit on a page."""
-    return f"waits for {event.in_short}" if event.kind == "wait" else event.in_short
-
-
-def _sums_of_events(record):
+def _table(record, title: str) -> Table:
+    """A row for each event; where these are too many, their sums."""
+    if len(record.events) <= MOST_ROWS:
+        rows = [
+            (
+                event.rank, _in_short(event), event.where if len(event.where) <= 40 else f"{event.where[:37]}...",
+                f"{1e3 * event.start:.2f}", "never" if event.end is None else f"{1e3 * event.end:.2f}",
+                event.messages, event.bytes,
+            )
+            for event in record.events
+        ]  # fmt: skip
+        headers = ("rank", "what", "line", "from (ms)", "to (ms)", "messages", "bytes sent")
+        return Table(rows, headers, title, align="rllrrrr")
     sums: dict = {}
     for event in record.events:
         entry = sums.setdefault((event.rank, event.kind, event.name), [0, 0.0, 0, 0])
@@ -278,4 +333,9 @@ def _sums_of_events(record):
         (rank, f"waits for {name}" if kind == "wait" else name, count, f"{1e3 * took:.2f}", messages, sent)
         for (rank, kind, name), (count, took, messages, sent) in sorted(sums.items())
     ]
-    return rows, ("rank", "what", "times", "together (ms)", "messages", "bytes sent"), "rlrrrr"
+    return Table(rows, ("rank", "what", "times", "together (ms)", "messages", "bytes sent"), title, align="rlrrrr")
+
+
+def _in_short(event) -> str:
+    """The operation without shape and type: a table has to fit on a page."""
+    return f"waits for {event.in_short}" if event.kind == "wait" else event.in_short

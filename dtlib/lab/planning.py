@@ -1,14 +1,14 @@
 """lab.plan(): which meshes a model fits on, and how long a step takes there, as a table and a map."""
 
-from matplotlib.patches import Rectangle
+from math import nan
 
-from dtlib.lab.drawing import POINTS, shown, subplots
+from dtlib.lab.drawing import shown, subplots
 from dtlib.lab.tables import Table, table
 from dtlib.planner import Estimate, report
 from dtlib.planner.command import asked
 from dtlib.planner.model import GIB, Device, Model
 
-FITS, NOT, NONE = "#cfe8d5", "#f3d0cb", "#f2f2f2"
+FULL, NOT, NONE = "#6db584", "#f3d0cb", "#f2f2f2"
 
 
 def plan(
@@ -35,22 +35,32 @@ def plan(
 
 @shown
 def what_fits(tried: list[Estimate]) -> tuple:
-    """A square a tensor and a pipe axis: green with seconds where a plan fits, red with GiB where none does."""
-    rows, headers = report.map_rows(tried)
-    figure, axes = subplots(height=0.9 + 0.55 * len(rows))
-    for y, (_, *cells) in enumerate(rows):
-        for x, cell in enumerate(cells):
-            colour = NONE if cell == "-" else NOT if cell.startswith("no") else FITS
-            axes.add_patch(Rectangle((x, y), 0.96, 0.92, color=colour))
-            axes.text(x + 0.48, y + 0.46, cell.replace("no: ", "x "), ha="center", va="center", fontsize=POINTS)
-    axes.set_xlim(0, len(headers) - 1)
-    axes.set_ylim(len(rows), 0)
-    axes.set_xticks([x + 0.48 for x in range(len(headers) - 1)], headers[1:])
-    axes.set_yticks([y + 0.46 for y in range(len(rows))], [name for name, *_ in rows])
-    axes.tick_params(length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
-    fit = sum(each.fits for each in tried)
+    """A square a tensor and a pipe axis: its shade is the GiB of the fastest that fits, and its text the bounds of the
+    step in seconds. Red squares have the GiB of the smallest, which does not fit."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    tensors, pipes = (sorted({getattr(e.plan, axis) for e in tried}) for axis in ("tensor", "pipe"))
+    found = {(e.plan.tensor, e.plan.pipe): e for e in reversed(tried)}  # the best of a square is the last
+    gib = {mesh: e.memory.total / GIB for mesh, e in found.items()}
     room = tried[0].device.memory / GIB
-    alt = f"A grid of tensor and pipe axes: {fit} of {len(tried)} meshes fit into {room:.0f} GiB; x marks others."
-    return figure, alt, Table(rows, headers)
+    shades = LinearSegmentedColormap.from_list("room", ("white", FULL)).with_extremes(bad=NONE, over=NOT)
+    figure, axes = subplots(height=0.9 + 0.55 * len(tensors))
+    shaded = [[gib.get((t, p), nan) for p in pipes] for t in tensors]
+    squares = axes.pcolormesh(shaded, cmap=shades, vmin=0, vmax=room, edgecolors="white", lw=3)
+    figure.colorbar(squares, label="GiB", extend="max", pad=0.01)
+    seconds = {mesh: "–".join(report.bounds_of(e)) + " s, " for mesh, e in found.items() if e.fits}
+    for t, p in found:
+        text = seconds.get((t, p), f"{gib[t, p]:.0f} GiB").rstrip(", ")
+        axes.text(pipes.index(p) + 0.5, tensors.index(t) + 0.5, text, ha="center", va="center")
+    axes.set_xticks([x + 0.5 for x in range(len(pipes))], [f"pipe {p}" for p in pipes])
+    axes.set_yticks([y + 0.5 for y in range(len(tensors))], [f"tensor {t}" for t in tensors])
+    axes.invert_yaxis()
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    fit = sum(each.fits for each in tried)
+    alt = f"A grid of tensor and pipe axes: {fit} of {len(tried)} meshes fit into {room:.0f} GiB; the others are red."
+    rows = [
+        (f"tensor {t}", *(f"{seconds.get((t, p), '')}{gib[t, p]:.0f} GiB" if (t, p) in gib else "-" for p in pipes))
+        for t in tensors
+    ]
+    return figure, alt, Table(rows, ("", *(f"pipe {p}" for p in pipes)))

@@ -82,7 +82,7 @@ class Memory:
         self._engine: Any = model if hasattr(model, "module") and not isinstance(model, torch.nn.Module) else None
         self._model: Any = model if self._engine is None else model.module
         self._optimizer: Any = optimizer if self._engine is None else optimizer or model.optimizer
-        self._sampled: dict = {}  # the largest counts so far
+        self.sampled: dict[str, int] = {}  # the largest counts that ``sample`` has found, by line
         self._kept = Activations()
         self._formula: dict[str, int] | None = None
 
@@ -97,10 +97,10 @@ class Memory:
             hooks.enter_context(self._kept)
             hooks.callback(self._model.register_forward_pre_hook(self._look_at_storages, prepend=True).remove)
             if hasattr(self._engine, "before_step_hooks"):
-                self._engine.before_step_hooks.append(self._sample_now)
-                hooks.callback(self._engine.before_step_hooks.remove, self._sample_now)
+                self._engine.before_step_hooks.append(self.sample)
+                hooks.callback(self._engine.before_step_hooks.remove, self.sample)
             elif self._optimizer is not None:
-                hooks.callback(self._optimizer.register_step_pre_hook(self._sample_now).remove)
+                hooks.callback(self._optimizer.register_step_pre_hook(self.sample).remove)
             self._look_at_storages()
             storages = Storages()
             self._counted(storages)
@@ -116,22 +116,14 @@ class Memory:
         if kind is None:
             self._count_at_the_end()
 
-    def sample(self) -> None:
+    def sample(self, *_: object) -> None:
         """Look at gradients and communication buffers now."""
         for name, count in self._counted().items():
-            self._sampled[name] = max(count, self._sampled.get(name, 0))
-
-    @property
-    def sampled(self) -> dict[str, int]:
-        """The largest counts that ``sample`` has found, by line; outside of a block, too."""
-        return self._sampled
-
-    def _sample_now(self, *_) -> None:
-        self.sample()
+            self.sampled[name] = max(count, self.sampled.get(name, 0))
 
     def _count_at_the_end(self) -> None:
         at_the_end = self._counted()
-        sampled = self._sampled or at_the_end
+        sampled = self.sampled or at_the_end
         for name in ("gradients", "gradient_padding"):
             at_the_end[name] = sampled[name]
         at_the_end["communication"] = max(at_the_end["communication"], sampled["communication"])

@@ -40,6 +40,7 @@ class Trace:
     rank: int
     clock_offset: float = 0.0
     events: list[Event] = field(default_factory=list)
+    until: float | None = None  # when the block ended
 
     def sent(self, operation: str | None = None) -> tuple[int, int]:
         """Messages and payload bytes that this rank sent, for one operation or for all."""
@@ -62,7 +63,11 @@ def trace() -> Iterator[Trace]:
     # The clocks of one machine are the same clock.
     offset = 0.0 if world.nodes == 1 else clock_offset(world.comm)
     with recorder.recording() as events:
-        yield Trace(world.rank, offset, events)
+        record = Trace(world.rank, offset, events)
+        try:
+            yield record
+        finally:
+            record.until = time.monotonic()
 
 
 def phase(name: str) -> AbstractContextManager[None]:
@@ -103,12 +108,12 @@ class Timeline:
         self.ranks = sorted(trace.rank for trace in traces)
         shifted = [
             replace(event, start=event.start + trace.clock_offset, end=event.end and event.end + trace.clock_offset)
-            for trace in traces
-            for event in trace.events
-        ]
+            for trace in traces for event in trace.events
+        ]  # fmt: skip
         begin = min((event.start for event in shifted), default=0.0)
         moved = [replace(event, start=event.start - begin, end=event.end and event.end - begin) for event in shifted]
         self.events = sorted(moved, key=lambda event: (event.start, event.rank))
+        self.until = {t.rank: t.until + t.clock_offset - begin for t in traces if t.until is not None}
 
     @property
     def end(self) -> float:

@@ -74,23 +74,22 @@ def measure(
     reader = getattr(loader, "reader", None)
     if reader is not None:
         reader.files.counters.reset()
-    count = samples = 0
-    began = None
-    for batch in loader:
+    times, lengths = [], []
+    batches = iter(loader)
+    while steps is None or len(times) <= steps:
+        with recorder.phase("reads", accelerator.rank):
+            batch = next(batches, None)
+        if batch is None:
+            break
         accelerator.step(batch)
         if comm is not None:
             comm.barrier()
-        ended = time.perf_counter()
-        if began is None:
-            began = ended
-        else:
-            count, samples = count + 1, samples + _length(batch)
-        if steps is not None and count >= steps:
-            break
-    seconds = ended - began if began is not None else 0.0
+        times.append(time.perf_counter())
+        lengths.append(_length(batch))
+    seconds = times[-1] - times[0] if times else 0.0
     counters, injected = ({}, "") if reader is None else (reader.files.counters.totals(), reader.injected)
     skipped = len(getattr(loader, "skipped", ()))
-    return Utilisation(count, samples, accelerator.seconds, seconds, counters, skipped, injected)
+    return Utilisation(len(lengths[1:]), sum(lengths[1:]), accelerator.seconds, seconds, counters, skipped, injected)
 
 
 def _length(batch) -> int:

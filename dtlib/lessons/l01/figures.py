@@ -4,11 +4,16 @@ from dtlib.lab.colours import RANK_COLOURS, rank_colour
 from dtlib.lab.drawing import MARKERS, shown, subplots
 from dtlib.lab.tables import Table
 
+# A kind of parallelism: what is cut, which samples a rank sees, and what travels.
 KINDS = {
-    "data": "the model on every rank, the batch cut",
-    "sharded data (ZeRO-3)": "each layer's weights cut, whole while it computes",
-    "pipeline": "cut between layers",
-    "tensor": "cut within each layer",
+    "data": ("the batch", "its own", "gradients,\nonce per step"),
+    "sharded (ZeRO-3)": (
+        "the batch, and each layer that does not compute",
+        "its own",
+        "weights and gradients\nof each layer",
+    ),
+    "pipeline": ("the model, between layers", "all", "activations,\nrank to rank"),
+    "tensor": ("each layer", "all", "activations\nin each layer"),
 }
 LAYERS = 4
 BELOW = {"MT-NLG": "right", "LLaMA 65B": "center"}  # names that stand below their points, as there are others above
@@ -45,34 +50,32 @@ def growth(published: dict, claimed: dict, ylabel: str):
 
 @shown
 def kinds(ranks: int = 4):
-    """What each rank holds: a row a layer, a colour a rank; with data parallelism there are as many whole models."""
-    from matplotlib.patches import Rectangle
-
-    figure, axes = subplots(1, len(KINDS), height=2.9)
-    for place, name in zip(axes, KINDS, strict=True):
+    """A panel a kind, a column a rank: the samples that it sees, its part of each layer, and below what travels."""
+    figure, panels = subplots(1, len(KINDS), height=3.7)
+    wide = 0.9 / ranks
+    for axes, (name, (_, samples, travels)) in zip(panels, KINDS.items(), strict=True):
         for rank in range(ranks):
-            for x, y, width, height in _cells(name, rank, ranks):
-                hatch = "///" if name.startswith("sharded") else ""
-                place.add_patch(Rectangle((x, y), width, height, fc=rank_colour(rank), ec="white", lw=2, hatch=hatch))
-            at = (-0.5, rank + 0.5) if name == "pipeline" else (rank + 0.5, LAYERS + 0.4)
-            if name != "data":
-                place.text(*at, str(rank), ha="center", va="center")
-        place.set(xlim=(-0.8, ranks + 0.1), ylim=(LAYERS + 0.8, -0.1), aspect="equal", title=name.replace(" (", "\n("))
-        place.axis("off")
-    alt = f"Four squares, a row a layer, a colour for each of {ranks} ranks: the kinds of parallelism."
-    return figure, alt, Table(list(KINDS.items()), ("kind", "what is cut"))
-
-
-def _cells(name: str, rank: int, ranks: int):
-    """(x, y, width, height) of what a rank holds, in a square of ``ranks`` by ``LAYERS``."""
-    for layer in range(LAYERS):
-        if name == "data":  # a model of its own, two in a row
-            half = LAYERS / 2 - 0.1
-            yield ranks / 2 * (rank % 2), (half + 0.2) * (rank // 2) + half / LAYERS * layer, half, half / LAYERS
-        elif name != "pipeline":
-            yield rank, layer, 1, 1
-        elif layer == rank:
-            yield 0, layer, ranks, 1
+            of_rank, piece = (rank, ranks * wide), (rank + rank * wide, wide)
+            seen = [(rank + i * wide, 0.8 * wide) for i in range(ranks) if samples == "all" or i == rank]
+            axes.broken_barh(seen, (-1.4, 0.7), color=rank_colour(rank))
+            for layer in range(LAYERS):
+                if name.startswith("sharded"):
+                    pale = {"facecolor": "white", "edgecolor": rank_colour(rank), "hatch": "////", "lw": 0}
+                    axes.broken_barh([of_rank], (layer, 0.85), **pale)
+                if name != "pipeline" or layer == rank:
+                    held = [piece if name[0] in "st" else of_rank]
+                    axes.broken_barh(held, (layer, 0.85), color=rank_colour(rank))
+        style = "->" if name == "pipeline" else "<->"
+        axes.annotate("", (ranks - 0.1, LAYERS + 0.3), (0, LAYERS + 0.3), arrowprops={"arrowstyle": style, "lw": 2})
+        axes.set(title=name, xlabel=travels, xlim=(-0.1, ranks), ylim=(LAYERS + 0.6, -1.5))
+        axes.set_xticks([rank + 0.45 for rank in range(ranks)], range(ranks))
+        axes.set_yticks([])
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0, labeltop=True, labelbottom=False)
+    panels[0].set_yticks([-1.05, LAYERS / 2], ["samples", "layers"])
+    alt = f"Four panels, a column for each of {ranks} ranks: its samples, its part of each layer, and what travels."
+    rows = [(name, *(" ".join(cell.split()) for cell in cells)) for name, cells in KINDS.items()]
+    return figure, alt, Table(rows, ("kind", "what is cut", "samples of a rank", "what travels"))
 
 
 @shown

@@ -209,8 +209,8 @@ assert all(by_gpus["PTD", gpus] > by_gpus["ZeRO-3", gpus] for gpus in (384, 768,
 #
 # ## Four ways to cut
 #
-# One model with four layers, on four ranks. Each row is a layer, each colour a rank. What is hatched is gathered from all
-# ranks while its layer computes, and is cut again afterwards:
+# One model with four layers, on four ranks. Each column is a rank: the samples that it sees, and its part of each layer.
+# What is hatched is gathered while its layer computes. Below stands what travels:
 
 # %%
 figures.kinds()

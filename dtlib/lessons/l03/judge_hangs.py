@@ -31,7 +31,7 @@ def watch(hang, seconds: float = SECONDS):
 
     comm = fresh_communicator(30, "watch()")  # whoever comes from the last hang may be late
     comm.time_limit, comm.verify = seconds, True
-    with trace() as record, tells_how_it_ended(pause=seconds / 2):
+    with tells_how_it_ended(pause=seconds / 2), trace() as record:
         hang(comm)
     return record
 

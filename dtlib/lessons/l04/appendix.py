@@ -211,14 +211,13 @@ with progress_thread():
 # %% tags=["nbval-ignore-output"]
 from dtlib import Timeline
 
-lab.pictures.timeline("usual")
-lab.pictures.timeline("reverse")
+lab.pictures.timeline("usual", "reverse", rank=0, ends={"layer 0": "backward pass ends"})
 in_order, reversed_order = (Timeline(lab.values(name)) for name in ("usual", "reverse"))
 print(f"EMULATED: reversed over usual {reversed_order.end / in_order.end:.2f}")
 
 # %% tags=["claim"]
-# "In the upper figure each bar below a rank begins at the end of a layer, and only the last is left when the backward pass ends."
-# "In the lower figure all six begin after the last layer, and end one after the other while nothing is computed."
+# "In the upper panel each all-reduce begins at the end of a layer, and only the last is left when the backward pass ends."
+# "In the lower panel all six begin after layer 0, and end one after the other while nothing is computed."
 for timeline, hidden in ((in_order, 5), (reversed_order, 0)):
     for rank in range(4):
         mine = [event for event in timeline.events if event.rank == rank]
@@ -230,10 +229,9 @@ for timeline, hidden in ((in_order, 5), (reversed_order, 0)):
 assert reversed_order.end > 1.1 * in_order.end
 
 # %% [markdown]
-# In the upper figure each bar below a rank begins at the end of a layer, and only the last is left when the backward
-# pass ends. In the lower figure all six begin after the last layer, and end one after the other while nothing is
-# computed. The first layer's gradient is ready last, and all others wait for it. (The short bar right after a rank's
-# last layer is the class's own check.)
+# In the upper panel each all-reduce begins at the end of a layer, and only the last is left when the backward pass ends. In
+# the lower panel all six begin after layer 0, and end one after the other while nothing is computed. The gradient of
+# layer 0 is ready last, and all others wait for it. (The short bar after layer 0 is the class's own check.)
 #
 # ## An old template: TensorFlow 1
 #

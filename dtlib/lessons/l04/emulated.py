@@ -16,15 +16,15 @@ class SleepingLayer(torch.autograd.Function):
     """Passes its input on. The backward pass takes a while, as on an accelerator, and gives gradients of one."""
 
     @staticmethod
-    def forward(ctx, x, weight, seconds):
-        ctx.weight, ctx.seconds = weight, seconds
+    def forward(ctx, x, weight, seconds, name):
+        ctx.weight, ctx.seconds, ctx.name = weight, seconds, name
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        with phase("layer"):
+        with phase(ctx.name):
             time.sleep(ctx.seconds)
-        return grad, torch.ones_like(ctx.weight), None
+        return grad, torch.ones_like(ctx.weight), None, None
 
 
 class EmulatedAccelerator(nn.Module):
@@ -36,6 +36,6 @@ class EmulatedAccelerator(nn.Module):
         self.seconds = seconds
 
     def forward(self, x):
-        for weight in self.weights:
-            x = SleepingLayer.apply(x, weight, self.seconds)
+        for number, weight in enumerate(self.weights):
+            x = SleepingLayer.apply(x, weight, self.seconds, f"layer {number}")
         return x

@@ -387,8 +387,7 @@ thread = emulated_step(DataParallel, progress="thread")
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 from dtlib import Timeline
 
-lab.pictures.timeline("inline")
-lab.pictures.timeline("thread")
+lab.pictures.timeline("inline", "thread", rank=0, ends={"layer 0": "backward pass ends"})
 with_hooks, with_thread = (Timeline(lab.values(name)) for name in ("inline", "thread"))
 print(f"EMULATED: thread over inline {with_thread.end / with_hooks.end:.2f}")
 
@@ -407,12 +406,12 @@ for timeline, hidden in ((with_hooks, range(3)), (with_thread, [5])):
 assert [event.dtype for event in with_hooks.events if event.rank == 0].count("int64") == 1
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Bars below layers are all-reduces. Without a thread few or none end during the backward pass. With a thread all but the
+# This is rank 0, twice on one axis. Without a thread few or none end during the backward pass. With a thread all but the
 # last do.
 
 # %% [markdown]
-# Without a thread (upper figure) messages move on only at hooks, and an all-reduce needs several. On a CPU a thread takes
-# time from the computation, so on the CPU `DataParallel` works without one. (The short bar after the last layer is the
+# Without a thread messages move on only at hooks, and an all-reduce needs several. On a CPU a thread takes
+# time from the computation, so on the CPU `DataParallel` works without one. (The short bar after layer 0 is the
 # plain class's check.)
 
 # %% [markdown] tags=["half-day"]
@@ -522,8 +521,7 @@ ours, theirs = (found(f"losses, {whose}: +([\\d. ]+)") for whose in ("ours", "DD
 assert ours == theirs and len(ours) == 3
 
 # %% tags=["half-day", "nbval-ignore-output"]
-lab.pictures.timeline("thread")
-lab.pictures.timeline("ddp")
+lab.pictures.timeline("thread", "ddp", rank=0, ends={"layer 0": "backward pass ends"})
 operations = [e.name for e in lab.values("ddp")[0].events if e.kind == "operation"]
 assert operations == ["all_reduce"] * 6
 

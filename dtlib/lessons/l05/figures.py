@@ -38,16 +38,13 @@ def errors(runs: dict, base_batch: int):
     figure, axes = subplots(height=4.8)
     axes.axhspan(low, high, color="grey", alpha=0.4, lw=0, label=f"batch {base_batch}")
     for number, name in enumerate(RULES):
-        places = [at + 0.17 * (number - (len(RULES) - 1) / 2) for at in range(len(batches))]
+        places = [batch * 1.015 ** (number - (len(RULES) - 1) / 2) for batch in batches]  # so that marks can be seen
         means, lows, highs = zip(*(intervals.mean(runs[batch, name]) for batch in batches), strict=True)
         colour, mark = RANK_COLOURS[number], MARKERS[number]
         for place, batch in zip(places, batches, strict=True):
             seeds = [float(error) for error in runs[batch, name]]
             axes.scatter([place] * len(seeds), seeds, color=colour, alpha=0.25, s=9, lw=0)
-        off = [
-            [m - low for m, low in zip(means, lows, strict=True)],
-            [high - m for m, high in zip(means, highs, strict=True)],
-        ]
+        off = [[abs(m - end) for m, end in zip(means, ends, strict=True)] for ends in (lows, highs)]
         axes.errorbar(
             places, means, off, color=colour, marker=mark, linestyle=_LINES[number], capsize=3, label=name, markersize=6
         )
@@ -56,11 +53,10 @@ def errors(runs: dict, base_batch: int):
             middle, low, high = intervals.mean(runs[batch, name])
             first = f"{batch} ({batch // base_batch})" if name == RULES[0] else ""
             rows.append((first, name, f"{middle:.1f}", f"{low:.1f} to {high:.1f}"))
-    axes.set_yscale("log")
+    axes.set(xscale="log", yscale="log", xlabel="batch", ylabel="test error in %", ylim=(1, 110))
     axes.set_yticks([2, 3, 5, 10, 20, 50, 100], ["2", "3", "5", "10", "20", "50", "100"])
+    axes.set_xticks(batches, [f"{batch}\nk = {batch // base_batch}" for batch in batches])
     axes.minorticks_off()
-    axes.set_xticks(range(len(batches)), [f"{batch}\nk = {batch // base_batch}" for batch in batches])
-    axes.set(xlabel="batch", ylabel="test error in %", ylim=(1, 110))
     axes.legend(loc="upper left")
     alt = f"Test error against batch, a line a rule, beside a grey band: what batch {base_batch} gets."
     return figure, alt, Table(rows, ("batch (k)", "rule", "test error (%)", "interval of the mean"), align="llrr")

@@ -13,7 +13,7 @@ KINDS = {
     "parameters": (("parameters",), RANK_COLOURS[0], ""),
     "gradients": (("gradients",), RANK_COLOURS[5], "//"),
     "optimizer": (("master_weights", "optimizer_states"), RANK_COLOURS[2], "\\\\"),
-    "padding, counters": (("padding", "step_counters"), RANK_COLOURS[6], ""),
+    "beside the states": ((), "0.8", ""),  # up to the peak
 }
 
 
@@ -49,38 +49,34 @@ def shards(ranks: int = 4):
 
 @shown
 def bars(groups: dict, unit: str = "bytes", published: dict | None = None, title: str = ""):
-    """Stacked bars of model states on one rank, several side by side for each stage.
+    """A stacked bar of the model states of one rank for each stage.
 
-    ``groups`` maps a stage to its bars, and a bar's name to lines as of ``dtlib.memory()`` or ``zero_bytes``; the
-    second bar of each stage is paler. Above a bar stands its total. Padding and counters are too few to be seen: they
-    are in the table. ``published`` maps a stage to a total, drawn as a black line.
+    ``groups`` maps a stage to lines as of ``dtlib.memory()`` or ``zero_bytes``. If they have a ``peak`` the bar ends
+    there: what is alive beside the states is pale. Above a bar stands its total. ``published`` maps a stage to a total,
+    drawn as a black line.
     """
-    figure, axes = subplots(height=4.6)
-    names = list(next(iter(groups.values())))
-    width, rows = 0.8 / len(names), []
-    drawn = [line for lines, *_ in KINDS.values() for line in lines]
-    tallest = max(sum(bar.get(line, 0) for line in drawn) for stacks in groups.values() for bar in stacks.values())
-    for at, (stage, stacks) in enumerate(groups.items()):
-        for number, name in enumerate(names):
-            place, bottom, row = at + (number - (len(names) - 1) / 2) * width, 0, []
-            for lines, colour, hatch in KINDS.values():
-                height = sum(stacks[name].get(line, 0) for line in lines)
-                style = {"color": colour, "hatch": hatch, "edgecolor": "white", "lw": 0, "alpha": 0.55 if number else 1}
-                axes.bar(place, height, 0.9 * width, bottom, **style)
-                bottom, row = bottom + height, [*row, height]
-            total = _in_unit(bottom, unit)
-            label = {"s": f" {name}: {total}", "rotation": 90} if len(names) > 1 else {"s": f"{total} {unit}"}
-            axes.text(place, bottom + 0.02 * tallest, ha="center", va="bottom", **label)
-            rows.append([stage if not number else "", name, *(_in_unit(h, unit) for h in [*row, bottom])])
+    figure, axes = subplots(height=4.2)
+    rows = []
+    for at, (stage, lines) in enumerate(groups.items()):
+        counts = [sum(lines.get(line, 0) for line in kind) for kind, *_ in KINDS.values()]
+        counts[-1] = max(0, lines.get("peak", 0) - sum(counts[:-1]))
+        for number, (_, colour, hatch) in enumerate(KINDS.values()):
+            style = {"color": colour, "hatch": hatch, "edgecolor": "white", "lw": 0}
+            bar = axes.bar(at, counts[number], 0.6, sum(counts[:number]), **style)
+        cells = [_in_unit(count, unit) for count in (*counts, sum(counts))]
+        axes.bar_label(bar, [f"{cells[-1]} {unit}"], padding=2)
+        rows.append((stage, *cells))
         if published:
             axes.plot([at - 0.45, at + 0.45], [published[stage]] * 2, color="black", lw=1.5)
-            rows.append(["", "published", *[""] * len(KINDS), _in_unit(published[stage], unit)])
-    axes.set(ylabel=unit, title=title, ylim=(0, tallest * (1.75 if len(names) > 1 else 1.15)))
+            rows.append(("published", *[""] * len(KINDS), _in_unit(published[stage], unit)))
+    axes.set(ylabel=unit, title=title)
+    axes.set_ylim(0, 1.12 * axes.dataLim.y1)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xticks(range(len(groups)), list(groups))
-    _legend(figure, list(KINDS)[:3], "published" if published else None)
-    alt = f"{title or 'Model states'}: stacked bars of {', '.join(list(KINDS)[:3])} for {', '.join(groups)}."
-    return figure, alt, Table(rows, ("", "", *KINDS, f"together ({unit})"), title, align="ll" + "r" * (len(KINDS) + 1))
+    drawn = list(KINDS)[: 4 if "peak" in lines else 3]
+    _legend(figure, drawn, "published" if published else None)
+    alt = f"{title or 'Model states'}: stacked bars of {', '.join(drawn)} for {', '.join(groups)}."
+    return figure, alt, Table(rows, ("", *KINDS, f"together ({unit})"), title, align="l" + "r" * (len(KINDS) + 1))
 
 
 def _in_unit(value: float, unit: str) -> str:

@@ -278,35 +278,21 @@ assert row("communication", "mixed_adam")[1] < 0.1
 
 # %% [markdown] tags=["half-day"]
 # Count and formula agree in all lines with a formula. *Padding* makes shards equal; Adam has a *step counter* per tensor.
-# *Peak* is the most at any time.
-
-# %%
-held, sizes = lab.values("lines_of")[0], lab.values("sizes_of")[0]
-parameters = held[0]["parameters"] // 2  # 16 bits each
-groups = {
-    name: {"counted": held[stage], "formula": zero_bytes(sizes[stage], 4, stage)}
-    for stage, name in enumerate(figures.STAGES)
-}
-figures.bars(groups, title="Model states of rank 0 of 4")
-for both in groups.values():
-    assert all(both["counted"][line] == count for line, count in both["formula"].items())
-
-# %% [markdown] tags=["half-day"]
-# The peak decides:
+# *Peak* is the most at any time, and decides. The bars end there:
 
 # %% tags=["half-day"]
-held, rows = lab.values("lines_of")[0], []
-for stage, name in enumerate(figures.STAGES):
-    states = sum(held[stage][line] for line in zero_bytes(0, 4, stage))
-    rows.append((name, states, held[stage]["peak"], held[stage]["peak"] - states))
-lab.table(rows, ("rank 0 of 4", "states (bytes)", "peak", "beside them"))
+held, sizes = lab.values("lines_of")[0], lab.values("sizes_of")[0]
+parameters = held[0]["parameters"] // 2  # 16 bits each
+figures.bars(dict(zip(figures.STAGES, held.values(), strict=True)), title="Peak of rank 0 of 4")
+for stage, counted in held.items():
+    assert all(counted[line] == count for line, count in zero_bytes(sizes[stage], 4, stage).items())
 
 # %% tags=["statement"]
 # "The peak falls from stage to stage."
-peaks = [row(name, "beside them")[-2] for name in ("data parallelism", "stage 1", "stage 2", "stage 3")]
+of_rank_0 = [row(name, "Peak of rank 0")[-5:] for name in ("data parallelism", "stage 1", "stage 2", "stage 3")]
+peaks, states = [bar[-1] for bar in of_rank_0], [sum(bar[:3]) for bar in of_rank_0]
 assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
-states = [row(name, "beside them")[-3] for name in ("data parallelism", "stage 3")]
-assert peaks[0] / peaks[3] < states[0] / states[1]
+assert peaks[0] / peaks[3] < states[0] / states[3]
 
 # %% [markdown] tags=["half-day"]
 # The peak falls from stage to stage. Beside states it has activations, a bucket that travels (at stage 3 a unit's weights
@@ -321,7 +307,7 @@ assert peaks[0] / peaks[3] < states[0] / states[1]
 P, rows = 7_500_000_000, lab.published("zero_figure1_7p5B_Nd64.csv")
 figure_1 = {name: float(row["GB"]) for name, row in zip(figures.STAGES, rows, strict=True)}
 groups = {
-    name: {"formula": {line: count / GB for line, count in zero_bytes(P, 64, stage).items()}}
+    name: {line: count / GB for line, count in zero_bytes(P, 64, stage).items()}
     for stage, name in enumerate(figures.STAGES)
 }
 figures.bars(groups, "GB", figure_1, "7.5 billion parameters, on each of 64 ranks")
@@ -694,9 +680,9 @@ assert ours == theirs and by_torch < held
 #
 # ## The way out: FSDP2
 #
-# torch's `fully_shard` sends through our collectives, so its timeline stands below ours. It has the same gathers; in gaps a
-# rank computes. In the upper figure pale boxes are waits, and hatched bars are messages: three gathers forward, three
-# backward with three reduce_scatters. FSDP2 sends 1 % more: for equal shards, the last layer's ten rows become twelve.
+# torch's `fully_shard` sends through our collectives, so its timeline stands below ours. This is rank 0. It has the same
+# gathers: three forward, three backward with three reduce_scatters. FSDP2 sends 1 % more: for equal shards, the last
+# layer's ten rows become twelve.
 
 # %%
 # %%px
@@ -716,15 +702,15 @@ for name, (model, adam) in both.items():
     losses = digits.train(model, comm, adam.step, adam.zero_grad)
     assert (losses - expected).abs().max() < 1e-12
     with dtlib.trace() as both[name]:
-        cross_entropy(model(x[:24]), y[:24]).backward()
+        with dtlib.phase("forward"):
+            loss = cross_entropy(model(x[:24]), y[:24])
+        with dtlib.phase("backward"):
+            loss.backward()
 ours, fsdp2 = both.values()
 dist.destroy_process_group()
 
 # %% tags=["nbval-ignore-output"]
-lab.pictures.timeline("ours")
-
-# %% tags=["nbval-ignore-output"]
-lab.pictures.timeline("fsdp2")
+lab.pictures.timeline("ours", "fsdp2", rank=0, ends={"forward": ""})
 operations = [e.name for e in lab.values("fsdp2")[0].events if e.kind == "operation"]
 assert operations.count("all_gather") == 6 and operations.count("reduce_scatter") == 3
 
@@ -732,7 +718,7 @@ assert operations.count("all_gather") == 6 and operations.count("reduce_scatter"
 # "It has the same gathers"
 # "FSDP2 sends 1 % more: for equal shards, the last layer's ten rows become twelve."
 assert rows("0  all_gather", "over")[0][0] == 6
-ours, theirs = (rows("0  reduce_scatter", f"{whose}: what ranks")[0][-1] for whose in ("ours", "fsdp2"))
+ours, theirs = (numbers[-1] for numbers in rows("0  reduce_scatter"))
 # 8 bytes a number, 3/4 of each layer's; ours pads its 1,290 to the next multiple of four
 assert (ours, theirs) == (6 * (8320 + 16512 + 1292), 6 * (8320 + 16512 + 12 * 129)) and round(theirs / ours, 2) == 1.01
 

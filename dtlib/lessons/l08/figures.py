@@ -1,6 +1,6 @@
 """The figures of lesson 08, each with its text."""
 
-from itertools import groupby, pairwise
+from itertools import groupby
 
 from dtlib.lab.colours import RANK_COLOURS, rank_colour
 from dtlib.lab.drawing import WIDTH, fits, shown, subplots
@@ -76,48 +76,57 @@ def groups_of(axis: str, shape: dict[str, int]) -> list[list[int]]:
     return [[rank_of(coordinates_of(first, shape) | {axis: place}, shape) for place in along] for first in firsts]
 
 
+# How the axes of a mesh are drawn, from the last to the first: to the right, down, to the back.
+_STEPS = ((1.5, 0), (0, -1.6), (0.65, 0.7))
+_LINES: tuple[dict, ...] = (
+    {"lw": 7, "color": "0.6"},
+    {"lw": 2.5, "color": "black"},
+    {"lw": 2.5, "ls": ":", "color": "black"},
+)
+
+
 @shown
 def mesh(**axes: int):
-    """Ranks on their grid, once for each axis (three at most): who is joined with whom along it."""
+    """Ranks on a grid of three axes at most, joined with those that they talk with, with another line for each axis.
+
+    A box is a machine: it has a group along ``tensor``.
+    """
     import math
 
+    from matplotlib.patches import FancyBboxPatch
+
     shape = shape_of(axes, math.prod(axes.values()))
-    places = {rank: _place(rank, shape) for rank in range(math.prod(shape.values()))}
-    wide, high = (max(place[i] for place in places.values()) for i in (0, 1))
-    width = min(WIDTH, (0.7 * wide + 1.6) * len(shape))
-    figure, panels = subplots(1, len(shape), height=0.7 * high + 1.9, width=width, squeeze=False)
+    steps = dict(zip(reversed(shape), _STEPS, strict=False))
+    places = [
+        [sum(at * steps[axis][i] for axis, at in coordinates_of(rank, shape).items()) for i in (0, 1)]
+        for rank in range(math.prod(shape.values()))
+    ]
+    wide, high = (max(along) - min(along) for along in zip(*places, strict=True))
+    figure, panel = subplots(height=high + 1, width=min(WIDTH, wide + 3))
     rows = []
-    for axis, panel in zip(shape, panels[0], strict=True):
-        for group in groups_of(axis, shape):
-            for one, other in pairwise(group):
-                _join(panel, places[one], places[other])
-        for rank, (x, y) in places.items():
-            circle = {"marker": "o", "s": 480, "facecolors": "white", "edgecolors": rank_colour(rank), "linewidths": 3}
-            panel.scatter([x], [-y], zorder=3, **circle)
-            panel.text(x, -y, f"{rank}", ha="center", va="center", zorder=4)
-        above = 1.1 if len(shape) > 2 else 0.6  # room for arcs
-        panel.set(title=axis, xlim=(-0.6, wide + 0.6), ylim=(-high - 0.6, above), aspect="equal")
-        panel.axis("off")
-        groups = "  ".join("-".join(map(str, group)) for group in groups_of(axis, shape))
-        rows.append((axis, shape[axis], groups))
+    for (axis, size), line in zip(reversed(shape.items()), _LINES, strict=False):
+        groups = groups_of(axis, shape)
+        for number, group in enumerate(groups):
+            xs, ys = zip(*(places[rank] for rank in group), strict=True)
+            panel.plot(xs, ys, label="" if number else axis, zorder=2, **line)
+            if axis == "tensor":
+                style = {
+                    "boxstyle": "round,pad=0.28",
+                    "fc": "0.95",
+                    "ec": "0.7",
+                    "label": "" if number else "a machine",
+                }
+                panel.add_patch(FancyBboxPatch((min(xs), min(ys)), max(xs) - min(xs), 0, **style))
+        rows.insert(0, (axis, size, "  ".join("-".join(map(str, group)) for group in groups)))
+    for rank, place in enumerate(places):
+        circle = {"marker": "o", "s": 480, "facecolors": "white", "edgecolors": rank_colour(rank), "linewidths": 3}
+        panel.scatter(*place, zorder=3, **circle)
+        panel.text(*place, f"{rank}", ha="center", va="center", zorder=4)
+    panel.set_aspect("equal")
+    panel.axis("off")
+    figure.legend(loc="outside center right", frameon=False)
     alt = f"{len(places)} ranks on a grid, joined with those that they talk with along {', '.join(shape)}."
     return figure, alt, Table(rows, ("axis", "size", "ranks that talk with each other along it"))
-
-
-def _place(rank: int, shape: dict[str, int]) -> tuple[float, float]:
-    """The last axis goes to the right, the one before it down, a third one to the right again, with a gap."""
-    *rest, y, x = (0, *coordinates_of(rank, shape).values())
-    return x + sum(rest) * (list(shape.values())[-1] + 0.6), y
-
-
-def _join(panel, one, other) -> None:
-    """A thick line; an arc where others stand between."""
-    from matplotlib.patches import FancyArrowPatch
-
-    apart = abs(one[0] - other[0]) + abs(one[1] - other[1])
-    ends = {"posA": (one[0], -one[1]), "posB": (other[0], -other[1])}
-    bend = f"arc3,rad={-0.35 if apart > 1.2 else 0}"
-    panel.add_patch(FancyArrowPatch(**ends, connectionstyle=bend, arrowstyle="-", lw=5, color="darkgrey", zorder=1))
 
 
 @shown

@@ -296,8 +296,8 @@ assert fast < 6 * slow
 
 # %% [markdown]
 # An accelerator that is ten times as fast gets far less than ten times the samples. Now on four ranks: each feeds an
-# accelerator of its own, and waits for the others at a barrier after each step. In the timeline, look where a rank's
-# line is empty: there it reads, and its accelerator starves.
+# accelerator of its own, and waits for the others at a barrier after each step. Where the timeline has crosses, a rank
+# reads, and its accelerator starves.
 
 # %%
 lab.push(shards=str(shards))

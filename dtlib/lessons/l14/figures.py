@@ -15,27 +15,53 @@ def fitting() -> dict:
 
 
 @shown
-def times(sample: float, measured: dict | None = None, bubble: bool = True):
-    """A bar a mesh that fits: its predicted step and its band; a mark: what was measured."""
-    meshes, rows = fitting(), []
-    figure, axes = subplots(height=0.55 * len(meshes) + 1)
-    for y, (name, plan) in enumerate(meshes.items()):
-        said = 1000 * brief.predicted(plan, sample, bubble=bubble)
+def times(sample: float):
+    """The predicted step of each mesh that fits, and its band."""
+    figure, axes = subplots(height=0.45 * len(fitting()) + 1)
+    rows = []
+    for name, plan in fitting().items():
+        said = 1000 * brief.predicted(plan, sample)
         low, high = said / brief.BAND, said * brief.BAND
-        axes.barh(y, said, color=PREDICTED, alpha=0.45, height=0.55)
-        axes.plot([low, high], [y, y], color=PREDICTED, linewidth=3)
-        row = [name, f"{said:.0f}", f"{low:.0f} to {high:.0f}"]
-        if measured:
-            took = 1000 * measured[name]["seconds"]
-            axes.plot(took, y, color=MEASURED, marker="D", markersize=9)
-            row += [f"{took:.0f}", f"{took / said:.2f}"]
-        rows.append(tuple(row))
-    axes.set_yticks(range(len(meshes)), list(meshes))
-    axes.set_ylim(len(meshes) - 0.5, -0.5)
-    axes.set(xlabel="ms a step" + (" (bars: predicted, diamonds: measured)" if measured else ", predicted"))
-    headers = ("mesh", "ms, predicted", "band", *(("ms, measured", "ratio") if measured else ()))
-    alt = f"A bar for each of {len(meshes)} meshes, its predicted ms a step, with a band of {brief.BAND} times"
-    return figure, alt + (", and a diamond for what was measured." if measured else "."), Table(rows, headers)
+        axes.errorbar(said, name, xerr=[[said - low], [high - said]], color=PREDICTED, marker="o", capsize=4)
+        rows.append((name, f"{said:.0f}", f"{low:.0f} to {high:.0f}"))
+    axes.set(xscale="log", xlabel="ms per step, predicted")
+    axes.set_xticks([100, 200, 500, 1000, 2000], ["100", "200", "500", "1,000", "2,000"])
+    axes.minorticks_off()
+    axes.invert_yaxis()
+    alt = f"The predicted ms of a step for each of {len(rows)} meshes, with a band of {brief.BAND} times."
+    return figure, alt, Table(rows, ("mesh", "ms, predicted", "band"))
+
+
+@shown
+def ratios(sample: float, measured: dict, without_bubble: bool = False):
+    """The measured step of each mesh over its prediction, in the band; arrows lead to the ratio without the bubble."""
+    figure, axes = subplots(height=0.45 * len(fitting()) + 1)
+    rows = []
+    for y, (name, plan) in enumerate(fitting().items()):
+        took = measured[name]["seconds"]
+        said, eager = (brief.predicted(plan, sample, bubble=bubble) for bubble in (True, False))
+        axes.plot([took / said], [name], color=MEASURED, marker="D", markersize=9)
+        if without_bubble and plan.pipe > 1:
+            axes.annotate(
+                "", (took / eager, y), (took / said, y), arrowprops={"arrowstyle": "->", "lw": 2, "color": PREDICTED}
+            )
+        cells = (f"{took / eager:.2f}",) if without_bubble else ()
+        rows.append((name, f"{1000 * said:.0f}", f"{1000 * took:.0f}", f"{took / said:.2f}", *cells))
+    ends = 1 / brief.BAND, 1, brief.BAND
+    axes.axvspan(ends[0], ends[-1], color=PREDICTED, alpha=0.15, lw=0)
+    axes.axvline(1, color=PREDICTED)
+    axes.set(xscale="log", xlabel="measured / predicted (left: faster than predicted)")
+    axes.set_xlim(min(0.55, axes.get_xlim()[0]), max(1.8, axes.get_xlim()[1]))
+    axes.set_xticks(ends, [f"{end:.2g}" for end in ends])
+    axes.minorticks_off()
+    axes.invert_yaxis()
+    headers = ("mesh", "ms, predicted", "ms, measured", "ratio", "without the bubble")[: len(rows[0])]
+    alt = f"Measured over predicted ms of a step, for {len(rows)} meshes, in a band of {brief.BAND} times"
+    return (
+        figure,
+        alt + ("; arrows lead to the ratio without the bubble." if without_bubble else "."),
+        Table(rows, headers),
+    )
 
 
 @shown

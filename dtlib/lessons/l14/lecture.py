@@ -213,10 +213,10 @@ assert count(r"\bequal\b") == 7 and not count("NOT EQUAL")
 # counted). Both are arithmetic, and hold on 1,024 ranks as on four. And time?
 
 # %% tags=["nbval-ignore-output"]
-figures.times(sample, everyones[0])
+figures.ratios(sample, everyones[0])
 
 # %% [markdown]
-# Which mesh is furthest from its prediction here, and which is faster than planned? If you took a mesh of this table,
+# Which mesh is furthest from 1, its prediction, and which is faster than planned? If you took a mesh of this table,
 # it has now been measured twice, by `dtlib train` and here: how far are the two times apart? A prediction that is off
 # by no more than that needs no explanation yet.
 #
@@ -234,14 +234,14 @@ lab.predict("faster-than-planned", "idle stages leave their core to others")
 
 # %% [markdown]
 # An explanation is a prediction, too: it has to be tried. If idle stages cost nothing, a step has m turns and no bubble.
-# The same diamonds, and bars without the bubble:
+# The same diamonds, with arrows to the ratio without the bubble:
 
 # %% tags=["nbval-ignore-output"]
-figures.times(sample, everyones[0], bubble=False)
+figures.ratios(sample, everyones[0], without_bubble=True)
 
 # %% [markdown]
-# Where is the diamond of `pipe 4` now? If it lies between the ends of its new and its old bar, part of the bubble has
-# cost nothing, as the explanation says. If it lies beyond the old end, the explanation is refuted.
+# Does the arrow of `pipe 4` cross 1? Then part of the bubble has cost nothing, as the explanation says. If it begins on
+# the right of 1, the explanation is refuted.
 #
 # But three meshes have a pipeline, and an explanation has to hold for all of them. Look at the other two. One that was
 # slower than planned *with* its bubble is further off without it. There something else costs time: small

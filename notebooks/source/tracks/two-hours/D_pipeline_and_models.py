@@ -45,11 +45,11 @@ assert of_gpipe[:3] == eager[:3] and of_gpipe[3:] == [8] * 4 and eager[3:] == [4
 # %% [markdown]
 # ## Which cut, when?
 #
-# A page to take home: from top to bottom, stop where it fits. Lessons [08](../../lectures/08_tensor_and_hybrid.ipynb)
-# and [12](../../lectures/12_sequences_and_experts.ipynb) explain the lower half.
+# From top to bottom, stop where it fits. `lab.chart()` asks four more questions, which lessons
+# [08](../../lectures/08_tensor_and_hybrid.ipynb) and [12](../../lectures/12_sequences_and_experts.ipynb) explain.
 
 # %%
-lab.chart()
+lab.chart(short=True)
 
 # %% [markdown]
 # ## Quiz
