@@ -30,12 +30,9 @@ BRANCHES = (
 )  # fmt: skip
 ELSE = "More GPUs, a smaller model, or fewer bytes per parameter"
 LETTERS = " ".join(__doc__.partition("\n\n")[2].split())
-ALL_SHARDED = ("Do they fit, sharded\nover all ranks?", "16 P/N ≤ room", *BRANCHES[3][2:])
+ALL_SHARDED = ("Do they fit, sharded\nover all ranks?", "16 P/N ≤ memory", *BRANCHES[3][2:])
 OF_TWO_HOURS = (BRANCHES[0], BRANCHES[2], ALL_SHARDED, BRANCHES[5])
-THEIR_LETTERS = (
-    "P parameters, N data ranks, p stages, m micro-batches; room is memory without activations. "
-    + LETTERS[LETTERS.index("16 bytes") :]
-)
+THEIR_LETTERS = "P: parameters. N: data ranks. p: stages. m: micro-batches. " + LETTERS[LETTERS.index("16 bytes") :]
 QUESTION, CUT, LINE = "#dfe9f5", "#cfe8d5", "#555555"
 
 
