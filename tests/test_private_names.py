@@ -97,7 +97,6 @@ KNOWN = {
     },
     "checkpoint/holdings.py": {"_non_persistent_buffers_set": 1},
     "comm/torch/group_work.py": {"_get_backend": 1},
-    "gradients/backward.py": {"_post_accumulate_grad_hooks": 1, "torch.autograd.Variable._execution_engine": 1},
     "gradients/contract.py": {
         "torch.autograd.Variable._execution_engine": 1,
         "torch.nn.modules.batchnorm._BatchNorm": 1,
@@ -107,8 +106,13 @@ KNOWN = {
         "torch._C.DisableTorchFunctionSubclass": 1,
     },
     "gradients/precision.py": {"_version": 4, "torch._foreach_mul_": 1},
+    "gradients/reducer.py": {
+        "_cdata": 1,
+        "_post_accumulate_grad_hooks": 1,
+        "torch._C._storage_Use_Count": 1,
+        "torch.autograd.Variable._execution_engine": 1,
+    },
     "gradients/shard_info.py": {"_post_accumulate_grad_hooks": 1},
-    "gradients/shards.py": {"_cdata": 1, "torch._C._storage_Use_Count": 1},
     "horovod/operations.py": {"_version": 1},
     "lab/checks/held.py": {"_cdata": 1, "_version": 1},
     "measure/live.py": {"_cdata": 5, "torch.utils._python_dispatch": 1, "torch.utils._pytree": 1},

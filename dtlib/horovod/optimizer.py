@@ -6,55 +6,59 @@ step()           launch the rest, with zeros for missing gradients; wait; write 
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch.optim import Optimizer
 
-from dtlib.gradients.backward import BackwardPass
-from dtlib.gradients.buckets import FIRST_BUCKET, LARGEST_BUCKET, FlatBuffer, buckets_of
+from dtlib.gradients.buckets import FIRST_BUCKET, LARGEST_BUCKET, buckets_of
+from dtlib.gradients.reducer import AllReduce, Bucket, Reducer
 from dtlib.gradients.same_model import check_same_model
-from dtlib.gradients.shards import check_dense
 from dtlib.horovod.basics import HorovodInternalError, communicator, size
 from dtlib.horovod.compression import Compression, NoneCompressor
 from dtlib.horovod.operations import COMM_OPS, Average, check_op, finish_reduction, version_of
 
 
-class _Bucket:
-    """Gradients that are sent together: copied into one flat memory at the launch, and back in ``step()``."""
+class _Bucket(Bucket):
+    """A bucket whose gradients stay in ``.grad`` while a copy of them travels, so that changes of them are seen."""
 
-    def __init__(self, parameters: list):
-        self.parameters = parameters
-
-    def launch(self, optimizer) -> None:
-        first = self.parameters[0]
-        self.buffer = FlatBuffer([parameter.shape for parameter in self.parameters], first.dtype, first.device)
+    def finish(self, factor: float | None, used: list) -> None:
+        """Write the averages into ``.grad``, if the parameter has not been frozen since."""
         for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
-            check_dense(parameter.grad)
-            if parameter.grad is not None:
-                torch.div(parameter.grad, optimizer.gradient_predivide_factor, out=view)
-        self.short, self.ctx = optimizer.compression.compress(self.buffer.flat)
-        self.handle = communicator().all_reduce(self.short, COMM_OPS[optimizer.op], async_op=True)
-
-    def finish(self, optimizer) -> None:
-        """Write the averages into ``.grad``."""
-        self.handle.wait()
-        finish_reduction(self.short, optimizer.op, optimizer.gradient_predivide_factor)
-        self.buffer.flat.copy_(optimizer.compression.decompress(self.short, self.ctx))
-        for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
-            if parameter.requires_grad:  # else it has been frozen, and is left alone
+            if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad.copy_(view)
-        del self.buffer, self.short, self.handle
+        del self.buffer, self.handle
+
+
+class _Compressed(AllReduce):
+    """All-reduce buckets in the dtype of the compression. There are no flags: unused parameters count as zeros."""
+
+    def __init__(self, compression: type[NoneCompressor], op: int, predivide: float):
+        super().__init__(communicator())
+        self.compression, self.op, self.predivide, self.weight = compression, op, predivide, 1 / predivide
+        self._short: dict[Bucket, tuple] = {}  # what travels, and how to decompress it
+
+    def launch(self, bucket: Bucket, weight: float | None, sized: bool) -> None:
+        bucket.buffer = bucket.fill(weight, 0, free=False)
+        self._short[bucket] = short, _ = self.compression.compress(bucket.buffer.flat)
+        bucket.handle = communicator().all_reduce(short, COMM_OPS[self.op], async_op=True)
+
+    def collect(self, buckets: Sequence[Bucket], sized: bool) -> tuple[list, bool, bool]:
+        for bucket in buckets:
+            bucket.handle.wait()
+            short, context = self._short.pop(bucket)
+            finish_reduction(short, self.op, self.predivide)
+            bucket.buffer.flat.copy_(self.compression.decompress(short, context))
+        return [bucket.used for bucket in buckets], False, False
 
 
 class _Distributed(Optimizer):
     """This class stands before the class of the optimizer: each method is this one's, then the optimizer's own."""
 
     def _distribute(self, named_parameters, compression: type[NoneCompressor], passes: int, op: int, predivide: float):
-        self.compression, self.backward_passes_per_step, self.op = compression, passes, op
-        self.gradient_predivide_factor = predivide
+        self.backward_passes_per_step = passes
         self._parameter_names = self._checked_names(named_parameters)
         trained = [parameter for parameter in self._parameters() if parameter.requires_grad][::-1]
         named = {self._parameter_names[parameter]: parameter for parameter in trained}
@@ -62,9 +66,8 @@ class _Distributed(Optimizer):
         buckets = buckets_of(trained, LARGEST_BUCKET, FIRST_BUCKET) if size() > 1 else []
         self._buckets = [_Bucket([trained[i] for i in bucket]) for bucket in buckets]
         names = {parameter: name for name, parameter in named.items()} if buckets else {}
-        self._pass = BackwardPass(
-            self._buckets, lambda: None, lambda bucket: bucket.launch(self), self._finish, "inline", names, by_call=True
-        )
+        collective = _Compressed(compression, op, predivide)
+        self._reducer = Reducer(self._buckets, collective, None, "inline", names, by_call=True)
         self._delay = dict.fromkeys(names, passes)  # of a parameter: backward passes until its gradient is sent
         self._ready: dict[torch.Tensor, tuple] = {}  # gradients of this step, with torch's count of their changes
         self._synchronized, self._should_synchronize = False, True
@@ -103,7 +106,7 @@ class _Distributed(Optimizer):
         self._delay[parameter] -= 1
         if not self._delay[parameter]:
             self._ready[parameter] = parameter.grad, version_of(parameter.grad)
-            self._pass.gradient_is_ready(parameter)
+            self._reducer.gradient_is_ready(parameter)
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced. A parameter without a gradient counts as zeros, as other ranks may
@@ -117,7 +120,7 @@ class _Distributed(Optimizer):
         self._delay = dict.fromkeys(self._delay, self.backward_passes_per_step)
         ready, self._ready = self._ready, {}
         changed = [p for p, then in ready.items() if p.grad is not then[0] or version_of(p.grad) != then[1]]
-        self._pass.end()
+        self._reducer.end()
         if changed:
             raise HorovodInternalError(
                 f"The gradient of {self._parameter_names[changed[0]]!r} was changed or set to another between "
@@ -125,10 +128,6 @@ class _Distributed(Optimizer):
                 "`with optimizer.skip_synchronize(): optimizer.step()`."
             )
         self._synchronized = True
-
-    def _finish(self) -> None:
-        for bucket in self._buckets:
-            bucket.finish(self)
 
     # Methods that programs call
 

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.backward import RootBuffers
 from dtlib.gradients.buckets import MEBIBYTE
 from dtlib.gradients.precision import MasterWeights
+from dtlib.gradients.reducer import RootBuffers
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer, is_elementwise
 from dtlib.parallel.zero.sharded import fully_shard, units_of

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from dtlib.comm import AnyCommunicator, Communicator, as_communicator, progress_thread
 from dtlib.comm.waiting import Handle, advance_all
 from dtlib.errors import DtlibError
-from dtlib.gradients.backward import progress_for
+from dtlib.gradients.reducer import progress_for
 from dtlib.gradients.same_model import check_same_model
 
 
