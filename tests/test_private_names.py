@@ -97,10 +97,7 @@ KNOWN = {
     },
     "checkpoint/holdings.py": {"_non_persistent_buffers_set": 1},
     "comm/torch/group_work.py": {"_get_backend": 1},
-    "gradients/contract.py": {
-        "torch.autograd.Variable._execution_engine": 1,
-        "torch.nn.modules.batchnorm._BatchNorm": 1,
-    },
+    "gradients/contract.py": {"torch.autograd.Variable._execution_engine": 1},
     "gradients/local_gradient.py": {
         "torch.Tensor._make_subclass": 1,
         "torch._C.DisableTorchFunctionSubclass": 1,
@@ -123,6 +120,7 @@ KNOWN = {
     },
     "parallel/data/batch_norm.py": {"_buffers": 1, "_modules": 2, "torch.nn.modules.batchnorm._BatchNorm": 2},
     "parallel/data/plain.py": {"torch.autograd.Variable._execution_engine": 1},
+    "parallel/pipeline/contract.py": {"torch.nn.modules.batchnorm._BatchNorm": 1},
     "parallel/pipeline/cuts.py": {"torch.utils._pytree": 1},
     "parallel/pipeline/interpreter.py": {"torch.utils._pytree": 1},
     "parallel/pipeline/linear.py": {"_backward_hooks": 1, "_post_accumulate_grad_hooks": 1},
