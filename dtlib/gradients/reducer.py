@@ -39,10 +39,6 @@ if TYPE_CHECKING:
     from dtlib.comm import Communicator
 
 
-class RanksDisagree(DtlibError):
-    """All ranks have found out together, at the end of a pass, that its averages mean nothing."""
-
-
 class Reducer:
     """Average the gradients of ``buckets`` in each backward pass, which calls ``gradient_is_ready``.
 
@@ -50,7 +46,8 @@ class Reducer:
         buckets: in the order of their launch.
         collective: ``launch(bucket, weight, sized)`` starts to send a bucket. ``collect(buckets, sized)`` waits for
             all; it returns for each bucket which parameters any rank has used, and whether any and all were ``sized``.
-            ``weight`` is what this rank's gradients are multiplied with, None where the collective takes the mean.
+            ``weight`` is what this rank's gradients are multiplied with, None where the collective takes the mean;
+            ``weighs``, whether it takes others.
         owner: if its ``batch_size`` is not None, this rank's gradients are weighted by it; on all ranks, or on none.
         progress: who moves messages on: ``"inline"`` the hooks of the backward pass, or a ``"thread"``.
         names: of the parameters, for errors.
@@ -140,21 +137,20 @@ class Reducer:
             self.root_buffers.stale = True  # on all ranks, whatever goes wrong from here on
         try:
             used, any_sized, all_sized = self.collective.collect(self.buckets, self._samples is not None)
-            if any_sized and not all_sized:
-                raise RanksDisagree(
-                    f"batch_size is {self._samples} here, and set on some ranks only: set it on all of them before the "
-                    "backward pass, or on none."
-                )
-        except RanksDisagree:  # everything has arrived, so all may continue
-            self._launched = 0
-            raise
         finally:
             self._background.close()
+        self._launched, self._under_way = 0, False  # everything has arrived, so all may continue after an error
+        if any_sized and not self.collective.weighs:
+            raise DtlibError("batch_size weights gradients, and a communication hook does not: leave one out.")
+        if any_sized and not all_sized:
+            raise DtlibError(
+                f"batch_size is {self._samples} here, and set on some ranks only: set it on all of them before the "
+                "backward pass, or on none."
+            )
         factor = self._correction() if all_sized else None
         for bucket, its_used in zip(self.buckets, used, strict=True):
             bucket.finish(factor, its_used)
         self.passes += 1
-        self._launched, self._under_way = 0, False
 
     def _correction(self) -> float:
         """The factor by which sums of weighted gradients are off; all ranks call it."""
@@ -295,6 +291,8 @@ class AllReduce:
     """Every rank gets the average. Behind the gradients of a bucket travels a number for each parameter, whether this
     rank has used it, and one that says whether ``batch_size`` is set."""
 
+    weighs = True
+
     def __init__(self, comm: Communicator, algorithm: str | None = None):
         self.comm, self.algorithm = comm, algorithm
         self.weight: float | None = 1 / comm.size
@@ -315,7 +313,7 @@ class AllReduce:
 class ReduceScatter:
     """Every rank gets its shard of the average. Which parameters ranks have used they tell each other at the end."""
 
-    weight = None
+    weight, weighs = None, True
 
     def __init__(self, comm: Communicator):
         self.comm = comm

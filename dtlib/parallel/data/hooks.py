@@ -14,7 +14,7 @@ from torch import nn
 
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FlatBuffer
-from dtlib.gradients.reducer import AllReduce, Bucket, RanksDisagree
+from dtlib.gradients.reducer import AllReduce, Bucket
 
 
 class GradBucket:
@@ -53,6 +53,8 @@ class CommHook(AllReduce):
     ``torch.futures.Future`` of the average. ``before`` is the model's collective, which must not be a hook already.
     """
 
+    weighs = False  # the hook divides
+
     def __init__(self, state: object, hook: Callable, before: AllReduce, buckets: list[Bucket]):
         if isinstance(before, CommHook):
             raise DtlibError(f"This model has the hook {before.name} already: wrap it anew for another one.")
@@ -65,7 +67,6 @@ class CommHook(AllReduce):
         super().__init__(before.comm.split(0))
         self.state, self.hook, self.buckets = state, hook, buckets
         self._futures: dict[Bucket, torch.futures.Future] = {}
-        self.weight = None  # the hook divides
 
     def launch(self, bucket: Bucket, weight: float | None, sized: bool) -> None:
         """Call the hook. Flags are apart, as it may resize the memory of gradients."""
@@ -83,7 +84,7 @@ class CommHook(AllReduce):
 
     def collect(self, buckets: Sequence[Bucket], sized: bool) -> tuple[list, bool, bool]:
         """Write averages into the buckets' memory."""
-        used, *sizes = super().collect(buckets, sized)
+        arrived = super().collect(buckets, sized)
         for bucket in buckets:
             average, flat = self._futures.pop(bucket).wait(), bucket.buffer.flat
             average = average[0] if isinstance(average, list | tuple) else average
@@ -94,6 +95,4 @@ class CommHook(AllReduce):
                 )
             if average.data_ptr() != flat.data_ptr() or average.dtype != flat.dtype:
                 flat.copy_(average.view(-1))
-        if any(sizes):
-            raise RanksDisagree("batch_size weights gradients, and a communication hook does not: leave one out.")
-        return used, False, False
+        return arrived
