@@ -13,8 +13,8 @@ from torch import nn
 import dtlib
 from dtlib.comm import solo
 from dtlib.comm.waiting import KEPT
-from dtlib.gradients import backward
-from dtlib.gradients.shards import GradientShard
+from dtlib.gradients import reducer
+from dtlib.gradients.reducer import GradientShard
 from dtlib.lab import digits
 from dtlib.measure.held import held
 from dtlib.measure.live import Live
@@ -116,7 +116,6 @@ LINES = {  # a line's text: the formula's terms that it allocates
     "scaled.backward()": ("travels",),
     "self.flat = (torch.zeros if": ("travels",),
     "own = whole.new_empty(": ("shards",),
-    "average = whole.new_empty(": ("shards",),
     "torch.empty(size": ("scratch", "page"),
     "master.grad = ": ("float32",),
     "result = func(": ("float32",),  # of a gradient that is a shard
@@ -128,20 +127,24 @@ NUMBERS = 64  # bytes: losses, flags of parameters, and messages about them have
 def nothing_arrives_early(patch):
     """Between waits no message moves, and what is sent stays until it is waited for: the most that can be alive. (An
     all-reduce begins at once, and is over if its messages are there: that of stage 0 needs a slow network.)"""
-    patch.setattr(backward, "advance_all", lambda: None)
-    whole, collect = GradientShard._whole, GradientShard.collect
+    patch.setattr(reducer, "advance_all", lambda: None)
+    take = GradientShard.take
 
-    def kept(shard):
-        shard.kept = whole(shard)
-        return shard.kept
+    def kept(kind):
+        gradients = kind.flat_gradients
 
-    def dropped(shard, *arguments):
-        shard._handle.wait()
-        del shard.kept
-        collect(shard, *arguments)
+        def flat_gradients(bucket, weight):
+            bucket.kept = gradients(bucket, weight)
+            return bucket.kept
 
-    patch.setattr(GradientShard, "_whole", kept)
-    patch.setattr(GradientShard, "collect", dropped)
+        return flat_gradients
+
+    def dropped(bucket, *arguments):
+        bucket.__dict__.pop("kept", None)
+        take(bucket, *arguments)
+
+    patch.setattr(GradientShard, "flat_gradients", kept(GradientShard))
+    patch.setattr(GradientShard, "take", dropped)
 
 
 def check_terms(live, expected):

@@ -88,7 +88,7 @@ def test_gradients_are_views_of_the_buckets(world):
     for bucket in model.buckets:
         gradients = [parameter.grad for parameter in bucket.parameters if parameter.grad is not None]
         assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == bool(gradients)
-        assert bucket.buffer is None  # nothing but gradients keeps its memory
+        assert not hasattr(bucket, "buffer")  # nothing but gradients keeps its memory
 
 
 @on_ranks(2, 3)
@@ -347,3 +347,20 @@ def test_a_model_runs_forward_as_often_as_it_likes_before_it_runs_backward(world
                     whole.load_state_dict(model.state_dict())
                 for key in ("linear.weight", "norm.weight", "scale"):
                     assert apart(whole.state_dict()[key], expected(x).state_dict()[key]) <= EXACT, key
+
+
+@on_ranks(2, 3)
+def test_buffers_are_those_of_rank_0_again_in_each_step(world):
+    class Counting(nn.Linear):
+        def __init__(self):
+            super().__init__(1, 1)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += world.rank + 1
+            return super().forward(x)
+
+    model, x = DataParallel(Counting(), world.comm), torch.ones(2, 1)
+    for step in range(3):
+        model(x).sum().backward()
+        assert model.module.count == step + world.rank + 1

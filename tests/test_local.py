@@ -1,14 +1,10 @@
-"""Steps alone, then a message, beside their values (test_parity.py): bytes, fragments, refusals and deaths."""
+"""Steps alone, then a message, beside their values (test_parity.py): bytes, fragments and refusals."""
 
-import json
-
-import pytest
 import torch
 from torch import nn
 
 import dtlib
 from dtlib.parallel.local import DiLoCo, LocalSGD, plain
-from dtlib.recovery import Run
 from dtlib.theory import collectives
 from tests.cases import refuses
 from tests.models import EXACT, apart
@@ -45,35 +41,34 @@ def train(local, model, rank: int, steps) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def alone(ranks: int, steps: int, sync_every: int, outer=None, parts=None, delay=0, alpha=0.0, die=()):
+def alone(ranks: int, steps: int, sync_every: int, outer=None, parts=None, delay=0, alpha=0.0):
     """One process that plays all ranks with AdamW; returns each rank's parameters. ``parts`` are indices of parameters
-    that travel together, ``die`` is (rank, step): it is not there any more from this step on.
+    that travel together.
 
     The outer step is written out: v = m v + way, start -= rate (way + m v).
     """
     models = [made() for _ in range(ranks)]
-    inner, living = [adamw(model) for model in models], list(range(ranks))
+    inner = [adamw(model) for model in models]
     parameters = [list(model.parameters()) for model in models]
     starts = [parameter.detach().clone() for parameter in parameters[0]]
     speeds = [torch.zeros_like(start) for start in starts]
     parts = parts or [range(len(starts))]
     under_way, turn = None, 0
     for step in range(steps):
-        living = [rank for rank in living if (rank, step) not in die]
-        for rank in living:
+        for rank in range(ranks):
             gradient_of(models[rank], rank, step)
             inner[rank].step()
         with torch.no_grad():
             if (step + 1) % (sync_every // len(parts)) == 0:
-                ways = {i: [starts[i] - parameters[rank][i] for rank in living] for i in parts[turn % len(parts)]}
-                under_way, turn = (step + delay, {i: sum(way) / len(living) for i, way in ways.items()}), turn + 1
+                ways = {i: [starts[i] - parameters[rank][i] for rank in range(ranks)] for i in parts[turn % len(parts)]}
+                under_way, turn = (step + delay, {i: sum(way) / ranks for i, way in ways.items()}), turn + 1
             if under_way and under_way[0] == step:
                 for i, way in under_way[1].items():
                     if outer:
                         speeds[i] = outer["momentum"] * speeds[i] + way
                         way = outer["lr"] * (way + outer["momentum"] * speeds[i])
                     starts[i] = starts[i] - way
-                    for rank in living:
+                    for rank in range(ranks):
                         parameters[rank][i].copy_(alpha * parameters[rank][i] + (1 - alpha) * starts[i])
                 under_way = None
     return [[parameter.detach() for parameter in each] for each in parameters]
@@ -171,21 +166,3 @@ def test_buffers_are_averaged_gradients_stay_and_what_does_not_fit_is_refused(wo
         local.step()
     equal([parameter.grad for parameter in normed.parameters()], gradients)
     equal([normed[1].running_var], [comm.all_reduce(variance, op="mean")])
-
-
-@pytest.mark.parametrize(("delay", "die"), [(0, {2: 5}), (1, {0: 4, 2: 9})])
-def test_a_rank_that_dies_between_two_rounds_costs_its_own_steps_and_nothing_else(tmp_path, delay, die):
-    """Those who are left have, to the last digits, what they would have if it had not been there in that round."""
-    settings = {"sync_every": 4, "fragment_sync_delay": delay}
-    options = {"die": die, "steps": 14, "settings": settings}
-    run = Run(["-m", "tests.programs.local_deaths", json.dumps(options)], 3, tmp_path, survive=True).start()
-    assert run.wait(150) == 0, run.output()[-3000:]
-    # The round of step 3 is under way when rank 0 is killed in step 4: all of its messages have left, or some have not.
-    deaths = [die, {rank: 3 if (delay, step) == (1, 4) else step for rank, step in die.items()}]
-    expected = [alone(3, 14, 4, OUTER, delay=delay, die=list(each.items())) for each in deaths]
-    found = {rank: torch.load(tmp_path / f"{rank}.pt") for rank in sorted(set(range(3)) - set(die))}
-    assert all(each["lost"] == [[rank] for rank in die] for each in found.values())
-    (rank, one), *_ = found.items()
-    with_it = torch.allclose(one["parameters"][0], expected[0][rank][0], rtol=0, atol=1e-12)
-    for rank, each in found.items():  # one after all: those who are left agree on it
-        equal(each["parameters"], expected[0 if with_it else 1][rank])

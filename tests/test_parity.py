@@ -585,9 +585,6 @@ TABLE = {
        for name, make in LOSSLESS.items()},
     "Horovod": Row(horovod, ddp, AWKWARD, [replace(case, zeros=True) for case in WHOLE]),
     "Horovod, groups": Row(partial(horovod, groups=2), ddp, AWKWARD, [Case(zeros=True)]),
-    "Horovod, predivided": Row(
-        partial(horovod, gradient_predivide_factor=3.0, groups=1), ddp, AWKWARD, [Case("adamw", zeros=True)]
-    ),
     "ZeroOptimizer, stage 1": Row(partial(zero, 1), ddp_with_zero, AWKWARD, WHOLE),
     "ZeroOptimizer, stage 2": Row(partial(zero, 2), ddp_with_zero, AWKWARD, WHOLE),
     **{f"plain {kind.__name__}": Row(partial(plain_zero, kind), ddp_with_zero, (*USED, "recomputed"), PLAIN)

@@ -66,6 +66,15 @@ def test_bfloat16_follows_stage_1(world):
     assert difference_of_values(ours, theirs, comm) <= 0.01
 
 
+@on_ranks(2, 3)
+def test_averages_of_several_backward_passes_add_up(world):
+    model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
+    fully_shard(model, world.comm)
+    for passes in (1, 2, 3):
+        model(torch.full((1, 3), world.rank + 1.0, dtype=torch.float64)).sum().backward()
+        assert (model.weight.grad.clone() == passes * (world.size + 1) / 2).all()
+
+
 @on_ranks(2, 3, 4)
 def test_payload_is_one_and_a_half_times_that_of_data_parallelism(world):
     payload_is_that_of_the_formula(world, True)

@@ -275,7 +275,7 @@ FAULT = "a fault to the next good step"
 # and a fault by ShardInfo.
 LIMITS = {
     "a gradient in plain": (6, 45, 205, 20),
-    "a gradient in full": (9, 50, 232, 20),
+    "a gradient in full": (7, 45, 225, 15),
     "a 1F1B micro-batch": (10, 85, 345, 35),
     "an all-reduce": (4, 35, 150, 15),
     "an answer that is checked": (14, 98, 398, 41),
@@ -301,7 +301,7 @@ def test_no_walk_grows_and_a_plain_gradient_is_a_shorter_one_than_a_full_one(ran
     found = walks_on_new_ranks(ranks, tmp_path / "walks")
     assert not longer_than_allowed(found)
     plain, full = found["a gradient in plain"], found["a gradient in full"]
-    assert all(plain[name] < full[name] for name in COUNTS), (plain, full)
+    assert all(plain[name] < full[name] for name in ("files", "functions", "lines")), (plain, full)
 
 
 @pytest.mark.slow

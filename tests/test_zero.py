@@ -26,6 +26,26 @@ def zero_of(model, comm, stage, adam=False):
 
 
 @on_ranks(2, 3)
+def test_a_gradient_stays_if_a_later_pass_has_none_and_may_be_given_by_hand(world):
+    for stage in (1, 2):
+        always, once = (nn.Linear(2, 2, bias=False, dtype=torch.float64) for _ in range(2))
+        for layer in (always, once):
+            nn.init.zeros_(layer.weight)
+        parameters = [always.weight, once.weight]
+        zero = ZeroOptimizer(parameters, torch.optim.SGD, world.comm, stage, lr=1.0)
+        x = torch.full((1, 2), world.rank + 1.0, dtype=torch.float64)
+        (always(x) + once(x)).sum().backward()
+        always(x).sum().backward()
+        zero.step()
+        mean = (world.size + 1) / 2
+        assert (always.weight == -2 * mean).all() and (once.weight == -mean).all(), stage
+        if stage == 1:
+            once.weight.grad = torch.full((2, 2), world.rank + 1.0, dtype=torch.float64)
+            zero.step()
+            assert (always.weight == -2 * mean).all() and (once.weight == -2 * mean).all()
+
+
+@on_ranks(2, 3)
 def test_bfloat16_steps_on_float32_masters_like_data_parallelism(world):
     comm, data = world.comm, batches("plain", STEPS, 4 * world.size, torch.bfloat16)
     theirs = build("plain", torch.bfloat16)

@@ -1,1 +1,1 @@
-"""What strategies share: flat memory, gradients that leave during the backward pass, slices, precision."""
+"""What strategies share: the reducer of gradients, flat memory, shards, precision, and what plain classes rely on."""

@@ -23,9 +23,7 @@ from typing import NoReturn
 
 from dtlib.errors import DtlibError
 from dtlib.horovod.basics import (
-    HorovodInternalError, NotOffered, ccl_built, cross_rank, cross_size, cuda_built, ddl_built, gloo_built,
-    gloo_enabled, init, is_initialized, local_rank, local_size, mpi_built, mpi_enabled, nccl_built,
-    rank, rocm_built, shutdown, size,
+    HorovodInternalError, NotOffered, init, is_initialized, local_rank, local_size, rank, shutdown, size,
 )  # fmt: skip
 from dtlib.horovod.compression import Compression
 from dtlib.horovod.functions import (
@@ -44,6 +42,9 @@ _LEFT_OUT = {
     "syncbatchnorm": "use SyncBatchNorm(features, comm) of dtlib.parallel.data.batch_norm, with dtlib.init().comm",
     "process": "all operations are for all ranks; use those of dtlib.init().comm.split(color) for some of them",
     "threads": "call operations from one thread",
+    "cross_": "dtlib.init().node is the machine of this rank",
+    "_built": "operations run over MPI",
+    "_enabled": "operations run over MPI",
     "homogeneous": "compare hvd.local_size() over ranks with hvd.allgather_object",
     "timeline": "use `with dtlib.trace() as trace:`",
     "grouped": "call the asynchronous form for each tensor, then hvd.synchronize",

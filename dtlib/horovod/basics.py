@@ -1,4 +1,4 @@
-"""Ranks and sizes, and the libraries that Horovod is built with. Counterpart: ``horovod.common.basics``."""
+"""Ranks and sizes. Counterpart: ``horovod.common.basics``."""
 
 from dataclasses import dataclass
 
@@ -19,8 +19,7 @@ class HorovodInternalError(DtlibError, RuntimeError):
 class _State:
     world: Communicator  # that of dtlib.init()
     comm: Communicator  # of the same ranks, for these operations alone
-    local: tuple[int, int]  # this rank's number and the count of ranks on its machine
-    cross: tuple[int, int]  # the same among ranks of this local rank, one per machine
+    nodes: list  # the machine of each rank
 
 
 _state: _State | None = None
@@ -38,15 +37,8 @@ def init(comm: object = None, process_sets: object = None) -> None:
     world = dtlib.init()
     if _state is None or _state.world is not world.comm:
         own = world.comm.split(0)
-        _state = _State(world.comm, own, *places(own.all_gather_object(world.node), own.rank))
+        _state = _State(world.comm, own, own.all_gather_object(world.node))
     _initialized = True
-
-
-def places(nodes: list, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return local rank and size, and cross rank and size, of ``rank``, if rank r runs on ``nodes[r]``."""
-    local = [nodes[:r].count(node) for r, node in enumerate(nodes)]
-    alike = [r for r, mine in enumerate(local) if mine == local[rank]]
-    return (local[rank], nodes.count(nodes[rank])), (alike.index(rank), len(alike))
 
 
 def shutdown() -> None:
@@ -83,33 +75,11 @@ def size() -> int:
 
 def local_rank() -> int:
     """Return the number of this rank among those of its machine."""
-    return _initialised().local[0]
+    state = _initialised()
+    return state.nodes[: state.comm.rank].count(state.nodes[state.comm.rank])
 
 
 def local_size() -> int:
     """Return the number of ranks on this machine."""
-    return _initialised().local[1]
-
-
-def cross_rank() -> int:
-    """Return the number of this rank among ranks of the same local rank, one per machine."""
-    return _initialised().cross[0]
-
-
-def cross_size() -> int:
-    """Return the number of machines that have this local rank."""
-    return _initialised().cross[1]
-
-
-def mpi_built(verbose: bool = False) -> bool:
-    """Return True: operations run over MPI, whatever other libraries this machine has."""
-    return True
-
-
-def nccl_built(verbose: bool = False) -> int:
-    """Return 0: Horovod's NCCL, Gloo, DDL, CCL, CUDA and ROCm are not used here."""
-    return 0
-
-
-mpi_enabled = mpi_built
-gloo_built = gloo_enabled = ddl_built = ccl_built = cuda_built = rocm_built = nccl_built
+    state = _initialised()
+    return state.nodes.count(state.nodes[state.comm.rank])

@@ -6,7 +6,6 @@ average. Counterpart: ``horovod.torch.mpi_ops``.
 """
 
 import operator
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -83,68 +82,50 @@ def barrier() -> None:
 # Averages and sums
 
 
-def allreduce_async(tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
-                    prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Handle:  # fmt: skip
-    return _reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor, in_place=False)
+def allreduce_async(tensor: Tensor, average: None = None, name: str | None = None, op: int = Average) -> Handle:
+    return _reduce(tensor, average, name, op, in_place=False)
 
 
-def allreduce_async_(tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
-                     prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Handle:  # fmt: skip
-    return _reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor, in_place=True)
+def allreduce_async_(tensor: Tensor, average: None = None, name: str | None = None, op: int = Average) -> Handle:
+    return _reduce(tensor, average, name, op, in_place=True)
 
 
-def allreduce_(tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
-               prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Tensor:  # fmt: skip
+def allreduce_(tensor: Tensor, average: None = None, name: str | None = None, op: int = Average) -> Tensor:
     """``allreduce`` into its argument."""
-    return _reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor, in_place=True).wait()
+    return _reduce(tensor, average, name, op, in_place=True).wait()
 
 
-def allreduce(tensor: Tensor, average: bool | None = None, name: str | None = None,
-              compression: type[NoneCompressor] = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
-              postscale_factor: float = 1.0) -> Tensor:  # fmt: skip
-    """Return the average (or ``op``) of every rank's ``tensor``; ``prescale_factor`` and ``postscale_factor`` multiply
-    before and after. ``average=`` is deprecated. Gradients flow through averages and sums. Averages of integers are
-    rounded towards zero."""
-    op = _op_of(op, average)
-    scales = prescale_factor, postscale_factor
+def allreduce(tensor: Tensor, average: None = None, name: str | None = None,
+              compression: type[NoneCompressor] = Compression.none, op: int = Average) -> Tensor:  # fmt: skip
+    """Return the average (or ``op``) of every rank's ``tensor``. Gradients flow through averages and sums. Averages of
+    integers are rounded towards zero. ``average`` is Horovod's deprecated argument, and is refused."""
 
     def forward(tensor):
         short, ctx = compression.compress(tensor)
-        return compression.decompress(_reduce(short, name, op, *scales, in_place=False).wait(), ctx)
+        return compression.decompress(_reduce(short, average, name, op, in_place=False).wait(), ctx)
 
     def backward(gradient):
         if op not in (Average, Sum):
             raise NotOffered(f"allreduce(op=hvd.{OPS[op].title()}) has no gradient here: pass tensor.detach().")
-        return allreduce(gradient.contiguous(), None, None, compression, op, *scales)
+        return allreduce(gradient.contiguous(), None, None, compression, op)
 
     return _differentiable(tensor, forward, backward)
 
 
-def _reduce(tensor, name, op: int, prescale: float, postscale: float, in_place: bool) -> Handle:
+def _reduce(tensor, average, name, op: int, in_place: bool) -> Handle:
+    if average is not None:
+        raise ValueError(f"average={average!r:.40} is deprecated in Horovod: write op=hvd.Average or op=hvd.Sum.")
     check_op(op, "allreduce")
     own = _start(tensor, "allreduce", name)
     out = own if in_place else own.clone()
-    scale(out, prescale)
     waited = communicator().all_reduce(out.data, COMM_OPS[op], async_op=True)
-    return Handle(waited, out, lambda: _written(finish_reduction(out, op, postscale), tensor if in_place else out))
 
+    def finish():
+        if op == Average:  # that of integers is cut off towards zero, as in Horovod
+            out.div_(size(), rounding_mode=None if out.is_floating_point() else "trunc")
+        return _written(out, tensor if in_place else out)
 
-def scale(flat: Tensor, factor: float) -> None:
-    """Multiply in place. Integers are scaled in float64 and cut off, as in Horovod."""
-    if factor != 1:
-        flat.mul_(factor) if flat.is_floating_point() else flat.copy_(flat.double() * factor)
-
-
-def finish_reduction(flat: Tensor, op: int, postscale: float) -> Tensor:
-    """Do the second half of an average, in place. That of integers is cut off towards zero, as in Horovod."""
-    if op != Average:
-        scale(flat, postscale)
-    elif postscale != 1:
-        # In one step: in 16 bits postscale * flat alone may overflow.
-        scale(flat, postscale / size())
-    else:
-        flat.div_(size(), rounding_mode=None if flat.is_floating_point() else "trunc")
-    return flat
+    return Handle(waited, out, finish)
 
 
 def _written(out: Tensor, result: Tensor) -> Tensor:
@@ -152,18 +133,6 @@ def _written(out: Tensor, result: Tensor) -> Tensor:
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
     return result
-
-
-def _op_of(op, average) -> int:
-    """Return ``op``, or the meaning of the deprecated argument ``average``."""
-    if average is None:
-        return Average if op is None else op
-    if op is not None:
-        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
-    if not isinstance(average, bool):
-        raise ValueError(f"average={average!r:.40} is neither True nor False: write op= or name= before it.")
-    warnings.warn("Parameter `average` has been replaced with `op`.", DeprecationWarning, stacklevel=3)
-    return Average if average else Sum
 
 
 def check_op(op: int, operation: str) -> None:

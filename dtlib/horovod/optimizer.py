@@ -6,55 +6,64 @@ step()           launch the rest, with zeros for missing gradients; wait; write 
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from dtlib.gradients.backward import BackwardPass
-from dtlib.gradients.buckets import FIRST_BUCKET, LARGEST_BUCKET, FlatBuffer, buckets_of
+from dtlib.gradients.buckets import FIRST_BUCKET, LARGEST_BUCKET, buckets_of
+from dtlib.gradients.reducer import AllReduce, Bucket, Reducer
 from dtlib.gradients.same_model import check_same_model
-from dtlib.gradients.shards import check_dense
 from dtlib.horovod.basics import HorovodInternalError, communicator, size
 from dtlib.horovod.compression import Compression, NoneCompressor
-from dtlib.horovod.operations import COMM_OPS, Average, check_op, finish_reduction, version_of
+from dtlib.horovod.operations import COMM_OPS, Average, check_op, version_of
 
 
-class _Bucket:
-    """Gradients that are sent together: copied into one flat memory at the launch, and back in ``step()``."""
+class _Bucket(Bucket):
+    """A bucket whose gradients stay in ``.grad`` while a copy of them travels, so that changes of them are seen."""
 
-    def __init__(self, parameters: list):
-        self.parameters = parameters
-
-    def launch(self, optimizer) -> None:
-        first = self.parameters[0]
-        self.buffer = FlatBuffer([parameter.shape for parameter in self.parameters], first.dtype, first.device)
+    def finish(self, factor: float | None, used: list) -> None:
+        """Write the averages into ``.grad``, if the parameter has not been frozen since."""
         for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
-            check_dense(parameter.grad)
-            if parameter.grad is not None:
-                torch.div(parameter.grad, optimizer.gradient_predivide_factor, out=view)
-        self.short, self.ctx = optimizer.compression.compress(self.buffer.flat)
-        self.handle = communicator().all_reduce(self.short, COMM_OPS[optimizer.op], async_op=True)
-
-    def finish(self, optimizer) -> None:
-        """Write the averages into ``.grad``."""
-        self.handle.wait()
-        finish_reduction(self.short, optimizer.op, optimizer.gradient_predivide_factor)
-        self.buffer.flat.copy_(optimizer.compression.decompress(self.short, self.ctx))
-        for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
-            if parameter.requires_grad:  # else it has been frozen, and is left alone
+            if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad.copy_(view)
-        del self.buffer, self.short, self.handle
+        del self.buffer, self.handle
+
+
+class _Compressed(AllReduce):
+    """All-reduce buckets in the dtype of the compression. There are no flags: unused parameters count as zeros. An
+    average is divided before the sum, which could overflow in 16 bits."""
+
+    def __init__(self, compression: type[NoneCompressor], op: int):
+        super().__init__(communicator())
+        self.compression, self.op = compression, op
+        self.weight = 1 / size() if op == Average else None
+        self._short: dict[Bucket, tuple] = {}  # what travels, and how to decompress it
+
+    def launch(self, bucket: Bucket, weight: float | None, sized: bool) -> None:
+        bucket.buffer = bucket.fill(weight, 0, free=False)
+        self._short[bucket] = short, _ = self.compression.compress(bucket.buffer.flat)
+        bucket.handle = communicator().all_reduce(short, COMM_OPS[self.op], async_op=True)
+
+    def collect(self, buckets: Sequence[Bucket], sized: bool) -> tuple[list, bool, bool]:
+        for bucket in buckets:
+            bucket.handle.wait()
+            short, context = self._short.pop(bucket)
+            bucket.buffer.flat.copy_(self.compression.decompress(short, context))
+        return [bucket.used for bucket in buckets], False, False
+
+
+_hooks = WeakTensorKeyDictionary()
 
 
 class _Distributed(Optimizer):
     """This class stands before the class of the optimizer: each method is this one's, then the optimizer's own."""
 
-    def _distribute(self, named_parameters, compression: type[NoneCompressor], passes: int, op: int, predivide: float):
-        self.compression, self.backward_passes_per_step, self.op = compression, passes, op
-        self.gradient_predivide_factor = predivide
+    def _distribute(self, named_parameters, compression: type[NoneCompressor], passes: int, op: int):
+        self.backward_passes_per_step = passes
         self._parameter_names = self._checked_names(named_parameters)
         trained = [parameter for parameter in self._parameters() if parameter.requires_grad][::-1]
         named = {self._parameter_names[parameter]: parameter for parameter in trained}
@@ -62,14 +71,14 @@ class _Distributed(Optimizer):
         buckets = buckets_of(trained, LARGEST_BUCKET, FIRST_BUCKET) if size() > 1 else []
         self._buckets = [_Bucket([trained[i] for i in bucket]) for bucket in buckets]
         names = {parameter: name for name, parameter in named.items()} if buckets else {}
-        self._pass = BackwardPass(
-            self._buckets, lambda: None, lambda bucket: bucket.launch(self), self._finish, "inline", names, by_call=True
-        )
+        self._reducer = Reducer(self._buckets, _Compressed(compression, op), None, "inline", names, by_call=True)
         self._delay = dict.fromkeys(names, passes)  # of a parameter: backward passes until its gradient is sent
         self._ready: dict[torch.Tensor, tuple] = {}  # gradients of this step, with torch's count of their changes
         self._synchronized, self._should_synchronize = False, True
         for parameter in names:
-            parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
+            if parameter in _hooks:  # of an earlier optimizer of the same parameter
+                _hooks[parameter].remove()
+            _hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
 
     def _parameters(self):
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -103,7 +112,7 @@ class _Distributed(Optimizer):
         self._delay[parameter] -= 1
         if not self._delay[parameter]:
             self._ready[parameter] = parameter.grad, version_of(parameter.grad)
-            self._pass.gradient_is_ready(parameter)
+            self._reducer.gradient_is_ready(parameter)
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced. A parameter without a gradient counts as zeros, as other ranks may
@@ -117,7 +126,7 @@ class _Distributed(Optimizer):
         self._delay = dict.fromkeys(self._delay, self.backward_passes_per_step)
         ready, self._ready = self._ready, {}
         changed = [p for p, then in ready.items() if p.grad is not then[0] or version_of(p.grad) != then[1]]
-        self._pass.end()
+        self._reducer.end()
         if changed:
             raise HorovodInternalError(
                 f"The gradient of {self._parameter_names[changed[0]]!r} was changed or set to another between "
@@ -125,10 +134,6 @@ class _Distributed(Optimizer):
                 "`with optimizer.skip_synchronize(): optimizer.step()`."
             )
         self._synchronized = True
-
-    def _finish(self) -> None:
-        for bucket in self._buckets:
-            bucket.finish(self)
 
     # Methods that programs call
 
@@ -172,10 +177,6 @@ class _Distributed(Optimizer):
             )
         return super().zero_grad(*args, **kwargs)
 
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        self.backward_passes_per_step = _whole_number(passes)
-        self._delay = dict.fromkeys(self._delay, passes)
-
     def load_state_dict(self, *args, **kwargs):
         groups = self.param_groups
         super().load_state_dict(*args, **kwargs)
@@ -188,8 +189,8 @@ class _Distributed(Optimizer):
 
 def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
                          compression: type[NoneCompressor] = Compression.none, backward_passes_per_step: int = 1,
-                         op: int = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
-                         groups: object = None, sparse_as_dense: bool = False) -> _Distributed:  # fmt: skip
+                         op: int = Average, num_groups: int = 0, groups: object = None,
+                         sparse_as_dense: bool = False) -> _Distributed:  # fmt: skip
     """Return an optimizer of the same class that averages gradients over ranks before each step.
 
     Args:
@@ -198,8 +199,6 @@ def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[
         compression: ``Compression.fp16`` sends gradients in 16 bits.
         backward_passes_per_step: the number of backward passes that add up before gradients are reduced.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
-        gradient_predivide_factor: gradients are divided by it before the sum, and by size over it afterwards; only
-            for ``Average``. For 16 bits, where a sum may overflow.
         num_groups, groups, sparse_as_dense: without effect. Gradients are sent in buckets, and sparse ones are refused.
 
     The step waits for all gradients. To change them before it, as clipping and a GradScaler do::
@@ -210,7 +209,7 @@ def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[
             optimizer.step()
 
     Raises:
-        ValueError: for names that do not name each parameter once, a predivide factor with another ``op``, LBFGS.
+        ValueError: for names that do not name each parameter once, and for LBFGS.
         AssertionError: from ``backward()`` after more passes than agreed; from ``zero_grad()`` before the step.
         HorovodInternalError: from ``step()`` if gradients were changed after they had been sent.
     """
@@ -220,20 +219,13 @@ def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("DistributedOptimizer: LBFGS computes as many gradients as each rank's own loss asks for, so "
                          "ranks would come apart: use SGD or Adam.")  # fmt: skip
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not gradient_predivide_factor > 0:
-        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor!r} must be > 0")
+    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step <= 0:
+        raise ValueError(
+            f"backward_passes_per_step must be > 0, a whole number, and is {backward_passes_per_step!r:.40}"
+        )
     kind = type(optimizer.__class__.__name__, (_Distributed, optimizer.__class__), {})
     distributed: _Distributed = object.__new__(kind)
     # A scheduler made before has wrapped the old one's step; ours is a method.
     distributed.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
-    passes, factor = _whole_number(backward_passes_per_step), gradient_predivide_factor
-    distributed._distribute(named_parameters, compression, passes, op, factor)
+    distributed._distribute(named_parameters, compression, backward_passes_per_step, op)
     return distributed
-
-
-def _whole_number(passes) -> int:
-    if not isinstance(passes, int) or passes <= 0:
-        raise ValueError(f"backward_passes_per_step must be > 0, a whole number, and is {passes!r:.40}")
-    return passes

@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.backward import RootBuffers
 from dtlib.gradients.buckets import MEBIBYTE
 from dtlib.gradients.precision import MasterWeights
+from dtlib.gradients.reducer import RootBuffers
 from dtlib.parallel.data import DataParallel
-from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer, is_elementwise
+from dtlib.parallel.zero import ZeroOptimizer
+from dtlib.parallel.zero.arguments import check_elementwise
 from dtlib.parallel.zero.sharded import fully_shard, units_of
 from dtlib.training.config import ZeroOptimization
 
@@ -135,11 +136,7 @@ class Sharded(Replicated):
         offload = zero.offload_optimizer.device == "cpu"
         self.masters = MasterWeights(trained(), "cpu" if offload else None)
         self.optimizer = make_optimizer(self.masters.masters)
-        if not is_elementwise(type(self.optimizer)):
-            raise DtlibError(
-                f"ZeRO cuts parameters anywhere, and {type(self.optimizer).__name__} is not known to work element by "
-                f"element: choose one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}."
-            )
+        check_elementwise(type(self.optimizer), "ZeRO")
 
     def wrap(self, model: nn.Module, comm: Communicator, zero: ZeroOptimization) -> nn.Module:
         progress = _buckets_and_progress(model, zero)["progress"]

@@ -15,13 +15,11 @@ from torch import nn
 
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.backward import BackwardPass, RanksDisagree, RootBuffers, progress_for
 from dtlib.gradients.buckets import FIRST_BUCKET, LEAST_BUCKET, bucket_bytes, buckets_of
+from dtlib.gradients.reducer import AllReduce, Bucket, Reducer, RootBuffers, progress_for
 from dtlib.gradients.same_model import check_same_model
-from dtlib.gradients.shard_info import give_kind, info_of
-from dtlib.gradients.shards import Samples, check_dense, refuse_mixed
-from dtlib.gradients.tokens import refuse_weights
-from dtlib.parallel.data.hooks import CommHook, GradientBucket
+from dtlib.gradients.shard_info import info_of
+from dtlib.parallel.data.hooks import CommHook
 from dtlib.world import init
 
 
@@ -65,9 +63,7 @@ class DataParallel(nn.Module):
         _check_devices(module, [*(device_ids or []), *([] if output_device is None else [output_device])])
         self.comm = as_communicator(init().comm if comm is None else comm)
         self.batch_size: int | None = None
-        self.algorithm = algorithm
         self.broadcast_buffers = broadcast_buffers
-        self._synchronising = True
         named = {name: p for name, p in module.named_parameters() if p.requires_grad and not self._is_an_experts(p)}
         _check_parameters(named, module.named_modules(), self.comm, bucket_cap_mb)
         names = {parameter: name for name, parameter in named.items()}
@@ -79,20 +75,20 @@ class DataParallel(nn.Module):
         parameters = list(named.values())[::-1]
         cap = bucket_bytes(parameters, bucket_cap_mb, LEAST_BUCKET)
         groups = buckets_of(parameters, cap, min(cap, FIRST_BUCKET))
-        self.buckets = [GradientBucket([parameters[i] for i in group]) for group in groups]
-        self._pass = BackwardPass(self.buckets, self._begin, self._launch, self._finish, self.progress, names)
-        self._shards = [parameter for parameter in parameters if info_of(parameter).differs()]
-        self._trained = {parameter: (parameter.dtype, parameter.device) for parameter in parameters}
-        self._samples = Samples(self.comm)
-        self._join: list[int] | None = None  # in join(): which ranks still have batches
+        self.buckets = [Bucket([parameters[i] for i in group]) for group in groups]
         self._root_buffers = RootBuffers(module, self.comm)
-        self._hook: CommHook | None = None  # a CommHook that averages in place of all_reduce
+        self._collective = AllReduce(self.comm, algorithm)
+        self._reducer = Reducer(
+            self.buckets, self._collective, self, self.progress, names, root_buffers=self._root_buffers
+        )
+        self._trained = {parameter: (parameter.dtype, parameter.device) for parameter in parameters}
+        self._join: list[int] | None = None  # in join(): which ranks still have batches
         for hook in _hooks.get(module, ()):  # of an earlier wrapper of the same module
             hook.remove()
-        _hooks[module] = [p.register_post_accumulate_grad_hook(self._gradient_is_ready) for p in parameters]
+        _hooks[module] = [p.register_post_accumulate_grad_hook(self._reducer.gradient_is_ready) for p in parameters]
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        self._pass.forget()
+        self._reducer.check()
         for parameter in self.module.parameters():
             if parameter.requires_grad and parameter not in self._trained and not self._is_an_experts(parameter):
                 raise DtlibError(
@@ -103,7 +99,7 @@ class DataParallel(nn.Module):
                     "The model was converted or moved after it was wrapped: do that first, then wrap it with "
                     "DataParallel, and make the optimizer."
                 )
-        if self.training and torch.is_grad_enabled() and self._synchronising:
+        if self.training and torch.is_grad_enabled() and self._reducer.synchronising:
             if self._join is not None:
                 self._join = self._announce(True)
             if self.broadcast_buffers:
@@ -122,78 +118,20 @@ class DataParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in this context add up gradients on each rank; the first one after it averages them."""
-        before, self._synchronising = self._synchronising, False
+        before, self._reducer.synchronising = self._reducer.synchronising, False
         try:
             yield
         finally:
-            self._synchronising = before
+            self._reducer.synchronising = before
 
     def register_comm_hook(self, state: object, hook: Callable) -> None:
         """From now on ``hook(state, bucket)`` averages buckets, in place of ``all_reduce`` (hooks.py); on all ranks.
         It goes neither with ``batch_size`` nor with ``join()``. Counterpart: torch's ``register_comm_hook``."""
-        self._hook = CommHook(state, hook, self.comm, self.buckets, self._hook)
-
-    # The backward pass
-
-    def _gradient_is_ready(self, parameter) -> None:
-        if self._synchronising:
-            self._pass.gradient_is_ready(parameter)
-
-    def _begin(self) -> None:
-        self._weight = self._weight_of_this_rank()
-
-    def _weight_of_this_rank(self) -> float:
-        """This rank's weight in the average."""
-        if self.batch_size is None:
-            ranks = self.comm.size if self._join is None or self._by_all else sum(map(bool, self._join))
-            return 1 if self._hook else 1 / ranks
-        refuse_weights(self._trained, self.batch_size)
-        return self._samples.weight(self.batch_size)
-
-    def _launch(self, bucket: GradientBucket) -> None:
-        """Fill a bucket with gradients, which are freed one by one, and start to send it."""
-        buffer = bucket.make_room()
-        has_gradient = [parameter.grad is not None for parameter in bucket.parameters]
-        for parameter, view in zip(bucket.parameters, buffer.views, strict=True):
-            check_dense(parameter.grad)
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                torch.mul(parameter.grad.detach(), self._weight, out=view)
-                parameter.grad = None
-        buffer.tail.copy_(torch.tensor([*has_gradient, self.batch_size is not None]))
-        if self._hook is None:
-            bucket.handle = self.comm.all_reduce(buffer.flat, async_op=True, algorithm=self.algorithm)
-        else:
-            bucket.handle = self._hook.launch(bucket)
-
-    def _finish(self) -> None:
-        self._root_buffers.stale = True  # on all ranks, whatever goes wrong from here on
-        for bucket in self.buckets:
-            assert bucket.handle is not None
-            bucket.handle.wait()
-            bucket.handle = None
-        buffers = [bucket.filled() for bucket in self.buckets]
-        with_size = buffers[0].tail[-1].item()
-        if with_size and self._hook is not None:
-            raise RanksDisagree("batch_size weights gradients, and a communication hook does not: leave one out.")
-        if with_size not in (0, self.comm.size):
-            refuse_mixed(self.batch_size)
-        if with_size:
-            factor = self._samples.correction(self.batch_size or 0)
-            for buffer in buffers:
-                buffer.flat[: buffer.numel].mul_(factor)
-        for bucket, buffer in zip(self.buckets, buffers, strict=True):
-            *used, _ = buffer.tail.tolist()
-            for parameter, view, ranks in zip(bucket.parameters, buffer.views, used, strict=True):
-                parameter.grad = view if ranks else None
-            bucket.buffer = None  # it lives as long as a gradient is a view of it
-        for parameter in self._shards:
-            give_kind(parameter)
+        self._collective = self._reducer.collective = CommHook(state, hook, self._collective, self.buckets)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """Memory that is kept beside the module's, by what it is for (measure/held.py)."""
-        return {"communication": [flags for bucket in self.buckets for flags in bucket.flags()]}
+        return {"communication": [flags for bucket in self.buckets for flags in flags_behind(bucket.parameters)]}
 
     # Ranks without batches
 
@@ -210,7 +148,7 @@ class DataParallel(nn.Module):
 
         Counterpart: ``DistributedDataParallel.join``.
         """
-        if self._hook is not None:
+        if isinstance(self._collective, CommHook):
             raise DtlibError("join() weights gradients, and a communication hook does not: leave one of them out.")
         for name, module in self.module.named_modules():
             if getattr(module, "communicates_in_forward", False):
@@ -227,12 +165,15 @@ class DataParallel(nn.Module):
             for tensor in [*self.module.parameters(), *self.module.buffers()]:
                 self.comm.broadcast(tensor, _last_with_a_batch(last))
         finally:
-            self._join, self.batch_size = None, batch_size
+            self._join, self.batch_size, self._collective.weight = None, batch_size, 1 / self.comm.size
 
     def _announce(self, has_batch: bool) -> list[int]:
         """For each rank 0 if it has no batch any more, else 1, or BY_SAMPLES where batches are weighted by size."""
         mine = (1 if self.batch_size is None else BY_SAMPLES) if has_batch else 0
-        return self.comm.all_gather(torch.zeros(self.comm.size, dtype=torch.int64), torch.tensor([mine])).tolist()
+        flags = self.comm.all_gather(torch.zeros(self.comm.size, dtype=torch.int64), torch.tensor([mine])).tolist()
+        if not self._by_all:
+            self._collective.weight = 1 / max(1, sum(map(bool, flags)))
+        return flags
 
     def _shadow(self) -> None:
         """What the other ranks do in a step, with nothing to add."""
@@ -241,9 +182,18 @@ class DataParallel(nn.Module):
             self._root_buffers.broadcast(_last_with_a_batch(self._join))
         for parameter in self._trained:
             parameter.grad = None
-        self._pass.run_empty()
+        self._reducer.check()
+        self._reducer.end()
         for parameter in self._trained:
             parameter.grad = None
+
+
+def flags_behind(parameters: list) -> list[torch.Tensor]:
+    """What lies behind gradients that are views of a bucket."""
+    size = sum(parameter.numel() for parameter in parameters)
+    views = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    room = views[0].untyped_storage().nbytes() // views[0].element_size() if views else 0
+    return [views[0].as_strided((room - size,), (1,), size)] if room > size else []
 
 
 BY_SAMPLES = 2

@@ -112,4 +112,4 @@ class DataParallelBuckets(DataParallelHooks):
 
 # DataParallel, in full.py, adds parameters that some ranks or all do not use, no_sync() for several backward passes a
 # step, batches of different sizes, ranks that run out of them (join), dtypes side by side, a progress thread where
-# cores are idle, and a small first bucket. Its hooks are in gradients/backward.py, its memory in gradients/buckets.py.
+# cores are idle, and a small first bucket. Its hooks are in gradients/reducer.py, its memory in gradients/buckets.py.

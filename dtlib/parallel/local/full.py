@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dtlib.comm import AnyCommunicator, Communicator, as_communicator, progress_thread
+from dtlib.comm import AnyCommunicator, as_communicator, progress_thread
 from dtlib.comm.waiting import Handle, advance_all
 from dtlib.errors import DtlibError
-from dtlib.gradients.backward import progress_for
+from dtlib.gradients.reducer import progress_for
 from dtlib.gradients.same_model import check_same_model
 
 
@@ -68,7 +68,6 @@ class DiLoCo:
         self.steps = self.rounds = 0
         self._handle: Handle | None = None
         self._sent: torch.Tensor | None = None  # of the fragment that is under way: what this rank has sent
-        self._last = torch.empty(0)  # the mean of the fragment before, for a rank that has not got it (recover)
         self._background = ExitStack()
 
     def step(self) -> None:
@@ -77,25 +76,6 @@ class DiLoCo:
         self.steps += 1
         if self.steps % self._gap == 0:
             self._sent = self._own()
-        self._go_on()
-
-    def recover(self, comm: Communicator) -> None:
-        """After a rank has died: go on over ``comm``, of those who live, all of which call it (recovery/rounds.py).
-
-        Nothing of the others is lost. What was under way is sent again, without the dead; where it had arrived on some
-        ranks, they give it to the others. An error here leaves all as it was, for a ``recover`` with fewer ranks.
-        """
-        self.comm, self._handle = comm, None
-        self._background.close()
-        rounds = comm.all_gather_object((self.rounds, len(self._last), str(self._last.dtype)[6:]))
-        newest, length, dtype = max(rounds)
-        if min(rounds)[0] < newest:
-            mean = torch.empty(length, dtype=getattr(torch, dtype), device=self.trained[0].device)
-            if self.rounds == newest:
-                mean.copy_(self._last)
-            comm.broadcast(mean, rounds.index((newest, length, dtype)))
-            if self.rounds < newest:
-                self._arrive(mean)
         self._go_on()
 
     def state_dict(self) -> dict:
@@ -140,7 +120,7 @@ class DiLoCo:
         if self._handle is None:
             if self.delay and self._progress == "thread":
                 self._background.enter_context(progress_thread())
-            self._mean = self._sent.clone()  # what was sent stays as it was, for recover
+            self._mean = self._sent.clone()  # what was sent stays as it was, for state_dict
             self._handle = self.comm.all_reduce(self._mean, op="mean", async_op=True)
         if self.steps % self._gap == self.delay:
             self._handle.wait()
@@ -153,7 +133,7 @@ class DiLoCo:
         """The outer step on a fragment, from where it started: the same on all ranks."""
         fragment, buffers = self._turn, self._buffers_of_turn()
         self._background.close()
-        self._last, self._sent, self._handle = mean, None, None
+        self._sent = self._handle = None
         pieces = mean.split([tensor.numel() for tensor in [*fragment, *buffers]])
         own = {parameter: (parameter.detach().clone(), parameter.grad) for parameter in fragment}
         others = [(parameter, parameter.grad) for parameter in self.trained if parameter not in own]

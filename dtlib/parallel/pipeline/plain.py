@@ -19,7 +19,7 @@ from dtlib.comm import Communicator
 from dtlib.comm.waiting import Handle
 from dtlib.comm.watch import recorder
 from dtlib.errors import DtlibError
-from dtlib.gradients.contract import about_stage, check_stages
+from dtlib.parallel.pipeline.contract import about_stage, check_stages
 from dtlib.schedule import Action
 
 SCHEDULES = "gpipe", "1f1b"

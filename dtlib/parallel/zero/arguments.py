@@ -2,6 +2,7 @@
 
 from inspect import unwrap
 
+import torch
 from torch import optim
 
 from dtlib.errors import DtlibError
@@ -20,14 +21,25 @@ def is_elementwise(optimizer_class: object) -> bool:
     )
 
 
-def check_arguments(optimizer_class: object, stage: int, bucket_cap_mb: float | None, progress: str | None) -> None:
-    """Refuse what ``ZeroOptimizer`` cannot do."""
+def check_elementwise(optimizer_class: object, who: str) -> None:
+    """Refuse an optimizer that would see that it has shards of parameters."""
     if not is_elementwise(optimizer_class):
         name, known = getattr(optimizer_class, "__name__", optimizer_class), (kind.__name__ for kind in ELEMENTWISE)
         raise DtlibError(
-            f"ZeroOptimizer cuts parameters anywhere, and {name} is not known to work element by element: choose one "
-            f"of {', '.join(known)}, or a subclass that leaves step() as it is."
+            f"{who} cuts parameters anywhere, and {name} is not known to work element by element: choose one of "
+            f"{', '.join(known)}, or a subclass that leaves step() as it is."
         )
+
+
+def check_output(output: object, who: str) -> None:
+    """Refuse a module that gives something else than one tensor."""
+    if not isinstance(output, torch.Tensor):
+        raise DtlibError(f"{who}: a module gave {type(output).__name__}, and has to give one tensor: join them.")
+
+
+def check_arguments(optimizer_class: object, stage: int, bucket_cap_mb: float | None, progress: str | None) -> None:
+    """Refuse what ``ZeroOptimizer`` cannot do."""
+    check_elementwise(optimizer_class, "ZeroOptimizer")
     if stage not in (1, 2):
         raise DtlibError(
             f"ZeroOptimizer(stage={stage!r}): choose 1 or 2; stage 3 is fully_shard in dtlib.parallel.zero.sharded."

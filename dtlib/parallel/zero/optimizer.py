@@ -21,7 +21,6 @@ S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion para
 
 import warnings
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import overload
 
 import torch
@@ -30,15 +29,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.backward import progress_for
 from dtlib.gradients.buckets import bucket_bytes, buckets_of
-from dtlib.gradients.local_gradient import GoneGradient, drop_placeholder, is_gone
+from dtlib.gradients.local_gradient import drop_placeholder, is_gone
 from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_shards
+from dtlib.gradients.reducer import Reducer, ReduceScatter, progress_for
 from dtlib.gradients.same_model import check_same_model
-from dtlib.gradients.shards import GradientShard, Reducer, exchange_used, samples_of_all
-from dtlib.gradients.tokens import refuse_weights
 from dtlib.parallel.zero.arguments import check_arguments
-from dtlib.parallel.zero.sharded_bucket import ShardedBucket, names_of
+from dtlib.parallel.zero.sharded_bucket import ShardedBucket, WholeGradients, names_of
 from dtlib.world import init
 
 MASTER = "master"  # of a parameter in 16 bits
@@ -99,7 +96,6 @@ class ZeroOptimizer(optim.Optimizer):
         self._names: dict[nn.Parameter, str] = {}
         self._shard_of: dict[nn.Parameter, tuple] = {}
         self._reduced = False  # gradients have been averaged, and step() need not do it
-        self._reducer: Reducer | None = None
         self._whole_state: dict | None = None
         self.masters = MasterWeights([])
         super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
@@ -109,10 +105,11 @@ class ZeroOptimizer(optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """Between ``step()`` and the next backward pass, on all ranks: train these parameters, too."""
-        if self._in_the_middle():
+        is_made = hasattr(self, "optim")  # else it is a group of the constructor's
+        if is_made and self._in_the_middle():
             raise DtlibError("A group cannot be added while gradients wait: call step() or zero_grad() first.")
         super().add_param_group(param_group)
-        if hasattr(self, "optim"):  # else a group of the constructor's
+        if is_made:
             self.optim.add_param_group(self._share_out(len(self.param_groups) - 1))
             self._connect()
 
@@ -130,7 +127,8 @@ class ZeroOptimizer(optim.Optimizer):
         cap = bucket_bytes(order, self._cap_mb) if self.stage == 2 else 2**63
         # A large gradient travels from its own memory.
         indices = buckets_of(order, cap, cap, alone_from=cap / 2 if self.stage == 2 else cap)
-        buckets = [ShardedBucket([order[i] for i in some], self.comm, self.stage) for some in indices]
+        kind = WholeGradients if self.stage == 1 else ShardedBucket
+        buckets = [kind([order[i] for i in some], self.comm) for some in indices]
         owned = {p: piece for bucket in buckets for p, piece in zip(bucket.parameters, bucket.owned, strict=True)}
         on_gpu = any(parameter.is_cuda for parameter in trained)
         if self._offload and not on_gpu:
@@ -148,23 +146,15 @@ class ZeroOptimizer(optim.Optimizer):
     def _connect(self) -> None:
         """Have autograd tell of gradients."""
         self.progress = progress_for(self.comm, self._shard_of, self._wanted_progress, "ZeroOptimizer")
-        if self.stage == 2:
-            shards = [bucket.gradients for bucket in self._buckets if isinstance(bucket.gradients, GradientShard)]
-            self._reducer = Reducer(
-                shards, self.comm, lambda: self.batch_size, self.progress, self._names, self._gradients_have_left
-            )
+        self._reducer = Reducer(
+            self._buckets, ReduceScatter(self.comm), self, self.progress, self._names, by_call=self.stage == 1
+        )
         for bucket in self._buckets:
-            for i, parameter in enumerate(bucket.parameters):
+            keep = bucket.keep if isinstance(bucket, WholeGradients) else self._reducer.gradient_is_ready
+            for parameter in bucket.parameters:
                 if parameter in _hooks:  # of an earlier optimizer of the same parameter
                     _hooks[parameter].remove()
-                reducer = self._reducer
-                keep = reducer.gradient_is_ready if reducer else partial(bucket.keep, view=bucket.views[i])
                 _hooks[parameter] = parameter.register_post_accumulate_grad_hook(keep)
-
-    def _gradients_have_left(self) -> None:
-        """Until the next pass or the step torch's clipping finds tensors that refuse it, in place of None."""
-        for parameter in self._shard_of:
-            parameter.grad = GoneGradient.like(parameter)
 
     # Gradients
 
@@ -176,23 +166,15 @@ class ZeroOptimizer(optim.Optimizer):
         if self._reduced:
             return
         self._check_parameters()
-        reducer = self._reducer
-        if reducer is None:  # stage 1
-            used = iter(exchange_used(self.comm, [bucket.used() for bucket in self._buckets], self.batch_size))
-            weight = self.batch_size
-            refuse_weights(self._shard_of, weight)
-            if weight is not None:
-                weight = weight / samples_of_all(self.comm, weight)
-            for bucket in self._buckets:
-                bucket.reduce(self.comm, weight)
-        else:
-            reducer.check()
-            if not reducer.passes:
-                reducer.run_empty()
-            used = reducer.used_anywhere()
+        self._reducer.check()
+        if not self._reducer.passes:
+            self._reducer.end()
         for bucket in self._buckets:
-            for piece, view in zip(bucket.owned, bucket.averages(), strict=True):
-                piece.grad = view if next(used) else None
+            assert bucket.average is not None
+            for piece, view, ranks in zip(
+                bucket.owned, bucket.shards.views(bucket.average), bucket.used_anywhere, strict=True
+            ):
+                piece.grad = view if ranks else None
         self.masters.take_gradients(scale)
         self._reduced = True
 
@@ -215,7 +197,7 @@ class ZeroOptimizer(optim.Optimizer):
     def _in_the_middle(self) -> bool:
         """Gradients have arrived, and wait for the step."""
         waiting = any(not is_gone(parameter.grad) for parameter in self._shard_of)
-        return waiting or self._reduced or bool(self._reducer and self._reducer.passes)
+        return waiting or self._reduced or bool(self._reducer.passes)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Between ``backward()`` and ``step()``: scale all gradients down together so that their joint norm, over the
@@ -238,9 +220,8 @@ class ZeroOptimizer(optim.Optimizer):
             tensor.grad = None
         for parameter in self._shard_of:
             drop_placeholder(parameter)
-        if self._reducer:
-            self._reducer.check()
-            self._reducer.forget()
+        self._reducer.check()
+        self._reducer.forget()
         self._reduced = False
 
     # The step
@@ -283,10 +264,9 @@ class ZeroOptimizer(optim.Optimizer):
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """Memory that this optimizer keeps beside its states, by what it is for (measure/held.py)."""
-        gradients = (b.whole().views if self.stage == 1 else b.averages() for b in self._buckets)
         return {
             "parameters": [view for bucket in self._buckets for view in bucket.values.views],
-            "gradients": [view for views in gradients for view in views],
+            "gradients": [view for bucket in self._buckets for view in bucket.gradients()],
             "masters": self.masters.masters,
         }
 

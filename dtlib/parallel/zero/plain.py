@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn.utils import vector_to_parameters
 
 from dtlib.comm import Communicator, as_communicator
-from dtlib.gradients.contract import Contract, check_optimizer, check_output
-from dtlib.parallel.zero.arguments import ELEMENTWISE
+from dtlib.gradients.contract import Contract
+from dtlib.parallel.zero.arguments import check_elementwise, check_output
 
 
 class Unit:
@@ -47,7 +47,7 @@ class Stage1:
     def __init__(self, comm: Communicator, model: nn.Module, optimizer_class: type, units: list | None = None,
                  **settings: object):  # fmt: skip
         self.comm, modules = as_communicator(comm), list(units or [model])
-        check_optimizer(optimizer_class, ELEMENTWISE, type(self).__name__)
+        check_elementwise(optimizer_class, type(self).__name__)
         self.contract = Contract(type(self).__name__, model, self.comm, modules, in_order=True)
         for tensor in [*model.parameters(), *model.buffers()]:
             self.comm.broadcast(tensor)

@@ -6,16 +6,18 @@ from torch import nn
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
-from dtlib.gradients.local_gradient import UnaveragedGradient
-from dtlib.gradients.shards import GradientShard, check_dense
+from dtlib.gradients.local_gradient import GoneGradient, UnaveragedGradient, drop_placeholder
+from dtlib.gradients.reducer import GradientShard, check_dense
 
 
-class ShardedBucket:
-    """Parameters that lie in one flat memory, of which each rank owns an equal shard."""
+class ShardedBucket(GradientShard):
+    """Parameters that lie in one flat memory, of which each rank owns an equal shard.
 
-    def __init__(self, parameters: list[nn.Parameter], comm: Communicator, stage: int):
-        self.parameters = parameters
-        self.shards = Shards([parameter.shape for parameter in parameters], comm.rank, comm.size)
+    Stage 2: after a backward pass placeholders stand for gradients that have left.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], comm: Communicator):
+        super().__init__(parameters, Shards([parameter.shape for parameter in parameters], comm.rank, comm.size))
         self.values = self._flat_buffer()
         with torch.no_grad():
             for parameter, view in zip(parameters, self.values.views, strict=True):
@@ -23,8 +25,6 @@ class ShardedBucket:
                 parameter.data = view
         comm.broadcast(self.values.flat)
         self.owned = [nn.Parameter(view) for view in self.shards.views(self.shards.own(self.values.flat))]
-        self.gradients = self._flat_buffer() if stage == 1 else GradientShard(parameters, self.shards)
-        self.views = [view.as_subclass(UnaveragedGradient) for view in self.whole().views] if stage == 1 else []
 
     def check(self, names: dict) -> None:
         """Refuse to step where parameters have left this memory, as the model would never see the new values."""
@@ -36,45 +36,59 @@ class ShardedBucket:
         first = self.parameters[0]
         return FlatBuffer(self.shards.shapes, first.dtype, first.device, self.shards.padding)
 
-    def whole(self) -> FlatBuffer:
-        """Stage 1: whole gradients."""
-        assert isinstance(self.gradients, FlatBuffer)
-        return self.gradients
+    def complete(self) -> None:
+        for parameter in self.parameters:
+            drop_placeholder(parameter)
+        super().complete()
 
-    def used(self) -> torch.Tensor:
-        """Stage 1: which parameters have a gradient."""
-        return torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.int8)
+    def finish(self, factor: float | None, used: list) -> None:
+        super().finish(factor, used)
+        for parameter in self.parameters:
+            parameter.grad = GoneGradient.like(parameter)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """What is kept of gradients between passes: this rank's shard of each average, if any has arrived."""
+        return [] if self.average is None else self.shards.views(self.average)
+
+
+class WholeGradients(ShardedBucket):
+    """Stage 1: gradients stay in flat memory until the step, and averages arrive in place."""
+
+    def __init__(self, parameters: list[nn.Parameter], comm: Communicator):
+        super().__init__(parameters, comm)
+        self.memory = self._flat_buffer()
+        self.views = {
+            parameter: view.as_subclass(UnaveragedGradient)
+            for parameter, view in zip(parameters, self.memory.views, strict=True)
+        }
 
     @torch.no_grad()  # backward(create_graph=True) records what hooks do
-    def keep(self, parameter: nn.Parameter, view: torch.Tensor) -> None:
-        """Stage 1: a gradient moves into flat memory, where autograd adds those of later passes to it."""
+    def keep(self, parameter: nn.Parameter) -> None:
+        """A hook: a gradient moves into flat memory, where autograd adds those of later passes to it."""
+        gradient, view = parameter.grad, self.views[parameter]
         if parameter.dtype != view.dtype:
             _refuse_converted("A parameter")
-        gradient = parameter.grad
         if gradient is not None and gradient is not view:
             check_dense(gradient)
             view.copy_(gradient)
             parameter.grad = view
 
-    def reduce(self, comm: Communicator, weight: float | None) -> None:
-        """Stage 1: average the gradients over ranks; this rank gets its shard of them, in place."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+    def flat_gradients(self, weight: float | None) -> torch.Tensor:
+        for parameter, view in self.views.items():
             if parameter.grad is None:
                 view.zero_()
-            else:
-                self.keep(parameter, view)  # it may have been given by hand
+            self.keep(parameter)  # it may have been given by hand
             parameter.grad = None
-        whole = self.whole().flat
-        if weight is not None:
-            whole.mul_(weight)
-        average = whole.new_empty(self.shards.length)
-        comm.reduce_scatter(average, whole, "mean" if weight is None else "sum", overwrite=True)
-        self.shards.own(whole).copy_(average)
+        return self.memory.flat if weight is None else self.memory.flat.mul_(weight)
 
-    def averages(self) -> list[torch.Tensor]:
-        """This rank's shard of each gradient's average, once it has been reduced; none before."""
-        own = self.shards.own(self.gradients.flat) if isinstance(self.gradients, FlatBuffer) else self.gradients.average
-        return [] if own is None else self.shards.views(own)
+    def take(self, shard: torch.Tensor, weighted: bool) -> None:
+        self.average = self.shards.own(self.memory.flat).copy_(shard)
+
+    def finish(self, factor: float | None, used: list) -> None:
+        GradientShard.finish(self, factor, used)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self.memory.views
 
 
 def names_of(number: int, group: dict) -> dict:

@@ -3,7 +3,7 @@ share a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import is_dataclass
 
@@ -14,12 +14,11 @@ from torch.utils._pytree import tree_leaves
 from dtlib.comm import Communicator
 from dtlib.comm.waiting import Handle, progress_thread
 from dtlib.errors import DtlibError
-from dtlib.gradients.backward import progress_for
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.local_gradient import ShardedGradient
+from dtlib.gradients.reducer import GradientShard, Reducer, ReduceScatter, progress_for
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shard_info import copy_info, hooks_of_others, info_of, note
-from dtlib.gradients.shards import GradientShard, Reducer
 from dtlib.parallel.zero.sharded.places import bring_to_life, own_modules, places_of
 from dtlib.parallel.zero.sharded.policy import Policy
 
@@ -43,7 +42,7 @@ class Unit:
             kind = parameter.dtype, parameter.device, parameter.requires_grad
             kinds.setdefault(kind, {})[parameter] = places
         self.flats = [Flat(same, comm, policy) for same in kinds.values()]
-        for leaf in (leaf for flat in self.flats if flat.gradients for leaf in flat.leaves):
+        for leaf in (leaf for flat in self.flats if flat.trained for leaf in flat.leaves):
             leaf.register_post_accumulate_grad_hook(self._gradient_is_ready)
         self.plan: Plan | None = None
         self._gathering: list[Handle] = []  # under way
@@ -116,39 +115,38 @@ class Unit:
             assert plan.reducer is not None
             plan.reducer.gradient_is_ready(leaf)
         else:
-            next(flat for flat in self.flats if flat.gradients and leaf in flat.piece_of).mark(leaf)
+            next(flat for flat in self.flats if flat.trained and leaf in flat.piece_of).mark(leaf)
 
 
-class Flat:
-    """Parameters of one kind in a unit, one after the other: this rank's shard at rest, all of it in between.
+class Flat(GradientShard):
+    """Parameters of one kind in a unit, one after the other: this rank's shard at rest, all of it in between; and a
+    bucket, if they are trained.
 
     ``places`` says for each parameter which modules have it, and under which attribute: several where it is tied.
     """
 
     def __init__(self, places: dict[nn.Parameter, list], comm: Communicator, policy: Policy | None):
         first = next(iter(places))
-        trained = first.requires_grad
-        self.comm = comm
+        self.comm, self.trained = comm, first.requires_grad
         self.places = list(places.values())
-        self.shards = Shards([parameter.shape for parameter in places], comm.rank, comm.size)
-        first_values = FlatBuffer(self.shards.shapes, first.dtype, first.device, self.shards.padding)
+        shards = Shards([parameter.shape for parameter in places], comm.rank, comm.size)
+        first_values = FlatBuffer(shards.shapes, first.dtype, first.device, shards.padding)
         for parameter, view in zip(places, first_values.views, strict=True):
             view.copy_(parameter.detach())
-        self.shard = torch.zeros(self.shards.length, dtype=first.dtype, device=first.device)
+        self.shard = torch.zeros(shards.length, dtype=first.dtype, device=first.device)
         comm.scatter(self.shard, torch.from_dlpack(first_values.flat), 0)  # as in memory()
         computes_in = (policy and policy.param_dtype) or first.dtype
         self.whole = first_values
         if computes_in != first.dtype:
-            self.whole = FlatBuffer(self.shards.shapes, computes_in, first.device, self.shards.padding)
-        self.leaves = [nn.Parameter(view, trained) for view in self.whole.views]
-        self.pieces = [nn.Parameter(view, trained) for view in self.shards.views(self.shard)]
-        for parameter, leaf, piece, slice_ in zip(places, self.leaves, self.pieces, self.shards.slices, strict=True):
+            self.whole = FlatBuffer(shards.shapes, computes_in, first.device, shards.padding)
+        self.leaves = [nn.Parameter(view, self.trained) for view in self.whole.views]
+        self.pieces = [nn.Parameter(view, self.trained) for view in shards.views(self.shard)]
+        for parameter, leaf, piece, slice_ in zip(places, self.leaves, self.pieces, shards.slices, strict=True):
             copy_info(parameter, leaf, piece)  # such as that it is a shard of a tensor-parallel layer
             note(parameter, sharded_as=places[parameter][0][2])
             note(piece, slice=slice_)
-        reduced_in = (policy and policy.reduce_dtype) or computes_in
-        self.gradients = GradientShard(self.leaves, self.shards, reduced_in, first.dtype) if trained else None
-        self.piece_of = dict(zip(self.leaves, self.pieces, strict=True)) if trained else {}
+        super().__init__(self.leaves, shards, (policy and policy.reduce_dtype) or computes_in, first.dtype)
+        self.piece_of = dict(zip(self.leaves, self.pieces, strict=True)) if self.trained else {}
         self.summoned = False  # whole between passes: in summon_full_params
         self._bytes = self.whole.flat.untyped_storage().nbytes()
         self.free()
@@ -185,7 +183,7 @@ class Flat:
         whole = FlatBuffer(self.shards.shapes, self.shard.dtype, self.shard.device, self.shards.padding)
         self.comm.all_gather(whole.flat, self.shard)
         self.summoned = True
-        self.show([nn.Parameter(view, self.gradients is not None) for view in whole.views])
+        self.show([nn.Parameter(view, self.trained) for view in whole.views])
         return whole.flat
 
     def dismiss(self, whole: torch.Tensor) -> None:
@@ -199,8 +197,8 @@ class Flat:
         """Between passes: refuse what has happened to this rank's shards and would be lost without a word."""
         for piece, own, places in zip(self.pieces, self.shards.views(self.shard), self.places, strict=True):
             changed = None
-            if piece.requires_grad != (self.gradients is not None):
-                changed = "frozen" if self.gradients else "unfrozen"
+            if piece.requires_grad != self.trained:
+                changed = "frozen" if self.trained else "unfrozen"
             elif piece.data_ptr() != own.data_ptr() or piece.dtype != own.dtype:
                 changed = "converted or moved"
             elif any(module._parameters.get(attribute) is not piece for module, attribute, _ in places):
@@ -226,21 +224,28 @@ class Flat:
                 leaf.grad = None
 
     def begin(self) -> None:
-        """A backward pass begins: its averages are added to those that pieces have, if they have any."""
-        assert self.gradients is not None
-        self.gradients.forget()
+        """A backward pass begins: averages are added to those that pieces have, if they have any."""
+        self.forget()
         if any(piece.grad is not None for piece in self.pieces):
-            for piece, view in zip(self.pieces, self.shards.views(self.gradients.zeros()), strict=True):
+            self.average = torch.zeros_like(self.shard)
+            for piece, view in zip(self.pieces, self.shards.views(self.average), strict=True):
                 if piece.grad is not None:
                     view.copy_(piece.grad)
 
-    def finish(self, used: Iterator[int]) -> None:
-        """All averages have arrived, and belong to the parameters. One that no rank has used keeps what it had."""
-        assert self.gradients is not None and self.gradients.average is not None
-        for piece, view in zip(self.pieces, self.shards.views(self.gradients.average), strict=True):
-            if next(used):
+    def complete(self) -> None:
+        """What computed gradients is not needed any more; frozen parameters may be, and stay until the end of the
+        pass."""
+        super().complete()
+        self.free()
+
+    def finish(self, factor: float | None, used: list) -> None:
+        """The average has arrived, and belongs to the pieces. One that no rank has used keeps what it had."""
+        super().finish(factor, used)
+        assert self.average is not None
+        for piece, view, ranks in zip(self.pieces, self.shards.views(self.average), used, strict=True):
+            if ranks:
                 piece.grad = view.as_subclass(ShardedGradient)
-        self.gradients.forget()
+        self.forget()
 
 
 class Plan:
@@ -293,14 +298,10 @@ class Plan:
                 other.free()
         if not raised and self._running != self._order:
             self._order = self._running
-            shards = [flat.gradients for flat in self._trained(self._order) if flat.gradients]
-            names = {
-                leaf: place[0][2]
-                for flat in self._trained(self._order)
-                for leaf, place in zip(flat.leaves, flat.places, strict=True)
-            }
-            ends = self._averages_have_come, self._gradients_are_complete
-            self.reducer = Reducer(shards, self.comm, self._batch_size, "inline", names, *ends)
+            # Gradients are ready roughly in the reverse order of the forward pass.
+            flats = [flat for unit in reversed(self._order) for flat in unit.flats if flat.trained]
+            names = {leaf: place[0][2] for flat in flats for leaf, place in zip(flat.leaves, flat.places, strict=True)}
+            self.reducer = Reducer(flats, ReduceScatter(self.comm), self.root.module, "inline", names)
 
     def prefetch(self, unit: Unit, step: int) -> None:
         """Begin to gather the unit that comes next: forward with ``step`` 1, backward with -1."""
@@ -318,6 +319,8 @@ class Plan:
             )
         if not self._in_backward:
             self._in_backward = True
+            for flat in self.reducer.buckets if self.synchronising and self.reducer else []:
+                flat.begin()
             self._run_in_background()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
@@ -330,25 +333,6 @@ class Plan:
         self._background.close()
         for unit in self.units:
             unit.free()
-
-    def _trained(self, units) -> list[Flat]:
-        """Their gradients come roughly in the reverse order of the forward pass."""
-        return [flat for unit in reversed(units) for flat in unit.flats if flat.gradients]
-
-    def _batch_size(self) -> float | None:
-        for flat in self._trained(self._order):
-            flat.begin()
-        return getattr(self.root.module, "batch_size", None)
-
-    def _gradients_are_complete(self, shard) -> None:
-        """What computed them is not needed any more; frozen parameters may be, and stay until the end of the pass."""
-        next(flat for flat in self._trained(self._order) if flat.gradients is shard).free()
-
-    def _averages_have_come(self) -> None:
-        assert self.reducer is not None
-        used = self.reducer.used_anywhere()
-        for flat in self._trained(self._order):
-            flat.finish(used)
 
 
 def unit_of(module: nn.Module) -> Unit | None:
