@@ -48,7 +48,7 @@ def what_fits(tried: list[Estimate]) -> tuple:
     shaded = [[gib.get((t, p), nan) for p in pipes] for t in tensors]
     squares = axes.pcolormesh(shaded, cmap=shades, vmin=0, vmax=room, edgecolors="white", lw=3)
     figure.colorbar(squares, label="GiB", extend="max", pad=0.01)
-    seconds = {mesh: "–".join(report.bounds_of(e)) + " s, " for mesh, e in found.items() if e.fits}
+    seconds = {mesh: f"{e.said(e.low)}–{e.said(e.high)} s, " for mesh, e in found.items() if e.fits}
     for t, p in found:
         text = seconds.get((t, p), f"{gib[t, p]:.0f} GiB").rstrip(", ")
         axes.text(pipes.index(p) + 0.5, tensors.index(t) + 0.5, text, ha="center", va="center")
