@@ -111,6 +111,7 @@ def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | 
     ``namespace`` is where the answer is looked up: IPython's, unless told otherwise. What all ranks observed
     is appended to ``rounds``, from which ``judge_rounds`` comes to the same verdict.
     """
+    from dtlib.comm.watch.recorder import recording
     from dtlib.world import fresh_communicator, init
 
     world = init()
@@ -121,10 +122,14 @@ def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | 
     for_answer = fresh_communicator(WAIT_SECONDS, f"check({name!r})", on_board=False)
     for_verdict = fresh_communicator(10 * WAIT_SECONDS, f"check({name!r})", on_board=False)
     for_answer.on_board = True
-    rounds.append(for_verdict.all_gather_object(_observe(exercise, namespace, world.rank, for_answer)))
+    with recording() as events:
+        seen = _observe(exercise, namespace, world.rank, for_answer)
+    rounds.append(for_verdict.all_gather_object(seen))
     verdict = _judged_on_rank_0(
         for_verdict, name, lambda: _verdict(name, rounds[0], _what_is_judged(exercise.name, namespace))
     )
+    if any(event.algorithm == "mpi4py" for event in events):
+        verdict.note = "What collectives of mpi4py send cannot be counted, so their values alone are judged."
     if not (verdict.passed and exercise.any_size and world.size > 2):
         return verdict
     # The last rank is alone, and comes along: an answer that talks to the whole world is wrong, and shall not wait.
