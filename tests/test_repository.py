@@ -48,7 +48,7 @@ FLOORS = (
     ("deepspeed",),
     ("lab",),
     ("lessons",),
-    ("tour", "export", "browser", "wall"),
+    ("tour", "browser", "wall"),
     ("cli", "__main__"),
 )
 

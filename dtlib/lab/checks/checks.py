@@ -52,7 +52,7 @@ def check(name: str) -> None:
     else:
         exercise = EXERCISES[name]
         verdict = _judge_from_notebook(name) if exercise.needs_ranks else judge_here(name)
-        verdict.note = _of_a_failed_cell(exercise.name)  # which a notebook's kernel knows
+        verdict.note = _of_a_failed_cell(exercise.name) or verdict.note  # which a notebook's kernel knows
         _tell(verdict)
 
 
