@@ -213,4 +213,4 @@ def _nbytes(content) -> int:
             return count * kind.Get_size()
         case [first, *_] if not isinstance(content, bytes):
             content = first
-    return getattr(content, "nbytes", None) or memoryview(content).nbytes
+    return content.nbytes if hasattr(content, "nbytes") else memoryview(content).nbytes
