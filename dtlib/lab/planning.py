@@ -48,10 +48,12 @@ def what_fits(tried: list[Estimate]) -> tuple:
     shaded = [[gib.get((t, p), nan) for p in pipes] for t in tensors]
     squares = axes.pcolormesh(shaded, cmap=shades, vmin=0, vmax=room, edgecolors="white", lw=3)
     figure.colorbar(squares, label="GiB", extend="max", pad=0.01)
-    seconds = {mesh: "–".join(report.bounds_of(e)) + " s, " for mesh, e in found.items() if e.fits}
-    for t, p in found:
-        text = seconds.get((t, p), f"{gib[t, p]:.0f} GiB").rstrip(", ")
-        axes.text(pipes.index(p) + 0.5, tensors.index(t) + 0.5, text, ha="center", va="center")
+    texts = {}
+    for (t, p), e in found.items():
+        texts[t, p] = "–".join(report.bounds_of(e)) + " s, " if e.fits else ""
+        texts[t, p] += f"{gib[t, p]:.0f} GiB"
+        short, _, _ = texts[t, p].partition(",")
+        axes.text(pipes.index(p) + 0.5, tensors.index(t) + 0.5, short, ha="center", va="center")
     axes.set_xticks([x + 0.5 for x in range(len(pipes))], [f"pipe {p}" for p in pipes])
     axes.set_yticks([y + 0.5 for y in range(len(tensors))], [f"tensor {t}" for t in tensors])
     axes.invert_yaxis()
@@ -59,8 +61,5 @@ def what_fits(tried: list[Estimate]) -> tuple:
     axes.spines[:].set_visible(False)
     fit = sum(each.fits for each in tried)
     alt = f"A grid of tensor and pipe axes: {fit} of {len(tried)} meshes fit into {room:.0f} GiB; the others are red."
-    rows = [
-        (f"tensor {t}", *(f"{seconds.get((t, p), '')}{gib[t, p]:.0f} GiB" if (t, p) in gib else "-" for p in pipes))
-        for t in tensors
-    ]
+    rows = [(f"tensor {t}", *(texts.get((t, p), "-") for p in pipes)) for t in tensors]
     return figure, alt, Table(rows, ("", *(f"pipe {p}" for p in pipes)))

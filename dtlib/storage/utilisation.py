@@ -74,7 +74,8 @@ def measure(
     reader = getattr(loader, "reader", None)
     if reader is not None:
         reader.files.counters.reset()
-    times, lengths = [], []
+    times: list[float] = []
+    lengths: list[int] = []
     batches = iter(loader)
     while steps is None or len(times) <= steps:
         with recorder.phase("reads", accelerator.rank):
