@@ -139,8 +139,8 @@ def test_every_notebook_leads_on_and_back():
             book, file = made(source, version), build.target(source, version)
             books.add(file)
             head, foot = book.cells[0].source.splitlines()[2], book.cells[-1].source
-            assert head.startswith("[Start page](../start.md) · ") and head in foot
-            assert ("lab.fresh()" in foot) == (version == "learner")
+            assert head.startswith("[Start page](../start.md) · ") and head.removesuffix(f" · {navigation.TUTOR}") in foot
+            assert ("lab.fresh()" in foot) == ("AGENTS.md" in head) == (version == "learner")
             for link in re.findall(r"\]\(([^)]+)\)", head):
                 assert (file.parent / link).exists(), f"{file.name}: {link} leads nowhere"
                 reached.add((file.parent / link).resolve())

@@ -7,8 +7,8 @@ What is measured is noted, and compared below the cell that brings the figure:
     %%px                                      the learner's run; it assigns `gathers`, and this module sees that it did
     ... gathers = plain_losses(...)           You predicted 3, and it came out as 3: right.
 
-Without a guess, the next cell asks for one in place of running, once. "Run All" goes on: its next cell comes at once. An
-empty file ``.no-guess-first`` in the course's folder, or in one above it, turns that off.
+Without a guess, the next cell asks for one in place of running, once. "Run All" goes on: its next cell comes at once.
+An empty file ``.no-guess-first`` in the course's folder, or in one above it, turns that off.
 """
 
 import symtable
@@ -33,7 +33,9 @@ _noted: dict[str, object] = {}  # name -> guess that waits for its run
 _outcomes: dict[str, str] = {}  # name -> what became of it, for those who build the notebooks
 _asked_in = [None]  # the number of the cell that was last asked to predict first
 AT_ONCE = 1.0  # seconds after a cell in which "Run All" begins the next, and no reader does
-HOLD_BACK = "This cell did not run: the prediction above has no guess yet. Type your guess there, or run this cell again."
+HOLD_BACK = (
+    "This cell did not run: the prediction above has no guess yet. Type your guess there, or run this cell again."
+)
 NO_GUESS_FIRST = ".no-guess-first"
 _unanswered: dict[str, float | None] = {}  # name -> when its cell ended; None while that cell runs
 _held: set[str] = set()  # names for which a cell was held back: once is enough
