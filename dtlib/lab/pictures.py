@@ -293,8 +293,8 @@ def _timeline_of(trace, rank: int | None):
 
 
 def _table(record, title: str) -> Table:
-    """A row for each event; where these are too many, their sums."""
-    if len(record.events) <= MOST_ROWS:
+    """A row for each event; where these are many, or beside another record, their sums."""
+    if not title and len(record.events) <= MOST_ROWS:
         rows = [
             (
                 event.rank, "waits for " * (event.kind == "wait") + event.in_short,
