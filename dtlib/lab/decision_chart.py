@@ -32,10 +32,7 @@ ELSE = "More GPUs, a smaller model, or fewer bytes a parameter"
 LETTERS = " ".join(__doc__.partition("\n\n")[2].split())
 ALL_SHARDED = ("Do they fit, sharded\nover all ranks?", "16 P/N ≤ room", *BRANCHES[3][2:])
 OF_TWO_HOURS = (BRANCHES[0], BRANCHES[2], ALL_SHARDED, BRANCHES[5])
-THEIR_LETTERS = (
-    "P parameters, N data ranks, p stages, m micro-batches; room is memory without activations. "
-    + LETTERS[LETTERS.index("16 bytes") :]
-)
+THEIR_LETTERS = "P parameters, N data ranks, p stages, m micro-batches; room is memory without activations."
 QUESTION, CUT, LINE = "#dfe9f5", "#cfe8d5", "#555555"
 
 
@@ -48,8 +45,7 @@ def chart(short: bool = False) -> tuple:
     branches, letters = (OF_TWO_HOURS, THEIR_LETTERS) if short else (BRANCHES, LETTERS)
     rows = len(branches)
     figure, axes = subplots(height=1.02 * rows + (1.1 if short else 1.5))
-    axes.set_xlim(0, 10)
-    axes.set_ylim(rows + (1.05 if short else 1.45), 0)
+    axes.set(xlim=(0, 10), ylim=(rows + (1.05 if short else 1.45), 0))
     axes.axis("off")
     for y, (question, rule, cut, where) in enumerate(branches):
         _box(axes, 0.05, y, 3.1, question, QUESTION)

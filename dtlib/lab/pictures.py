@@ -186,8 +186,8 @@ def timeline(*traces: "dtlib.Timeline | str", rank: int | None = None, ends: dic
     right = max(1e-3, last * (1.5 if any(event.end is None for event in events) else 1.05))
     panels = [_rows(record, rank) for record in records]
     highs = [sum(high for *_, high in rows) for rows in panels]
-    shape: dict = {"height": sum(highs) + 0.4 * len(panels) + 0.9, "height_ratios": highs, "sharex": True}
-    figure, grid = subplots(len(panels), **shape, squeeze=False)
+    tall = sum(highs) + 0.4 * len(panels) + 0.9
+    figure, grid = subplots(len(panels), height=tall, height_ratios=highs, sharex=True, squeeze=False)
     operations = sorted({event.name for event in events if event.kind == "operation"})
     # Of one rank, the row and the colour tell which operation it is.
     colours = {} if rank is None else dict(zip(operations, OF_OPERATIONS, strict=False))

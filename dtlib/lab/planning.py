@@ -48,12 +48,10 @@ def what_fits(tried: list[Estimate]) -> tuple:
     shaded = [[gib.get((t, p), nan) for p in pipes] for t in tensors]
     squares = axes.pcolormesh(shaded, cmap=shades, vmin=0, vmax=room, edgecolors="white", lw=3)
     figure.colorbar(squares, label="GiB", extend="max", pad=0.01)
-    texts = {}
-    for (t, p), e in found.items():
-        texts[t, p] = "–".join(report.bounds_of(e)) + " s, " if e.fits else ""
-        texts[t, p] += f"{gib[t, p]:.0f} GiB"
-        short, _, _ = texts[t, p].partition(",")
-        axes.text(pipes.index(p) + 0.5, tensors.index(t) + 0.5, short, ha="center", va="center")
+    bounds = {mesh: ("–".join(report.bounds_of(e)) + " s, ") * e.fits for mesh, e in found.items()}
+    texts = {mesh: f"{bounds[mesh]}{gib[mesh]:.0f} GiB" for mesh in found}
+    for (t, p), text in texts.items():
+        axes.text(pipes.index(p) + 0.5, tensors.index(t) + 0.5, text.partition(",")[0], ha="center", va="center")
     axes.set_xticks([x + 0.5 for x in range(len(pipes))], [f"pipe {p}" for p in pipes])
     axes.set_yticks([y + 0.5 for y in range(len(tensors))], [f"tensor {t}" for t in tensors])
     axes.invert_yaxis()
