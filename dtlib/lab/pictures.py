@@ -199,10 +199,8 @@ def timeline(*traces: "dtlib.Timeline | str", rank: int | None = None, ends: dic
             for number, (event, below, high) in enumerate(bars):
                 took = (right if event.end is None else event.end) - event.start
                 coloured = event.kind == "operation" and event.name in colours
-                style = (
-                    _style("phase", colours[event.name]) if coloured else _style(_kind(event), rank_colour(event.rank))
-                )
-                style["zorder"] = 2 - number / (number + 1)  # the first is in front
+                look = ("phase", colours[event.name]) if coloured else (_kind(event), rank_colour(event.rank))
+                style = {**_style(*look), "zorder": 2 - number / (number + 1)}  # the first is in front
                 axes.broken_barh([(event.start * scale, took * scale)], (top + below, high), **style)
                 labels = _open(event, record) if event.end is None else (event.name, event.name.split()[-1])
                 written = next((text for text in labels if fits(text, 0.85 * WIDTH * took / right)), None)
@@ -214,7 +212,7 @@ def timeline(*traces: "dtlib.Timeline | str", rank: int | None = None, ends: dic
         axes.set_title(", ".join(filter(None, (name, "EMULATED network" if record.emulated else ""))), loc="left")
         axes.set(xlim=(0, right * scale), ylim=(top, 0))
         axes.set_yticks(ticks, [label for label, *_ in rows])
-        hangs = any(event.end is None for event in record.events)
+        hangs = rank is None and any(event.end is None for event in record.events)
         for tick, (_, bars, _) in zip(ticks, rows, strict=True):
             if hangs and all(event.end is not None for event, *_ in bars):  # this rank does not wait
                 done = scale * max((event.end for event, *_ in bars), default=0)

@@ -57,7 +57,6 @@ def what_fits(tried: list[Estimate]) -> tuple:
     axes.invert_yaxis()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    fit = sum(each.fits for each in tried)
-    alt = f"A grid of tensor and pipe axes: {fit} of {len(tried)} meshes fit into {room:.0f} GiB; the others are red."
+    alt = f"A grid of tensor and pipe: {sum(e.fits for e in tried)} of {len(tried)} meshes fit into {room:.0f} GiB."
     rows = [(f"tensor {t}", *(texts.get((t, p), "-") for p in pipes)) for t in tensors]
     return figure, alt, Table(rows, ("", *(f"pipe {p}" for p in pipes)))

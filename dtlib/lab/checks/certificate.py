@@ -44,10 +44,8 @@ def page(record: dict, lessons: list[tuple[str, dict]], name: str, day: date) ->
     parts = [f"<h1>Distributed deep learning, with dtlib</h1><p>{escape(name)} {day.isoformat()}</p>"]
     headers = ("lesson", "predictions", "exercises passed", "quiz, first try")
     parts += [Table(rows, headers)._repr_html_()] if rows else []
-    scores = [
-        (exercise, f"{best['value']:,g} {best['unit']}", f"{best['par']:,g}")
-        for exercise, best in sorted(record["scores"].items())
-    ]
+    best = sorted(record["scores"].items())
+    scores = [(name, f"{score['value']:,g} {score['unit']}", f"{score['par']:,g}") for name, score in best]
     parts += [Table(scores, ("score", "best", "par"))._repr_html_()] if scores else []
     if capstone := record.get("capstone"):
         run = f"Planned and run in lesson 14, on four ranks, {capstone['steps']} steps: {capstone['plan']}"

@@ -123,12 +123,8 @@ def _progress(ranks, running, reports) -> str:
     """``ranks 0, 2 in line 3: train(); rank 1 has finished``."""
     groups: dict[str, list[int]] = {}
     for rank, runs, report in zip(ranks, running, reports, strict=True):
-        if not runs:
-            doing = "finished"
-        elif report.get("waiting"):
-            doing = "waiting"
-        else:
-            doing = f"in `{report['line']}`" if report.get("line") else "running"
+        busy = f"in `{report['line']}`" if report.get("line") else "running"
+        doing = "finished" if not runs else "waiting" if report.get("waiting") else busy
         groups.setdefault(doing, []).append(rank)
     said = [f"{ranks_in_words(who)} {doing}" for doing, who in groups.items()]
     for report in reports:
