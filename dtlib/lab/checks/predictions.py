@@ -154,7 +154,7 @@ def _cell_ends(_) -> None:
 
 
 def _hold_back(lines: list[str]) -> list[str]:
-    """IPython's cleanup of a cell, which the kernel calls twice: in its place a request for the guess that is missing."""
+    """IPython's cleanup of a cell, which kernels call twice: in its place a request for the guess that is missing."""
     waiting = {name for name, ended in _unanswered.items() if ended and time.monotonic() - ended > AT_ONCE}
     if not waiting or "lab.predict(" in "".join(lines):
         return lines
