@@ -730,8 +730,8 @@ def test_an_answer_is_known_by_its_code_or_value():
 
 
 @pytest.mark.parametrize("error,words", [
-    ("no_such_name", "has the cell that makes it run"), ("None + 1", "Something is None there"),
-    ("1 / 0", "What is zero there"), ("[][3]", "What is looked up there"), ("points.strip()", "What does it get"),
+    ("no_such_name", "has its cell run"), ("None + 1", "Something is None there"),
+    ("1 / 0", "What is zero there"), ("[][3]", "What is looked up there"), ("points.strip()", "What do its arguments"),
     ("torch.zeros(2) + torch.zeros(3)", "Print shape and dtype"),
 ])  # fmt: skip
 def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):

@@ -6,11 +6,11 @@ stays. A plain core's checks, and its records, need dtlib: they go, and the file
 """
 
 import ast
-import inspect
 import re
-from importlib import import_module
+from pathlib import Path
 
 from dtlib.errors import DtlibError
+from dtlib.files import read_text
 
 # A row a strategy: the folder of its plain core, what of demos.py trains by it, and the model of one process.
 EXPORTS = {
@@ -44,12 +44,12 @@ def exported(name: str) -> str:
     if name not in EXPORTS:
         raise DtlibError(f"There is no export {name!r}: choose one of {', '.join(EXPORTS)}.")
     strategy, build, model = EXPORTS[name]
-    plain = import_module(f"dtlib.parallel.{strategy}.plain")
-    modules = import_module("dtlib.export.communicator"), plain, import_module("dtlib.export.demos")
+    files = "export/communicator.py", f"parallel/{strategy}/plain.py", "export/demos.py"
+    sources = [read_text(Path(__file__).parents[1] / file) for file in files]  # and nothing is imported
     call = _CALL.format(build=build, model=model)
-    imports, statements = _used([_without_dtlib(inspect.getsource(module)) for module in modules], call)
+    imports, statements = _used([_without_dtlib(source) for source in sources], call)
     about, dense = (
-        (inspect.getdoc(plain) or "").replace("\\", "\\\\"),
+        (ast.get_docstring(ast.parse(sources[1])) or "").replace("\\", "\\\\"),
         [re.sub(r"\n\n+", "\n", each) for each in statements],
     )
     title = about.partition("\n")[0]

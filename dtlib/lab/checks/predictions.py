@@ -170,6 +170,7 @@ def _problem(guess, prediction: Prediction) -> str | None:
         wanted = None if guess in prediction.choices else " or ".join(map(repr, prediction.choices))
     elif prediction.kind is Number:
         wanted = None if isinstance(guess, Number) and not isinstance(guess, bool) else "a number, without quotes"
+        wanted = "a value for each name, as the cell has them" if wanted and isinstance(guess, list) else wanted
     else:
         wanted = None if isinstance(guess, prediction.kind) else _KINDS[prediction.kind]
     return wanted and f"Predict {wanted}: you wrote {guess!r}."

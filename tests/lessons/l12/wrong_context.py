@@ -183,6 +183,37 @@ def nothing_returned(comm, summand):
     no_last_hop(comm, summand)
 
 
+def owner_one_earlier(comm, summand):
+    """No last hop, and yet the right values: by keys that have not arrived."""
+    travelling = None
+    for step in range(comm.size):
+        here = summand((comm.rank - 1 - step) % comm.size)
+        travelling = here + pass_on(comm, travelling)() if step else here
+    return travelling
+
+
+def returns_the_handle(comm, summand):
+    return pass_on(comm, round_the_ring(comm, summand, hops=0))
+
+
+def last_hop_to_the_left(comm, summand):
+    travelling = round_the_ring(comm, summand, hops=0)
+    sending = comm.send(travelling, (comm.rank - 1) % comm.size, async_op=True)
+    arrived = comm.recv(torch.empty_like(travelling), (comm.rank + 1) % comm.size)
+    sending.wait()
+    return arrived
+
+
+def home_backwards(comm, summand):
+    """Begins with the keys that are furthest from home, so that the last to add is their owner."""
+    travelling = summand((comm.rank + 1) % comm.size) if comm.size > 1 else None
+    for step in range(2, comm.size + 1):
+        arrived = comm.recv(torch.empty_like(travelling), (comm.rank + 1) % comm.size, async_op=True)
+        comm.send(travelling, (comm.rank - 1) % comm.size, async_op=True).wait()
+        travelling = arrived.wait() + summand((comm.rank + step) % comm.size)
+    return summand(comm.rank) if travelling is None else travelling
+
+
 WRONG = {
     "merge-build": {
         merge_without_rescaling: "old-not-rescaled",
@@ -219,5 +250,9 @@ WRONG = {
         everything_everywhere: "too-many-bytes",
         round_the_other_way: "other-gradients",
         nothing_returned: "type",
+        owner_one_earlier: "keys-not-there",
+        home_backwards: "keys-not-there",
+        returns_the_handle: "type",
+        last_hop_to_the_left: "one-hop-too-many",
     },
 }
