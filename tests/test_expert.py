@@ -181,7 +181,7 @@ MISTAKES = {
     "no gradient through the tokens": ("self.through_experts(x[token], counts)", "self.through_experts(x[token].detach(), counts)", PERFECT),
     "weights not normalized": ("if self.top > 1 else", "if False else", ""),
     "weights normalized for one choice": ("if self.top > 1 else", "if True else", ""),
-    "first choices alone": ("torch.arange(len(x)).repeat(self.top)", "torch.arange(len(x)).repeat_interleave(self.top)", ""),
+    "first choices alone": ("x.device).repeat(self.top)", "x.device).repeat_interleave(self.top)", ""),
     "weights in the order of tokens": ("weights.T.flatten()", "weights.flatten()", ""),
     "an order that mixes choices": ("expert, token, weight = expert[order], token[order], weight[order]", "expert, token = expert[order], token[order]", ""),
     "capacity of one choice": ("self.capacity * self.top * len(x)", "self.capacity * len(x)", ""),
