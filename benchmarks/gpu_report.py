@@ -40,7 +40,9 @@ def parts() -> dict[str, Part]:
     tests = ("pytest", "pytest_timeout", "mpi4py", "safetensors")
     return {
         "GPU, driver and NCCL": Part([*ME, "device"], ()),
-        "Pi": Part("-m dtlib pi --kernel=gpu --points=1e11 --ranks=1".split(), ("mpi4py", "numba", "triton", "tqdm")),
+        "Pi": Part(
+            ["-m", "dtlib", "pi", "--kernel=gpu", "--points=1e11", "--ranks=1"], ("mpi4py", "numba", "triton", "tqdm")
+        ),
         "Collectives of one rank": Part([*ME, "collectives", "1"]),
         "Collectives of two ranks": Part([*ME, "collectives", "2"]),
         "Collectives of two ranks that share GPUs through NCCL": Part(
@@ -198,8 +200,8 @@ def device_facts() -> str:
         rows += [[f"NCCL {'.'.join(map(str, nccl_version()))}", f"loaded; torch was built with {built}"]]
     rows += [[f"{key}: {value}", "nvidia-smi"] for key, value in smi.items()]
     rows += [[f"CUDA {torch.version.cuda}", f"torch {torch.__version__}, {torch.cuda.device_count()} GPUs"]]
-    topology = output_of("nvidia-smi", "topo", "-m").split("Legend")[0]
-    return f"{table('what, from', rows)}\n\n{_listing(re.sub(chr(27) + r'.\d*m', '', topology))}"
+    topology = re.sub(r"\x1b.\d*m", "", output_of("nvidia-smi", "topo", "-m").split("Legend")[0])
+    return f"{table('what, from', rows)}\n\n{_listing(topology)}"
 
 
 def collectives(comm, world) -> str:

@@ -84,7 +84,7 @@ class Case:
 
     @property
     def beside_torch(self) -> bool:
-        """Torch's classes are slow, so they do not run every case, and gloo does not carry all that they send of a GPU."""
+        """Torch's classes are slow, so they run some cases, and on the CPU, as gloo lacks operations on a GPU."""
         return not DEVICE and not self.uneven and (self.optimizer, self.accumulate) != ("sgd", 2)
 
     def __str__(self):
