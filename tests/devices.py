@@ -1,4 +1,4 @@
-"""Run a test's body on a device: ``DTLIB_TEST_DEVICE=cuda python -m pytest tests/test_parity.py``.
+"""Run a test's body on a device: ``DTLIB_TEST_DEVICE=cuda python -m pytest tests/test_parity.py``, or ``fake``.
 
 What the test creates, modules included, is created on the device. What dtlib creates outside a module's ``__init__`` is
 left as it is, so a tensor that dtlib makes on the default device is noticed. Random values are drawn on the CPU.
@@ -6,12 +6,16 @@ left as it is, so a tensor that dtlib makes on the default device is noticed. Ra
 
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
+
+from dtlib.comm import types
 
 DEVICE = os.environ.get("DTLIB_TEST_DEVICE")
 RANDOM = {torch.randn, torch.rand, torch.randint, torch.randperm, torch.normal}
@@ -49,9 +53,19 @@ def _made_by_dtlib(frame) -> bool:
     return False
 
 
-def on_device(device: torch.device):
-    """The mode for tests that ``DTLIB_TEST_DEVICE`` asks to run on a device."""
+@contextmanager
+def on_device(world) -> Iterator[None]:
+    """Run a block where ``DTLIB_TEST_DEVICE`` says: on the rank's own device, on a fake GPU, or as usual without it."""
     if not DEVICE:
-        return nullcontext()
-    torch.backends.cudnn.allow_tf32 = False  # products in TF32 are no float32
-    return OnDevice(device)
+        yield
+        return
+    if DEVICE != "fake":
+        torch.backends.cudnn.allow_tf32 = False  # products in TF32 are no float32
+        with OnDevice(world.device):
+            yield
+        return
+    from tests.fake_gpu import GPU, fake_gpu
+
+    staged, device = patch.object(types, "STAGED", (GPU.type,)), patch.dict(world.__dict__, device=GPU)
+    with staged, device, fake_gpu(), OnDevice(GPU):
+        yield

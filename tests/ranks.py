@@ -148,7 +148,7 @@ def _serve(address: str) -> None:
             gc.freeze()  # modules above all, at which collections need not look again
             try:
                 body = getattr(importlib.import_module(module), name).body
-                with on_device(world.device):
+                with on_device(world):
                     body(world, **arguments)
                 connection.send(None)
             except BaseException:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import os
 import socket
 import warnings
 from collections.abc import Sequence
@@ -25,13 +24,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
+from dtlib.comm import shared_gpus
 from dtlib.comm.objects import ObjectOperations
 
 if TYPE_CHECKING:
     from dtlib.comm.torch.process_group import ProcessGroupCommunicator
-
-SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
-SHARES_FROM = (2, 30)
 
 
 def nccl_communicator(comm: ObjectOperations, device: torch.device) -> ProcessGroupCommunicator | None:
@@ -53,17 +50,13 @@ def nccl_communicator(comm: ObjectOperations, device: torch.device) -> ProcessGr
         refusal = " ".join(str(problem).split())[-300:]
     refusals = [said for said in comm.all_gather_object(refusal) if said]
     if not refusals:
-        atexit.register(_abort, group, device)  # else torch warns of a group that nobody destroyed
+        atexit.register(group.abort)  # else torch warns of a group that nobody destroyed
         return ProcessGroupCommunicator(group, comm.time_limit, comm.members, comm.name, store)
-    _abort(group, device)
+    with suppress(RuntimeError):
+        group.abort()
     if comm.rank == 0:
         warnings.warn(f"NCCL refuses, so CUDA tensors go through host memory: {refusals[0]}", stacklevel=2)
     return None
-
-
-def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
-    with suppress(RuntimeError):
-        group._get_backend(device).abort()
 
 
 def gpu_of(device: torch.device) -> tuple | None:
@@ -73,7 +66,7 @@ def gpu_of(device: torch.device) -> tuple | None:
     facts = torch.cuda.get_device_properties(device)
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id")  # the same for all slices of a GPU
     address = ":".join(str(getattr(facts, name)) for name in names) if hasattr(facts, names[0]) else str(facts.uuid)
-    return socket.gethostname(), address, os.environ.get(SHARES) == "1" and nccl_version() >= SHARES_FROM
+    return socket.gethostname(), address, shared_gpus.asked_for() and nccl_version() >= shared_gpus.FROM
 
 
 def why_not(gpus: Sequence[Sequence | None]) -> str:
@@ -83,7 +76,7 @@ def why_not(gpus: Sequence[Sequence | None]) -> str:
         return "torch has no NCCL here"
     if len(set(found)) == len(found) or all(shares for _, _, shares in filter(None, gpus)):
         return ""
-    return f"ranks share a GPU: NCCL {'.'.join(map(str, SHARES_FROM))} or newer takes them with {SHARES}=1"
+    return f"ranks share a GPU: {shared_gpus.ADVICE}"
 
 
 def nccl_version() -> tuple[int, ...]:
