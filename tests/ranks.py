@@ -133,6 +133,7 @@ def _accept(listener):
 def _serve(address: str) -> None:
     """What each rank does: run the tests that it is told, until the other side closes the connection."""
     import dtlib
+    from tests.devices import on_device
 
     _explain_assertions()
     world = dtlib.init()
@@ -146,7 +147,9 @@ def _serve(address: str) -> None:
             gc.collect()
             gc.freeze()  # modules above all, at which collections need not look again
             try:
-                getattr(importlib.import_module(module), name).body(world, **arguments)
+                body = getattr(importlib.import_module(module), name).body
+                with on_device(world):
+                    body(world, **arguments)
                 connection.send(None)
             except BaseException:
                 connection.send(traceback.format_exc())
