@@ -746,6 +746,21 @@ def test_an_answer_is_known_by_its_code_or_value():
     assert fingerprint(one) == fingerprint(one) and fingerprint({1: (2, 3)}) == fingerprint({1: (2, 3)})
 
 
+def test_a_magic_is_found_below_comments_and_behind_spaces():
+    from dtlib.lab.engines.extension import magic_first
+
+    assert magic_first([" %%px\n", "x = 1\n"]) == ["%%px\n", "x = 1\n"]
+    assert magic_first(["# all\n", "%%px --local\n", "x = 1\n"]) == ["%%px --local\n", "# all\n", "x = 1\n"]
+    assert magic_first(["x = 1\n", "%%px\n"]) == ["x = 1\n", "%%px\n"]
+
+
+def test_a_name_of_lab_with_a_slip_is_suggested():
+    from dtlib import lab
+
+    with pytest.raises(AttributeError, match="has no attribute 'chek'. Did you mean: 'check'?"):
+        _ = lab.chek
+
+
 @pytest.mark.parametrize("error,words", [
     ("no_such_name", "has its cell run"), ("None + 1", "Something is None there"),
     ("1 / 0", "What is zero there"), ("[][3]", "What is looked up there"), ("points.strip()", "What do its arguments"),

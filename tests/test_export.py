@@ -89,6 +89,11 @@ def test_an_export_is_short_and_imports_torch_alone():
                 assert not any(word in "\n".join(lines[6:]) for word in words)
 
 
+def test_a_text_file_is_written_without_torch():
+    code = "import sys; from dtlib.export import exported; exported('ddp'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_an_export_is_written_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["export", "ddp"]) == 0

@@ -64,7 +64,7 @@ def observe_merge(merge, comm):
             return {"error": f"{what}: {about(got)}"}
         if not (is_like(got[0], QUERIES, WIDTH) and is_like(got[1], QUERIES)):
             return {"error": f"{what}: {about(got[0])} and {about(got[1])}"}
-        seen[what] = [tensor.detach().clone() for tensor in got]
+        seen[what] = [tensor.detach().clone().double() for tensor in got]
     return seen
 
 
@@ -110,6 +110,8 @@ def judge_merge(observations) -> None:
                       "The sum of two exponentials is more than the larger of them.", "torch.logaddexp, not maximum")
                 wrong("other-average", True, "another one", _WEIGHT, "exp(lse - total), for each block.")
             if not same(total, right):
+                wrong("rounded", torch.allclose(total, right, 1e-5), "nearly that: it was rounded",
+                      "In which type is the log-sum-exp computed?", "Keep the type of lse: no .float().")
                 said = {
                     "lse-not-carried": (lambda old, new: old, "of the old ones alone"),
                     "other-lse": (lambda old, new: new, "of the new block alone"),

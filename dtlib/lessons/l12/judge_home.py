@@ -56,10 +56,11 @@ def judge_send_home(observations) -> None:
             "divided": (complete(rank) / ranks, f"divided by {ranks}",
                         "The gradient of keys is a sum over all queries, wherever they are: nobody divides."),
         }
-        if not same(got, complete(rank)):
+        if not same(got, complete(rank), 1e-12):
             wrong = rows(rank, expected)
             for mistake, (other, told, *hints) in others.items():
                 wrong(mistake, same(got, other), told, *hints)
+            wrong("rounded", same(got, complete(rank)), "nearly that: it was rounded", "In which type do they travel?")
             wrong("other-gradients", True, _in_words(got, ranks),
                   "Follow one tensor from hop to hop: where does it begin, who adds what to it, and where does it end?",
                   "In step s a rank has the keys of owner (comm.rank - step) % comm.size; N hops bring them home.")

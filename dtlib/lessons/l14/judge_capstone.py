@@ -44,7 +44,8 @@ def judge_held(observations) -> None:
     raise Wrong("other-bytes", None,
                 f"{what}; {right_held(*CASES[at]) / own:.4g} for each of this rank's {own:,.0f} parameters",
                 f"{got:,.0f}; {got / own:.4g} for each",
-                "Which of the parts are shared out here, and among how many ranks?",
+                "Which of the parts are shared out here, and among how many ranks?" if zero else
+                "ZeRO-0 shares nothing out. How many bytes has each parameter of gradients, and of states?",
                 "4 bytes of parameters, 4 of gradients, 8 of states, each divided by data from its stage on.")
 
 
@@ -135,7 +136,8 @@ SECONDS = {
         "messages * latency belongs to a step."),
     "no-bandwidth": (lambda m, p, t: (m + p - 1, 1, 0), "How long do the bytes take?",
         "sent / bandwidth belongs to a step."),
-    "messages-alone": (lambda m, p, t: (0, 1, 1), "Who computes?", _SHARE[1]),
+    "messages-alone": (lambda m, p, t: (0, 1, 1),
+        "Computing counts for nothing here: is it there, and are all parts seconds?", _SHARE[1]),
     "compute-alone": (lambda m, p, t: (m + p - 1, 0, 0), "What does the link cost?",
         "messages * latency + sent / bandwidth"),
     "messages-of-a-turn": (lambda m, p, t: [m + p - 1] * 3, *_OF_A_STEP),

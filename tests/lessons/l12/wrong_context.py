@@ -214,6 +214,19 @@ def home_backwards(comm, summand):
     return summand(comm.rank) if travelling is None else travelling
 
 
+def merge_in_float32(out, lse, block_out, block_lse):
+    share, block_share, total = shares(lse, block_lse)
+    return (share * out + block_share * block_out).float(), total.float()
+
+
+def travels_in_float32(comm, summand):
+    travelling = None
+    for step in range(comm.size):
+        here = summand((comm.rank - step) % comm.size).float()
+        travelling = here + pass_on(comm, travelling)() if step else here
+    return pass_on(comm, travelling)().double()
+
+
 WRONG = {
     "merge-build": {
         merge_without_rescaling: "old-not-rescaled",
@@ -229,6 +242,7 @@ WRONG = {
         merge_by_logsigmoid: "no-number-at-first",
         merge_as_it_was: "left-out",
         merge_one_thing: "type",
+        merge_in_float32: "rounded",
     },
     "rescaling-fix": {
         out_is_not_rescaled: "out-not-rescaled",
@@ -254,5 +268,6 @@ WRONG = {
         home_backwards: "keys-not-there",
         returns_the_handle: "type",
         last_hop_to_the_left: "one-hop-too-many",
+        travels_in_float32: "rounded",
     },
 }
