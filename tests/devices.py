@@ -47,7 +47,7 @@ def _made_by_dtlib(frame) -> bool:
             return False
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), nn.Module):
             return False
-        if module.startswith("dtlib."):
+        if module.startswith("dtlib.") and frame.f_code.co_name != "__torch_function__":  # a mode passes calls on
             return True
         frame = frame.f_back
     return False

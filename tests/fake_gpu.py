@@ -23,11 +23,19 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from dtlib.gradients.local_gradient import GoneGradient
 
-_setup_privateuseone_for_python_backend("fakegpu")
+
+class BackendModule(_DummyBackendModule):
+    """``torch.fakegpu``, as activation checkpointing needs it."""
+
+    def get_amp_supported_dtype(self):
+        return [torch.float16, torch.bfloat16]
+
+
+_setup_privateuseone_for_python_backend("fakegpu", backend_module=BackendModule())
 aten, CPU, GPU = torch.ops.aten, torch.device("cpu"), torch.device("fakegpu", 0)
 # They take numbers and indices that are on the CPU.
 TAKE_THE_CPU = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
@@ -54,6 +62,9 @@ class DeviceTensor(torch.Tensor):
     def __repr__(self, **_):
         return f"{self.cpu()} on {GPU}"
 
+    def __reduce_ex__(self, protocol):
+        return DeviceTensor, (real(self).clone(),)
+
     def tolist(self):
         return self.cpu().tolist()
 
@@ -66,14 +77,16 @@ class DeviceTensor(torch.Tensor):
 @cache
 def with_kind(kind):
     """A class of tensors of the device that is also ``kind``."""
-    if issubclass(kind, DeviceTensor):
-        return kind
+    if kind is torch.Tensor or issubclass(kind, DeviceTensor):
+        return DeviceTensor if kind is torch.Tensor else kind
     return type(kind.__name__, (kind, DeviceTensor), {"__torch_dispatch__": DeviceTensor.__torch_dispatch__})
 
 
 def placeholder(kind, parameter):
     """``GoneGradient.like`` on the device."""
-    return with_kind(kind)(torch.sparse_coo_tensor(size=parameter.shape, dtype=parameter.dtype, check_invariants=True))
+    return with_kind(kind)(
+        torch.sparse_coo_tensor(size=parameter.shape, dtype=parameter.dtype, device=CPU, check_invariants=True)
+    )
 
 
 class FakeGPU(TorchDispatchMode):
@@ -102,7 +115,7 @@ def real(tensor):
     """The memory of a tensor of the device, as a tensor on the CPU."""
     if tensor.sparse is not None:
         return tensor.sparse
-    out = torch.empty(0, dtype=tensor.dtype)
+    out = torch.empty(0, dtype=tensor.dtype, device=CPU)
     return out.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 

@@ -575,7 +575,7 @@ def in_rounds(world) -> Iterable:
         ours = of.made()
         rounds = kind(comm, ours, of.sgd(ours, lr=0.3), of.sgd(ours, **of.OUTER), 1)
         found = of.train(rounds, ours, world.rank, range(50))
-        bound = 1e-11 if DEVICE else EXACT  # fifty steps with kernels that add in another order
+        bound = 1e-10 if DEVICE else EXACT  # fifty steps with kernels that add in another order
         yield (kind, "rounds of one step are Nesterov's"), differences(found, model.parameters()), bound
 
 
