@@ -757,7 +757,7 @@ def test_a_magic_is_found_below_comments_and_behind_spaces():
 def test_a_name_of_lab_with_a_slip_is_suggested():
     from dtlib import lab
 
-    with pytest.raises(AttributeError, match="has no attribute 'chek'. Did you mean: 'check'?"):
+    with pytest.raises(AttributeError, match=r"has no attribute 'chek'\. Did you mean: 'check'\?"):
         _ = lab.chek
 
 
