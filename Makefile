@@ -61,7 +61,7 @@ slides: .venv/ready
 	$(BIN)/python -m tools.slides
 
 book: .venv/ready
-	@$(BIN)/python -c 'import myst_nb' 2>/dev/null || $(PIP) install $(SOURCE) --constraint requirements.lock -e '.[book]'
+	@$(BIN)/python -c 'import myst_nb' 2>/dev/null || $(PIP) install $(SOURCE) --constraint requirements.lock $(EDITABLE) -e '.[book]'
 	$(BIN)/python -m tools.book
 
 # The rooms that need no ranks, as a web page: a folder, and one file. npm fetches Python for browsers.
@@ -97,6 +97,8 @@ clean:
 # What only tests need is installed by the first `make test`.
 UV := $(BIN)/python -m uv --quiet pip install --python $(BIN)/python
 LOCKED := --constraint requirements.lock
+# By a path, and not by a finder: to a script beside the clone, the clone's folder would be a package named dtlib.
+EDITABLE := --config-settings editable_mode=compat
 install = { [ -z "$(WHEELS)" ] && $(UV) $(LOCKED) $(1) 2>/dev/null; } || $(PIP) --quiet install $(SOURCE) $(LOCKED) $(1)
 
 # Python keeps what it compiles here whatever the environment says: each kernel and rank would compile torch again.
@@ -127,7 +129,7 @@ FIRST_IMPORT := from importlib import import_module as load; import ipykernel.de
 	$(PIP) --quiet install --no-compile $(SOURCE) $$choice
 	@echo "3 of 4  the other packages; the first time 2 and 3 take a minute or more, most of it download"
 	@[ -n "$(WHEELS)" ] || $(PIP) --quiet install $(UV_PIN) || true
-	@$(call install,-e .)
+	@$(call install,$(EDITABLE) -e .)
 	@echo "4 of 4  a first import, which compiles what notebooks and ranks load"
 	@PYDEVD_DISABLE_FILE_VALIDATION=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -c '$(FIRST_IMPORT)'
 	@$(BIN)/python -m compileall -q dtlib
@@ -135,5 +137,5 @@ FIRST_IMPORT := from importlib import import_module as load; import ipykernel.de
 
 .venv/tests: .venv/ready
 	@echo "What only tests need"
-	@$(call install,-e '.[test]')
+	@$(call install,$(EDITABLE) -e '.[test]')
 	@touch .venv/tests

@@ -242,9 +242,11 @@ def _points_per_second_alone(kernel, points: int) -> float:
     """Speed of one rank while the others wait: up to half a second's worth of the same points."""
     sample = min(points, 1000)
     while True:
-        began = time.perf_counter()
-        kernel(0, sample)
-        seconds = time.perf_counter() - began
+        for _ in range(2):  # a kernel may be compiled again for another size
+            began = time.perf_counter()
+            kernel(0, sample)
+            if (seconds := time.perf_counter() - began) <= 0.2:
+                break
         if seconds > 0.2 or sample == points:
             return sample / max(seconds, 1e-9)
         sample = min(points, 4 * sample)

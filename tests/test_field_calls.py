@@ -11,6 +11,7 @@ from torch import distributed as dist
 import dtlib
 from dtlib.comm import as_communicator
 from dtlib.errors import CommunicationError, WaitTimeout
+from tests.api_calls import calls, cells, sources
 from tests.ranks import on_ranks
 
 
@@ -122,3 +123,16 @@ def test_waits_of_mpi4py_end(world):
     comm.verify = True
     with pytest.raises(CommunicationError, match=r"all_reduce\(sum\)"):  # MPI's and ours never meet
         comm.mpi.Allreduce(MPI.IN_PLACE, np.ones(1)) if comm.rank == 0 else comm.all_reduce(np.ones(1))
+
+
+BY_TORCH = "04", "06", "07", "10", "12", "13"
+
+
+def test_sets_of_exercises_ask_for_the_fields_calls():
+    """A stub imports torch.distributed, and a solution calls it; in 02 and 03 mpi4py."""
+    stubs, solved = ({name[:2]: cells(path, tag) for name, path in sources("exercises").items() if "puzzle" not in name}
+                     for tag in ("stub", "solution"))  # fmt: skip
+    for lesson in BY_TORCH:
+        assert any("from torch import distributed as dist" in stub for stub in stubs[lesson]), lesson
+        assert calls(solved[lesson])["torch.distributed"] > 0, lesson
+    assert calls(solved["02"])["mpi4py"] and calls(solved["03"])["mpi4py"] and calls(stubs["03"])["mpi4py"]

@@ -52,6 +52,7 @@ class Shell:
 
     def run(self, source, success=True):
         self.execution_count += 1
+        self.transform_cell(source)  # as ipykernel does, to see whether the cell is asynchronous
         code = self.transform_cell(source)
         for callback in self.callbacks["pre_run_cell"]:
             callback(None)

@@ -9,6 +9,7 @@ from typing import NoReturn
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
+from dtlib import lab
 from dtlib.errors import DtlibError
 from dtlib.lab import last_outputs
 
@@ -29,8 +30,8 @@ def magic_first(lines: list[str]) -> list[str]:
     """A cell with %%px in its first line, where only comments and empty lines stand above it: IPython knows it there
     alone."""
     for at, line in enumerate(lines):
-        if line.startswith("%%px"):
-            return [line.rstrip("\n") + "\n", *lines[:at], *lines[at + 1 :]] if at else lines
+        if line.lstrip().startswith("%%px"):
+            return [line.strip() + "\n", *lines[:at], *lines[at + 1 :]]
         if line.strip() and not line.startswith("#"):
             break
     return lines
@@ -42,5 +43,6 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         shell.input_transformers_cleanup.append(magic_first)
     if "px" not in shell.magics_manager.magics["cell"]:
         shell.register_magics(MagicsBeforeEngines)
+    shell.user_ns.setdefault("lab", lab)  # known after a restart, too
     if kernel := getattr(shell, "kernel", None):
         last_outputs.install(kernel)

@@ -99,7 +99,7 @@ ring.show_all(3)
 # ## Build: an all-reduce of your own
 #
 # Write `my_all_reduce(comm, tensor)`: every rank's one-dimensional `tensor` becomes the sum over all ranks, *in place*. Use
-# `comm.send`, `comm.recv`, `comm.rank` and `comm.size`, and no collective.
+# `comm.send`, `comm.recv`, `comm.rank` and `comm.size`, and no collective. Talk to neighbours alone.
 #
 # 1. Cut the tensor into `comm.size` chunks that are views of it.
 # 2. In N - 1 steps: start to send a chunk to the right (`async_op=True`), receive one from the left into a new tensor,

@@ -9,7 +9,7 @@ from dtlib.theory.zero import GB, GIB, STAGES, fewest_ranks, zero_bytes, zero_wi
 
 LAYERS = {"even": (31, 24), "uneven": (24, 23)}  # 768 parameters divide by 2, 3 and 4; 575 by none of them
 CALLS = 3
-ROOM = 64  # bytes, for the padding of two shards and shapes: a whole bias is larger
+ROOM = 128  # bytes, for padding, of rows too, and shapes: a whole bias is larger
 NO_OUTPUT = ("__call__ returns the output: a tensor.", "return linear(x, weight, bias), with what was gathered.")
 BIAS = "A linear layer has a weight and a bias.", "The bias follows the weight in the flat tensor."
 EACH = ("Replace each None by a number.", 'Such as fit = {"stage": 1, "ranks": 4, "gigabytes": 12.5}.')

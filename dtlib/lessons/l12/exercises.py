@@ -95,10 +95,11 @@ lab.check("merge-build")
 # %% [markdown]
 # ## Fix: the last hop
 #
-# The backward ring. In step s a rank has the keys of rank - s, and `summand(owner)` is what its queries add to their
-# gradients. These travel behind the keys, and each rank adds its own. `pass_on(comm, tensor)` starts to give a tensor to
-# the next rank; what it returns, when called, waits for what the rank before gives. The outputs are perfect, and so are the
-# gradients of the queries; no gradient is incomplete. And yet no rank gets the gradients of its own keys. Fix it.
+# The backward ring. In step s a rank has the keys of rank - s and no others, and `summand(owner)` is what its queries add
+# to their gradients. These travel behind the keys, and each rank adds its own. `pass_on(comm, tensor)` starts to give a
+# tensor to the next rank; what it returns, when called, waits for what the rank before gives. The outputs are perfect, and
+# so are the gradients of the queries; no gradient is incomplete. And yet no rank gets the gradients of its own keys. Fix
+# it.
 
 # %% tags=["stub"]
 # %%px

@@ -67,7 +67,7 @@ def blocks(group: ProcessGroup, owner: int, length: int, causal: bool, order: st
 
 
 def scores_of(q: Tensor, k: Tensor, later: Tensor) -> Tensor:
-    return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(later, -torch.inf)
+    return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(later.to(q.device), -torch.inf)
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:

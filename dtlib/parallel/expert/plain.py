@@ -66,15 +66,15 @@ class MixtureOfExperts(nn.Module):
         weights = weights / weights.sum(-1, keepdim=True) if self.top > 1 else weights
         self.balance = self.balance_of(probabilities, chosen)
         # All first choices, then all second ones; in order of experts, and for one expert in order of tokens.
-        expert, token, weight = chosen.T.flatten(), torch.arange(len(x)).repeat(self.top), weights.T.flatten()
+        expert, weight = chosen.T.flatten(), weights.T.flatten()
         order = expert.argsort(stable=True)
-        expert, token, weight = expert[order], token[order], weight[order]
+        expert, token, weight = expert[order], order % len(x), weight[order]
         counts = expert.bincount(minlength=self.count)
         if self.capacity is None:
             back = self.through_experts(x[token], counts)
         else:
             places = math.ceil(self.capacity * self.top * len(x) / self.count)
-            place = torch.arange(len(expert)) - (counts.cumsum(0) - counts)[expert]  # in the queue of its expert
+            place = torch.arange(len(expert), device=x.device) - (counts.cumsum(0) - counts)[expert]  # in a queue
             kept = place < places
             token, weight, at = token[kept], weight[kept], (expert * places + place)[kept]
             rows = x.new_zeros(self.count * places, x.shape[1]).index_copy(0, at, x[token])

@@ -1,0 +1,124 @@
+"""Plausible wrong losses for an uneven batch, and the mistake that the check must recognise in each."""
+
+import torch
+from torch.nn.functional import cross_entropy
+
+
+def summed(model, images, labels):
+    return cross_entropy(model(images), labels, reduction="sum")
+
+
+def total_of(comm, images, op="sum"):
+    return comm.all_reduce(torch.tensor(float(len(images))), op=op).item()
+
+
+def as_it_was(comm, model, images, labels):
+    return cross_entropy(model(images), labels)
+
+
+def forgets_the_average(comm, model, images, labels):
+    return summed(model, images, labels) / total_of(comm, images)
+
+
+def mean_of_none(comm, model, images, labels):
+    """Right, unless a rank has no image."""
+    return cross_entropy(model(images), labels) * comm.size * len(images) / total_of(comm, images)
+
+
+def sum_alone(comm, model, images, labels):
+    return summed(model, images, labels)
+
+
+def sum_times_ranks(comm, model, images, labels):
+    return summed(model, images, labels) * comm.size
+
+
+def upside_down(comm, model, images, labels):
+    total = total_of(comm, images)
+    return cross_entropy(model(images), labels) * total / (comm.size * len(images)) if len(images) else 0
+
+
+def over_the_largest(comm, model, images, labels):
+    return summed(model, images, labels) / total_of(comm, images, "max")
+
+
+def divides_by_ranks(comm, model, images, labels):
+    return summed(model, images, labels) / total_of(comm, images) / comm.size
+
+
+def four_ranks(comm, model, images, labels):
+    """The number of ranks is written into it."""
+    return summed(model, images, labels) * 3 / total_of(comm, images)
+
+
+def equal_slices(comm, model, images, labels):
+    """Every rank is taken to have as many."""
+    return summed(model, images, labels) / max(1, len(images))
+
+
+class Remembers:
+    """The images of all ranks, as they were in the first batch."""
+
+    def __init__(self):
+        self.total = None
+
+    def __call__(self, comm, model, images, labels):
+        self.total = self.total or total_of(comm, images)
+        return summed(model, images, labels) * comm.size / self.total
+
+
+def remembers(comm):
+    return Remembers()
+
+
+def skips_without_images(comm, model, images, labels):
+    total = total_of(comm, images)
+    if not len(images):
+        return torch.tensor(0.0)
+    return summed(model, images, labels) * comm.size / total
+
+
+def counts_ranks_with_images(comm, model, images, labels):
+    total, ranks = total_of(comm, images), comm.all_reduce(torch.tensor(float(len(images) > 0))).item()
+    return summed(model, images, labels) * ranks / total
+
+
+def returns_a_number(comm, model, images, labels):
+    return summed(model, images, labels).item() * comm.size / total_of(comm, images)
+
+
+def returns_none(comm, model, images, labels):
+    (summed(model, images, labels) * comm.size / total_of(comm, images)).backward()
+
+
+def weight_squared(comm, model, images, labels):
+    weight = comm.size * len(images) / total_of(comm, images)
+    return weight * summed(model, images, labels) * comm.size / total_of(comm, images)
+
+
+def decays_weights(comm, model, images, labels):
+    decay = sum(parameter.square().sum() for parameter in model.parameters())
+    return summed(model, images, labels) * comm.size / total_of(comm, images) + 0.01 * decay
+
+
+WRONG = {
+    "weight-the-batch": {
+        as_it_was: "unweighted",
+        equal_slices: "unweighted",
+        forgets_the_average: "average-forgotten",
+        mean_of_none: "nan-of-none",
+        sum_alone: "not-divided",
+        sum_times_ranks: "not-divided",
+        upside_down: "upside-down",
+        over_the_largest: "largest",
+        divides_by_ranks: "scaled",
+        four_ranks: "other-size",
+        skips_without_images: "no-graph",
+        counts_ranks_with_images: "ranks-with-images",
+        returns_a_number: "type",
+        returns_none: "type",
+        weight_squared: "other-weights",
+        decays_weights: "other-values",
+    },
+}
+MADE = {"weight-the-batch": {remembers: "weight-remembered"}}
