@@ -2,9 +2,22 @@
 
 import inspect
 
+import numpy as np
+import torch
 from torch import distributed as dist
 
 from dtlib.comm import Communicator
+
+
+def _on_tensors(operation):
+    """An operation that may get numpy's arrays, too: it works on their memory."""
+
+    def call(self, *arguments, **named):
+        tensors = [torch.from_numpy(one) if isinstance(one, np.ndarray) else one for one in arguments]
+        got = operation(self, *tensors, **named)
+        return next((array for array, tensor in zip(arguments, tensors, strict=True) if got is tensor), got)
+
+    return call
 
 
 class _Api:
@@ -14,6 +27,11 @@ class _Api:
         self.comm = comm
         self.rank, self.size, self.members = comm.rank, comm.size, comm.members
         self.group, self.mpi = comm.group, comm.mpi
+
+    def __init_subclass__(cls):
+        for name, operation in list(vars(cls).items()):
+            if inspect.isfunction(operation) and not name.startswith("_"):
+                setattr(cls, name, _on_tensors(operation))
 
     def split(self, color, key=0):
         part = self.comm.split(color, key)

@@ -79,13 +79,12 @@ before, after = row("all_to_all"), rows("after", under="all_to_all")[6]
 assert after == [before[4 * s + r] for r in range(4) for s in range(4)]
 
 # %% [markdown]
-# White: no value, or one that the collective neither uses nor changes. Not in the figure: with `all_to_all` rank r
-# sends its chunk s to rank s. Names elsewhere:
+# White: no value, or unused. With `all_to_all` rank r
+# sends its chunk s to rank s. Elsewhere:
 #
 # | here | `torch.distributed` | mpi4py | NCCL |
 # |---|---|---|---|
 # | `broadcast` | `broadcast` | `Bcast` | `ncclBroadcast` |
-# | `reduce` | `reduce` | `Reduce` | `ncclReduce` |
 # | `all_reduce` | `all_reduce` | `Allreduce` | `ncclAllReduce` |
 # | `reduce_scatter` | `reduce_scatter_single` | `Reduce_scatter_block` | `ncclReduceScatter` |
 # | `all_gather` | `all_gather_single` | `Allgather` | `ncclAllGather` |

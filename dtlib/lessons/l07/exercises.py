@@ -20,6 +20,7 @@ import time
 
 import dtlib
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -194,30 +195,24 @@ def my_gpipe(comm, stage, inputs, targets, loss_fn):
 
 # %% tags=["solution"]
 # %%px
-from torch import distributed as dist
-
-
 def my_gpipe(comm, stage, inputs, targets, loss_fn):
-    first, last = comm.rank == 0, comm.rank == comm.size - 1
-    samples = sum(len(x) for x in inputs)
-    outputs, losses = [], []
+    first, last, group = comm.rank == 0, comm.rank == comm.size - 1, comm.group
+    samples, outputs, losses = sum(len(x) for x in inputs), [], []
     for x in inputs:
         if not first:
-            dist.recv(x, group_src=comm.rank - 1, group=comm.group)
-            x.requires_grad_()
-        outputs.append(stage(x))
+            dist.recv(x, group_src=comm.rank - 1, group=group)
+        outputs.append(stage(x if first else x.requires_grad_()))
         if not last:
-            dist.send(outputs[-1].detach(), group_dst=comm.rank + 1, group=comm.group)
+            dist.send(outputs[-1].detach(), group_dst=comm.rank + 1, group=group)
     for x, output, target in zip(inputs, outputs, targets, strict=True):
         if last:
             losses.append(loss_fn(output, target) * len(x) / samples)
             losses[-1].backward()
         else:
-            gradient = torch.empty_like(output)
-            dist.recv(gradient, group_src=comm.rank + 1, group=comm.group)
+            dist.recv(gradient := torch.empty_like(output), group_src=comm.rank + 1, group=group)
             output.backward(gradient)
         if not first:
-            dist.send(x.grad, group_dst=comm.rank - 1, group=comm.group)
+            dist.send(x.grad, group_dst=comm.rank - 1, group=group)
     return sum(losses)
 
 # %%
@@ -279,7 +274,8 @@ def my_1f1b(comm, stage, inputs, targets, loss_fn):
             inputs[m].requires_grad_()
         outputs[m] = stage(inputs[m])
         if not last:
-            sending.append(dist.isend(outputs[m].detach(), group_dst=comm.rank + 1, group=comm.group))
+            work = dist.isend(outputs[m].detach(), group_dst=comm.rank + 1, group=comm.group)
+            sending.append(work)
 
     def backward(m):
         output, gradient = outputs.pop(m), None

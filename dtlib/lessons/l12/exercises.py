@@ -192,7 +192,8 @@ def dispatch(comm, x, chosen, expert):
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts, group=comm.group)
     received = theirs.tolist()
-    arrived, back, out = x.new_empty(sum(received), x.shape[1]), torch.empty_like(x), torch.empty_like(x)
+    arrived = x.new_empty(sum(received), x.shape[1])
+    back, out = torch.empty_like(x), torch.empty_like(x)
     dist.all_to_all_single(arrived, x[order], received, sent, group=comm.group)
     dist.all_to_all_single(back, expert(arrived), sent, received, group=comm.group)
     out[order] = back

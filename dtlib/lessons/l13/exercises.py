@@ -122,7 +122,8 @@ def top_k(comm, gradient, kept, fraction):
     wanted = gradient + kept
     k = math.ceil(fraction * len(wanted))
     places = wanted.abs().topk(k).indices
-    everyones_places, everyones_values = places.new_empty(comm.size * k), wanted.new_empty(comm.size * k)
+    everyones_places = places.new_empty(comm.size * k)
+    everyones_values = wanted.new_empty(comm.size * k)
     dist.all_gather_single(everyones_places, places, group=comm.group)
     dist.all_gather_single(everyones_values, wanted[places], group=comm.group)
     mean = torch.zeros_like(wanted)
