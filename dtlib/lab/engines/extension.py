@@ -4,7 +4,6 @@ for what cells show (last_outputs.py).
 The kernelspec in ``lab/settings/jupyter`` names it, and ``dtlib lab`` puts that folder on JUPYTER_PATH.
 """
 
-import sys
 from typing import NoReturn
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -43,6 +42,5 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         shell.input_transformers_cleanup.append(magic_first)
     if "px" not in shell.magics_manager.magics["cell"]:
         shell.register_magics(MagicsBeforeEngines)
-    shell.user_ns.setdefault("lab", sys.modules["dtlib.lab"])  # known after a restart, too
     if kernel := getattr(shell, "kernel", None):
         last_outputs.install(kernel)
