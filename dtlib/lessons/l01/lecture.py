@@ -91,7 +91,8 @@ stay += [mean for state in optimizer.state.values() for mean in (state["exp_avg"
 counted = P, sum(tensor.nbytes for tensor in stay) / P, counter.get_total_flops() / P / len(samples)
 
 # %%
-rows = [(rank, f"{p:,}", f"{size:.2f}", f"{work:.2f}") for rank, (p, size, work) in enumerate(lab.values("counted"))]
+counts = lab.values("counted")  # one of each rank
+rows = [(rank, f"{p:,}", f"{size:.2f}", f"{work:.2f}") for rank, (p, size, work) in enumerate(counts)]
 lab.table(rows, ("rank", "parameters", "bytes per parameter", "operations per parameter and sample"))
 
 # %% tags=["statement"]
