@@ -54,7 +54,7 @@ def check(name: str) -> None:
     else:
         exercise = EXERCISES[name]
         verdict = _judge_from_notebook(name) if exercise.needs_ranks else judge_here(name)
-        verdict.note = _of_the_last_cell(exercise, verdict.mistake)  # which a notebook's kernel knows
+        verdict.note = _of_the_last_cell(exercise, verdict.mistake) or verdict.note  # which a notebook's kernel knows
     _tell(verdict)
 
 
@@ -110,6 +110,7 @@ def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | 
     ``namespace`` is where the answer is looked up: IPython's, unless told otherwise. What all ranks observed
     is appended to ``rounds``, from which ``judge_rounds`` comes to the same verdict.
     """
+    from dtlib.comm.watch.recorder import recording
     from dtlib.world import fresh_communicator, init
 
     world = init()
@@ -120,10 +121,14 @@ def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | 
     for_answer = fresh_communicator(WAIT_SECONDS, f"check({name!r})", on_board=False)
     for_verdict = fresh_communicator(10 * WAIT_SECONDS, f"check({name!r})", on_board=False)
     for_answer.on_board = True
-    rounds.append(for_verdict.all_gather_object(_observe(exercise, namespace, world.rank, for_answer)))
+    with recording() as events:
+        seen = _observe(exercise, namespace, world.rank, for_answer)
+    rounds.append(for_verdict.all_gather_object(seen))
     verdict = _judged_on_rank_0(
         for_verdict, name, lambda: _verdict(name, rounds[0], _what_is_judged(exercise.name, namespace))
     )
+    if any(event.algorithm == "mpi4py" for event in events):
+        verdict.note = "What collectives of mpi4py send cannot be counted, so their values alone are judged."
     if verdict.rank:  # the answer as it is there
         line = first_line(exercise.name, namespace, f" on rank {world.rank}")
         verdict.judged = for_verdict.broadcast_object(line, verdict.rank)

@@ -6,6 +6,7 @@ import math
 import signal
 from contextlib import contextmanager
 
+from dtlib.errors import DtlibError
 from dtlib.lab.checks.exercise import Exercise, Score, Wrong, rows
 
 GOAL = 0.95  # accuracy
@@ -72,6 +73,8 @@ def _played(train, comm, x, y, x_test, y_test) -> dict:
 
     with recording() as events, loads_noticed(getattr(train, "__globals__", {})) as loads:
         model = train(comm, x, y)
+    if any(event.algorithm == "mpi4py" for event in events):
+        raise DtlibError("MPI does not say what collectives of mpi4py send: take comm, or torch.distributed.")
     if not callable(model):
         return {"error": f"{model!r:.60}"}
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """Gradients made small before they travel: hooks for ``register_comm_hook`` of ``DataParallel`` and of torch's DDP."""
 
+from dtlib.parallel.compression import contract  # noqa: F401  # plain.py's, on import
 from dtlib.parallel.compression.plain import (
     EightBitState,
     PowerSGDState,
