@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from dtlib.comm import Communicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import refuse_shards
+from dtlib.gradients.shard_info import info_of
 from dtlib.parallel.pipeline import PipelineModule
 from dtlib.training import config as configuration
 from dtlib.training.config import AnyConfig, ConfigError
@@ -103,6 +104,11 @@ def initialize(
         check_pipeline(model, settings, runtime)
     if settings.gradient_clipping:
         refuse_shards(model.parameters(), f"gradient_clipping is {settings.gradient_clipping:g}")
+    if settings.fp16.enabled and any(info_of(parameter).differs() for parameter in model.parameters()):
+        raise ConfigError(
+            "fp16.enabled is true, and ranks have different shards or experts, whose gradients overflow in different "
+            "steps: use bf16."
+        )
     if stage == 3 and isinstance(optimizer, torch.optim.Optimizer):
         raise DtlibError(
             "This optimizer was made for whole parameters, which stage 3 replaces by shards: pass a function that "

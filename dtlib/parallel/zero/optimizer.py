@@ -89,7 +89,7 @@ class ZeroOptimizer(optim.Optimizer):
     ):  # fmt: skip
         check_arguments(optimizer_class, stage, bucket_cap_mb, progress)
         self.comm = as_communicator(init().comm if comm is None else comm)
-        self.stage, self.batch_size = stage, None
+        self.stage, self.batch_size, self.forwards = stage, None, 0
         self._offload, self._wanted_progress = offload, progress
         self._cap_mb = bucket_cap_mb
         self._buckets: list[ShardedBucket] = []
@@ -147,8 +147,9 @@ class ZeroOptimizer(optim.Optimizer):
         """Have autograd tell of gradients."""
         self.progress = progress_for(self.comm, self._shard_of, self._wanted_progress, "ZeroOptimizer")
         self._reducer = Reducer(
-            self._buckets, ReduceScatter(self.comm), self, self.progress, self._names, by_call=self.stage == 1
-        )
+            self._buckets, ReduceScatter(self.comm), self, self.progress, self._names, by_call=self.stage == 1,
+            values=list(self._names),
+        )  # fmt: skip
         for bucket in self._buckets:
             keep = bucket.keep if isinstance(bucket, WholeGradients) else self._reducer.gradient_is_ready
             for parameter in bucket.parameters:
