@@ -69,7 +69,9 @@ NOTEBOOKS = set(notebooks().values())  # sources of notebooks, which nothing imp
 MODULES = {dotted_name(path): path for path in sorted((ROOT / "dtlib").rglob("*.py")) if path not in NOTEBOOKS}
 
 LOCKS = re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / "requirements.lock").read_text(), re.M)
-LOCKED = {canonicalize_name(name): version for name, version in reversed(LOCKS)}  # of several, that of the oldest Python
+LOCKED = {
+    canonicalize_name(name): version for name, version in reversed(LOCKS)
+}  # of several, that of the oldest Python
 TESTED = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]]
 
 
