@@ -100,6 +100,9 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
+TIERS = "not slow and not nightly"  # of the tests that run
+
+
 def planted(tree: Path, number: int) -> str | None:
     """Run the tests with one mistake; returns the first test that fails, None where all pass."""
     name, right, wrong, tests = MUTATIONS[number]
@@ -116,7 +119,7 @@ def planted(tree: Path, number: int) -> str | None:
                 "pytest",
                 "-xq",
                 "-m",
-                "not slow and not nightly",
+                TIERS,
                 "-p",
                 "no:cacheprovider",
                 *selection,
