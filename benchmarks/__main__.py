@@ -15,7 +15,7 @@ from dtlib.world.launch import is_rank, run_ranks
 NAMES = [
     module.name.replace("_", "-")
     for module in pkgutil.iter_modules(benchmarks.__path__)
-    if module.name not in ("__main__", "compare", "peers", "input_peers", "gpu_report")
+    if module.name not in ("__main__", "bare_pipeline", "compare", "peers", "input_peers", "gpu_report")
 ]
 
 
@@ -32,8 +32,10 @@ def main() -> int:
         return _on_this_rank(module, options)
     try:
         if not module.RANKS:  # it starts ranks itself
-            return _show(module.rows(None, options.repeats), options)
+            return _show(_told(module.rows(None, options.repeats)), options)
         return run_ranks(["-m", "benchmarks", *sys.argv[1:]], options.ranks or module.RANKS)
+    except ModuleNotFoundError as missing:
+        parser.exit(2, f"benchmarks: {options.name} needs {missing.name}: run make .venv/tests first.\n")
     except DtlibError as problem:
         parser.exit(2, f"benchmarks: {problem}\n")
 
@@ -42,8 +44,20 @@ def _on_this_rank(module, options) -> int:
     from dtlib.world import init
 
     world = init()
-    rows = list(module.rows(world, options.repeats))
+    rows = _told(module.rows(world, options.repeats), world.rank == 0)
     return _show(rows, options) if world.rank == 0 else 0
+
+
+def _told(rows, here: bool = True) -> list:
+    """All rows; meanwhile a line on stderr for each as soon as it is measured."""
+    if here:
+        print("measures ...", file=sys.stderr, flush=True)
+    found = []
+    for row in rows:
+        found.append(row)
+        if here:
+            print(*list(asdict(row).values())[:4], file=sys.stderr, flush=True)
+    return found
 
 
 def _show(rows, options) -> int:

@@ -22,9 +22,9 @@ import dtlib.backend
 from benchmarks.compare import in_turns, repeated, row
 from benchmarks.data_parallel import Accelerated, large, training_step, transformer
 from benchmarks.peers import torch_group
-from dtlib.backend.group import Group
-from dtlib.backend.work import GroupWork
 from dtlib.comm import progress_thread
+from dtlib.comm.torch.backend_group import Group
+from dtlib.comm.torch.backend_work import GroupWork
 from dtlib.comm.watch import recorder
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ZeroOptimizer

@@ -23,13 +23,14 @@ SIZES = {
 
 def rows(world, repeats: int):
     comm = world.comm
+    bare = comm.mpi.Dup()  # without our waits
     gloo = torch_group(world)
     for name, count in SIZES.items():
         tensor = torch.zeros(count // 4)
         flat = tensor.numpy()
         times = _calls_for(count)
         ours = repeated(lambda tensor=tensor: comm.all_reduce(tensor), times)
-        raw = repeated(lambda flat=flat: comm.mpi.Allreduce(_in_place(), flat), times)
+        raw = repeated(lambda flat=flat: bare.Allreduce(_in_place(), flat), times)
         yield compare(comm, f"all_reduce {name}", "MPI Allreduce", ours, raw, repeats)
         theirs = repeated(lambda tensor=tensor: torch.distributed.all_reduce(tensor, group=gloo), times)
         yield compare(comm, f"all_reduce {name}", "gloo", ours, theirs, repeats)
@@ -41,11 +42,11 @@ def rows(world, repeats: int):
 
 def _in_a_notebook(comm, repeats):
     """Short operations with what a notebook's cells have on: a time limit, the board, and verification."""
-    notebook = comm.split(0)
+    notebook, bare = comm.split(0), comm.mpi.Dup()
     notebook.time_limit, notebook.verify = 30, True
     count = SIZES["4 kB"]
     tensor, out = torch.zeros(count // 4), torch.zeros(count // 4 * comm.size)
-    raw = repeated(lambda: comm.mpi.Allreduce(_in_place(), tensor.numpy()), _calls_for(count))
+    raw = repeated(lambda: bare.Allreduce(_in_place(), tensor.numpy()), _calls_for(count))
     operations = {
         "all_reduce 4 kB": lambda group: group.all_reduce(tensor),
         "all_gather 4 kB": lambda group: group.all_gather(out, tensor),
@@ -62,13 +63,13 @@ def _in_a_notebook(comm, repeats):
 
 def _reduce_scatter(comm, gloo, repeats):
     tensor = torch.zeros(SIZES["25 MB"] // 4 // comm.size * comm.size)
-    out = torch.zeros(len(tensor) // comm.size)
+    out, bare = torch.zeros(len(tensor) // comm.size), comm.mpi.Dup()
 
     def ours():
         comm.reduce_scatter(out, tensor)
 
     def mpi():
-        comm.mpi.Reduce_scatter_block(tensor.numpy(), out.numpy())
+        bare.Reduce_scatter_block(tensor.numpy(), out.numpy())
 
     def with_gloo():
         torch.distributed.reduce_scatter_single(out, tensor, group=gloo)

@@ -53,7 +53,7 @@ def number(
         if least <= found <= most and (not whole or found == int(found)):
             return int(found) if whole else found
     shown = "null" if value is None else f"{value!r:.40}"
-    raise error(f"{name} is {shown}: give a {'whole ' * whole}number from {least:,} to {most:,}{why}.")
+    raise error(f"{name} is {shown}: give a {'whole ' * whole}number from {least:,.16g} to {most:,.16g}{why}.")
 
 
 def read_number(text: str) -> object:

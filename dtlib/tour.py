@@ -15,7 +15,7 @@ from dtlib.lab.engines.workshop import Record
 
 STOPS = {
     "00 Start here": "first-sum", "02 MPI and pi": "pi-on-ranks", "03 Collectives": "ring-build",
-    "04 Data parallelism": "buckets-build", "05 Large batches": "scale-the-rate", "06 ZeRO": "zero2-fix",
+    "04 Data parallelism": "buckets-build", "05 Large batches": "warmup-fix", "06 ZeRO": "zero2-fix",
     "07 Pipelines": "1f1b-build", "08 Tensor and hybrid parallelism": "mlp-build",
 }  # fmt: skip
 WIDTHS = [32, 16, 30, 8, 7]  # of the table's columns

@@ -18,7 +18,13 @@ pytest_plugins = ["tests.skipped"]
 sys.modules.setdefault("rfc3987_syntax", None)  # nbformat would have jsonschema import it, which takes seconds
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--ranks", type=int, help="run the tests of this many ranks alone")
+
+
+def pytest_collection_modifyitems(config, items):
+    if wanted := config.getoption("--ranks"):
+        items[:] = [item for item in items if hasattr(item, "callspec") and item.callspec.params.get("ranks") == wanted]
     if not gpu_names():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -79,8 +79,8 @@ MUTATIONS = [
     ("comm/types.py", "return np.asarray(_Memory(tensor, pointer, CODES[name], strides))", "return tensor.detach().numpy() if name == 'float32' else np.asarray(_Memory(tensor, pointer, CODES[name], strides))", "test_comm.py -k owners"),
     ("comm/waiting.py", "range(0, flat.size + 1, LARGEST)", "range(0, flat.size, LARGEST)", "test_comm.py -k messages_that_are_cut"),
     ("comm/waiting.py", "self._cut = True", "self._cut = False", "test_comm.py -k messages_that_are_cut"),
-    ("backend/reductions.py", "if tensor.is_conj():", "if False:", "test_backend.py -k conjugate"),
-    ("backend/work.py", "self._future = _Future(self._complete_future, devices)", "self._future = torch.futures.Future(devices=devices)", "test_backend.py -k fsdp2_and_zero"),
+    ("comm/torch/reductions.py", "if tensor.is_conj():", "if False:", "test_backend.py -k conjugate"),
+    ("comm/torch/backend_work.py", "self._future = _Future(self._complete_future, devices)", "self._future = torch.futures.Future(devices=devices)", "test_backend.py -k fsdp2_and_zero"),
     ("storage/readers.py", "if not (known and self._is_followed(file, at, number)):", "if not known:", "test_storage.py -k 'longer_number and tar'"),
     ("storage/parquet.py", "if (size := self.files.size(name)) != (wanted :=", "if (size := self.files.size(name)) < (wanted :=", "test_storage.py -k longer_number"),
     ("gradients/contract.py", "parameter.grad = parameter.grad.as_subclass(UnaveragedGradient)", "pass", "test_plain.py -k zero_refuses"),
@@ -100,6 +100,9 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
+TIERS = "not slow and not nightly"  # of the tests that run
+
+
 def planted(tree: Path, number: int) -> str | None:
     """Run the tests with one mistake; returns the first test that fails, None where all pass."""
     name, right, wrong, tests = MUTATIONS[number]
@@ -116,7 +119,7 @@ def planted(tree: Path, number: int) -> str | None:
                 "pytest",
                 "-xq",
                 "-m",
-                "not slow and not nightly",
+                TIERS,
                 "-p",
                 "no:cacheprovider",
                 *selection,

@@ -37,9 +37,10 @@ GRACE_SECONDS = 2  # for the other ranks, once one has failed
 _worlds = {}
 
 
-def on_ranks(*sizes: int, time_limit: float = TIME_LIMIT, slow: tuple = (), nightly: tuple = ()):
+def on_ranks(*sizes: int, time_limit: float = TIME_LIMIT, slow: tuple = (), nightly: tuple = (), device: str = ""):
     """Run a test on worlds of these sizes, of which ``slow`` and ``nightly`` ones are left to those tiers. Its first
-    argument is ``world``; others may be fixtures that pickle, and values of ``@for_each`` below."""
+    argument is ``world``; others may be fixtures that pickle, and values of ``@for_each`` below. ``device`` is where
+    the test creates tensors (devices.py)."""
     marks = dict.fromkeys(slow, pytest.mark.slow) | dict.fromkeys(nightly, pytest.mark.nightly)
     params = [pytest.param(size, id=f"{size} rank{'s' * (size > 1)}", marks=marks.get(size, ())) for size in sizes]
 
@@ -51,9 +52,9 @@ def on_ranks(*sizes: int, time_limit: float = TIME_LIMIT, slow: tuple = (), nigh
         @functools.wraps(below)
         def test(ranks, **fixtures):
             if cases is None:
-                run_on(ranks, module, name, fixtures, time_limit)
+                run_on(ranks, module, name, fixtures, time_limit, device)
             else:
-                run_cases(cases, lambda case: run_on(ranks, module, name, {**fixtures, **case}, time_limit))
+                run_cases(cases, lambda case: run_on(ranks, module, name, {**fixtures, **case}, time_limit, device))
 
         fixtures = without(inspect.signature(body), ["world", *(cases or [{}])[0]])
         place = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
@@ -64,14 +65,14 @@ def on_ranks(*sizes: int, time_limit: float = TIME_LIMIT, slow: tuple = (), nigh
     return decorate
 
 
-def run_on(ranks: int, module: str, name: str, arguments: dict, time_limit: float) -> None:
+def run_on(ranks: int, module: str, name: str, arguments: dict, time_limit: float, device: str = "") -> None:
     """Run a test's body in the world of this size; a world in which it fails ends."""
-    if ranks not in _worlds:
-        _worlds[ranks] = RankWorld(ranks)
+    if (ranks, device) not in _worlds:
+        _worlds[ranks, device] = RankWorld(ranks, device)
     try:
-        _worlds[ranks].run(module, name, arguments, time_limit)
+        _worlds[ranks, device].run(module, name, arguments, time_limit)
     except BaseException:
-        _worlds.pop(ranks).end()
+        _worlds.pop((ranks, device)).end()
         raise
 
 
@@ -84,14 +85,13 @@ def end_worlds() -> None:
 class RankWorld:
     """``size`` ranks that wait for tests to run."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, device: str = ""):
         self._folder = tempfile.TemporaryDirectory()
         key = secrets.token_hex(16)
         address = os.path.join(self._folder.name, "socket")
+        env = {"DTLIB_TEST_KEY": key, "OMP_NUM_THREADS": "1", **({"DTLIB_TEST_DEVICE": device} if device else {})}
         with Listener(address, "AF_UNIX", authkey=key.encode()) as listener:
-            self._mpiexec = start_ranks(
-                ["-m", "tests.ranks", address], size, env={"DTLIB_TEST_KEY": key, "OMP_NUM_THREADS": "1"}
-            )
+            self._mpiexec = start_ranks(["-m", "tests.ranks", address], size, env=env)
             connections = dict(_accept(listener) for _ in range(size))
         self._connections = [connections[rank] for rank in range(size)]
         self._processes = with_descendants(Process.of(self._mpiexec.pid))
@@ -133,6 +133,7 @@ def _accept(listener):
 def _serve(address: str) -> None:
     """What each rank does: run the tests that it is told, until the other side closes the connection."""
     import dtlib
+    from tests.devices import on_device
 
     _explain_assertions()
     world = dtlib.init()
@@ -146,7 +147,9 @@ def _serve(address: str) -> None:
             gc.collect()
             gc.freeze()  # modules above all, at which collections need not look again
             try:
-                getattr(importlib.import_module(module), name).body(world, **arguments)
+                body = getattr(importlib.import_module(module), name).body
+                with on_device(world):
+                    body(world, **arguments)
                 connection.send(None)
             except BaseException:
                 connection.send(traceback.format_exc())

@@ -438,7 +438,7 @@ def test_plain_zero_holds_what_is_whole_or_comes_at_a_time(world):
             most = max(4 * sum(terms.values()) + pages * ("shard that arrives" in terms)
                        for terms in moments_of_plain(stage, sizes, world.size))  # fmt: skip
             with case(kind.__name__):
-                comms = zero.comm, zero.contract.comm
+                comms = zero.contract.whole, zero.contract.comm
                 notes = sum(tensor.nbytes for comm in comms for tensor in comm.held()["communication"])
                 assert 0 <= live.now - between <= notes + numbers(live), live.by_line()
                 assert 0 <= live.peak - between - most <= notes + numbers(live, True), live.by_line(at_peak=True)

@@ -83,7 +83,7 @@ class WithUnused(nn.Module):
 
 def test_a_conjugate_view_is_refused_with_the_way_out():
     """Its memory has other values than it has itself."""
-    from dtlib.backend.reductions import dense
+    from dtlib.comm.torch.reductions import dense
 
     with pytest.raises(DtlibError, match=r"pass tensor\.resolve_conj"):
         dense(torch.tensor([1 + 2j]).conj())

@@ -121,6 +121,22 @@ def ring_by_split(comm, tensor):
     return wrong_collectives.ring(comm, tensor, torch.tensor_split(tensor, comm.size))
 
 
+def weighted_mean(comm, model, images, labels):
+    """A weight times the mean; the mean over ranks of their images; a rank without images has a sum of no scores."""
+    from torch.nn.functional import cross_entropy
+
+    weight = len(images) / (sum(comm.all_gather_object(len(images))) / comm.size)
+    return weight * cross_entropy(model(images), labels) if len(images) else model(images).sum()
+
+
+def weighted_sum(comm, model, images, labels):
+    import torch
+
+    scores = model(images).log_softmax(1)
+    total = comm.all_reduce(torch.tensor([float(len(images))]), op="mean")
+    return -scores[torch.arange(len(labels)), labels].sum() / total
+
+
 @on_ranks(1, 3, 4, slow=(1, 4))
 def test_right_answers_pass(world):
     import torch
@@ -307,6 +323,7 @@ def golf_right(comm, x, y):
 
 
 RIGHT_TO_LESSON_04 = {
+    "weight-the-batch": [weighted_mean, weighted_sum],
     "hook-fix": (hooks_right, hooks_that_divide_afterwards, hooks_that_return_the_average),
     "buckets-build": (
         wrong_buckets.Right, BucketsInForwardOrder, BucketsOfTheLibrary, SamplesTravelAlong, MeanOfScaled,
@@ -729,9 +746,24 @@ def test_an_answer_is_known_by_its_code_or_value():
     assert fingerprint(one) == fingerprint(one) and fingerprint({1: (2, 3)}) == fingerprint({1: (2, 3)})
 
 
+def test_a_magic_is_found_below_comments_and_behind_spaces():
+    from dtlib.lab.engines.extension import magic_first
+
+    assert magic_first([" %%px\n", "x = 1\n"]) == ["%%px\n", "x = 1\n"]
+    assert magic_first(["# all\n", "%%px --local\n", "x = 1\n"]) == ["%%px --local\n", "# all\n", "x = 1\n"]
+    assert magic_first(["x = 1\n", "%%px\n"]) == ["x = 1\n", "%%px\n"]
+
+
+def test_a_name_of_lab_with_a_slip_is_suggested():
+    from dtlib import lab
+
+    with pytest.raises(AttributeError, match=r"has no attribute 'chek'\. Did you mean: 'check'\?"):
+        _ = lab.chek
+
+
 @pytest.mark.parametrize("error,words", [
-    ("no_such_name", "has the cell that makes it run"), ("None + 1", "Something is None there"),
-    ("1 / 0", "What is zero there"), ("[][3]", "What is looked up there"), ("points.strip()", "What does it get"),
+    ("no_such_name", "has its cell run"), ("None + 1", "Something is None there"),
+    ("1 / 0", "What is zero there"), ("[][3]", "What is looked up there"), ("points.strip()", "What do its arguments"),
     ("torch.zeros(2) + torch.zeros(3)", "Print shape and dtype"),
 ])  # fmt: skip
 def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):

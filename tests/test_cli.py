@@ -83,7 +83,7 @@ def test_without_a_command_and_the_version(run_here):
     ran = run()
     assert ran.returncode == 0 and not ran.stderr
     assert all(
-        f"\n    {command} " in ran.stdout for command in ("doctor", "lab", "fresh", "tour", "pi", "train", "export")
+        f"\n    {command} " in ran.stdout for command in ("doctor", "lab", "fresh", "tour", "pi", "train", "browser")
     )
     assert run_here("--version").stdout == f"dtlib {dtlib.__version__}\n"
     assert_one_sentence(run_here("fresh", "44"), "no lesson '44'", "00, 01, 02")
@@ -118,7 +118,7 @@ CODE = doctor_code.encoded(doctor_code.of_this_machine(0), dtlib.__version__)
 
 @pytest.mark.parametrize("words,where", [
     *((words, "/dev/full") for words in (
-        "--version", "plan --help", "pi --ranks=2 --points=1000 --json", "plan llama3-8b", "export ddp",
+        "--version", "plan --help", "pi --ranks=2 --points=1000 --json", "plan llama3-8b",
         "plan llama3-405b --gpus=8 --write=x.dtlib.json", f"doctor --decode {CODE}",
         "wall --no-browser --host=127.0.0.1 --port=0", "train vision --ranks=2 --steps=2 --json=result.json",
     )),

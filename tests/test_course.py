@@ -51,12 +51,12 @@ def test_a_course_laid_out_in_an_empty_folder_keeps_what_the_learner_did(tmp_pat
     assert (folder / LECTURE).read_text() == "mine" and LECTURE in said and "dtlib fresh" in said
 
     assert [said for said in course.fresh("4") if "yours is" in said] == [
-        f"{LECTURE} is new; yours is 04_data_parallel_yours.ipynb beside it."
+        f"{LECTURE} is new; yours is yours_04_data_parallel.ipynb beside it."
     ]
     assert (folder / LECTURE).read_text() == "new" and course.open_folder()[1] == ""
     (folder / LECTURE).write_text("mine again")
-    assert "yours is 04_data_parallel_yours2.ipynb" in " ".join(course.fresh("04_data_parallel.ipynb"))
-    assert (folder / LECTURE).with_stem("04_data_parallel_yours").read_text() == "mine"
+    assert "yours is yours2_04_data_parallel.ipynb" in " ".join(course.fresh("04_data_parallel.ipynb"))
+    assert (folder / LECTURE).with_stem("yours_04_data_parallel").read_text() == "mine"
 
 
 def test_a_course_is_not_laid_out_between_other_things(tmp_path, monkeypatch):
@@ -259,8 +259,8 @@ def test_a_notebook_gives_itself_anew(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JPY_SESSION_NAME", str(tmp_path / LECTURE))
     lab.fresh()
     said = capsys.readouterr().out
-    assert "yours is 04_data_parallel_yours.ipynb beside it" in said and "Reload Notebook from Disk" in said
-    assert (tmp_path / LECTURE).with_stem("04_data_parallel_yours").read_text() == "mine"
+    assert "yours is yours_04_data_parallel.ipynb beside it" in said and "Reload Notebook from Disk" in said
+    assert (tmp_path / LECTURE).with_stem("yours_04_data_parallel").read_text() == "mine"
     assert (tmp_path / LECTURE).read_bytes() == (ROOT / LECTURE).read_bytes() and solved.read_text() == "mine too"
     for name, words in (("", "belongs in a notebook"), ("my.ipynb", "There is no lesson 'my")):
         monkeypatch.setenv("JPY_SESSION_NAME", name)

@@ -168,12 +168,12 @@ def test_what_lies_outside_of_the_contract_is_refused_on_every_rank(world):
 # What stands in plain.py once, what stands there instead, and what is right all the same.
 PERFECT = "output is right"
 MISTAKES = {
-    "expert gradients are sums": ("lambda gradient: gradient / self.comm.size", "lambda gradient: gradient", PERFECT),
-    "expert gradients divided twice": ("gradient / self.comm.size", "gradient / self.comm.size**2", PERFECT),
-    "expert gradients divided by experts": ("gradient / self.comm.size", "gradient / self.count", PERFECT),
-    "a balance of this rank's choices": ('self.comm.all_reduce(share, op="mean")', "share", PERFECT),
-    "a balance of summed shares": ('self.comm.all_reduce(share, op="mean")', "self.comm.all_reduce(share)", PERFECT),
-    "a balance of other experts": ("return self.count * (self", "return len(self.experts) * (self", PERFECT),
+    "expert gradients are sums": ("lambda gradient: gradient / self.size", "lambda gradient: gradient", PERFECT),
+    "expert gradients divided twice": ("gradient / self.size", "gradient / self.size**2", PERFECT),
+    "expert gradients divided by experts": ("gradient / self.size", "gradient / self.count", PERFECT),
+    "a balance of this rank's choices": ("dist.all_reduce(share, group=self.group)", "share = share * self.size", PERFECT),
+    "a balance of summed shares": ("(share / self.size *", "(share *", PERFECT),
+    "a balance of other experts": ("return self.count * (share", "return len(self.experts) * (share", PERFECT),
     "a balance that is not attached": ("probabilities.mean(0)).sum()", "probabilities.detach().mean(0)).sum()", PERFECT),
     "shares of tokens, not of choices": ("/ chosen.numel()", "/ len(chosen)", PERFECT),
     "the gate learns nothing of the output": ("back * weight[:, None]", "back * weight[:, None].detach()", PERFECT),
@@ -181,9 +181,9 @@ MISTAKES = {
     "no gradient through the tokens": ("self.through_experts(x[token], counts)", "self.through_experts(x[token].detach(), counts)", PERFECT),
     "weights not normalized": ("if self.top > 1 else", "if False else", ""),
     "weights normalized for one choice": ("if self.top > 1 else", "if True else", ""),
-    "first choices alone": ("torch.arange(len(x)).repeat(self.top)", "torch.arange(len(x)).repeat_interleave(self.top)", ""),
+    "first choices alone": ("order % len(x)", "order // self.top", ""),
     "weights in the order of tokens": ("weights.T.flatten()", "weights.flatten()", ""),
-    "an order that mixes choices": ("expert, token, weight = expert[order], token[order], weight[order]", "expert, token = expert[order], token[order]", ""),
+    "an order that mixes choices": ("expert, token, weight = expert[order], order % len(x), weight[order]", "expert, token = expert[order], order % len(x)", ""),
     "capacity of one choice": ("self.capacity * self.top * len(x)", "self.capacity * len(x)", ""),
     "capacity rounded down": ("math.ceil(", "math.floor(", ""),
     "one place too many": ("kept = place < places", "kept = (place <= places) & (expert * places + place < self.count * places)", ""),
@@ -200,10 +200,14 @@ def test_every_planted_mistake_is_noticed_half_of_them_with_a_perfect_output(wor
         assert source.count(right) == 1, right
         broken = {"__name__": "broken"}
         exec(compile(source.replace(right, wrong), mistake, "exec"), broken)
+
+        def made(width, experts, comm, *rest, kind=broken["MixtureOfExperts"]):
+            return kind(width, experts, comm.group, *rest)
+
         worst = {}
         for name in ("top 1", "top 2", "top 2, capacity 0.5"):  # each hides mistakes of the others
             try:
-                found = errors_of(broken["MixtureOfExperts"], world.comm.split(0), name)
+                found = errors_of(made, world.comm.split(0), name)
             except RuntimeError:
                 found = {}
             for error in world.comm.all_gather_object(found):

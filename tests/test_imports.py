@@ -93,7 +93,8 @@ assert "dtlib.parallel.zero.optimizer" in sys.modules and "dtlib.backend" not in
 after = seen()
 print(json.dumps([len(before), changed(before, after)]))""")
     # Operators in a namespace of our own, by which the Replicator marks exchanges in a graph, and torch's warning.
-    assert found[0] > 20_000 and found[1] == ["torch.library: __warningregistry__", "torch.ops: dtlib"], found[1][:20]
+    changed = {*found[1]} - {"torch.library: __warningregistry__"}
+    assert found[0] > 20_000 and changed == {"torch.ops: dtlib"}, found[1][:20]
 
 
 def test_a_program_that_imports_torch_alone_is_as_without_dtlib():

@@ -3,16 +3,34 @@
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 
-from dtlib.lab.checks.checks import judge_on_this_rank
-from dtlib.lab.checks.exercise import EXERCISES
+from dtlib.lab.checks.checks import judge_here, judge_on_this_rank
 from dtlib.lessons.l05 import intervals
-from dtlib.training.rates import linear_rule
 from tests.cases import for_each
-from tests.lessons.l05 import wrong_large_batches
 from tests.ranks import on_ranks
+
+
+def with_the_library(a, b):
+    found = stats.ttest_rel(a, b).confidence_interval()
+    return found.low, found.high, "lower" if found.high < 0 else "higher" if found.low > 0 else "not separated"
+
+
+def with_torch(a, b):
+    """Ends as tensors in float32, and a list in place of a tuple."""
+    d = torch.tensor(a) - torch.tensor(b)
+    half = float(stats.t.ppf(0.975, len(d) - 1)) * d.std() / len(d) ** 0.5
+    inside = bool((d.mean() - half) * (d.mean() + half) <= 0)
+    return [d.mean() - half, d.mean() + half, "not separated" if inside else "lower" if d.mean() < 0 else "higher"]
+
+
+def with_numpy(a, b):
+    d = np.subtract(a, b)
+    low, high = stats.t.interval(0.95, d.size - 1, loc=d.mean(), scale=stats.sem(d))
+    return low, high, ("not separated", "higher", "lower")[int(low > 0) - int(high < 0)]
 
 
 def settings_right(step, warmup_steps, k):
@@ -20,34 +38,24 @@ def settings_right(step, warmup_steps, k):
     return {"lr": 0.02 + 0.02 * (k - 1) * fraction, "momentum": 0.9}
 
 
-def scaled_right(rate, ranks, batch, base_batch, step, warmup_steps):
-    top = rate * ranks * batch / base_batch
-    if step >= warmup_steps:
-        return top
-    return rate + (top - rate) * step / warmup_steps
+RIGHT_RATES = {"warmup_settings": settings_right, "paired_interval": with_the_library}
 
 
-def scaled_with_library(rate, ranks, batch, base_batch, step, warmup_steps):
-    """As a tensor of one element, in float32."""
-    top = linear_rule(rate, ranks * batch, base_batch)
-    fraction = min(step, warmup_steps) / warmup_steps if warmup_steps else 1
-    return torch.tensor(rate).lerp(torch.tensor(top), fraction)
-
-
-RIGHT_RATES = {"warmup_settings": settings_right, "scaled_rate": scaled_right}
-
-
-@on_ranks(3)
-def test_another_form_of_a_right_rate_passes(world):
-    verdict = judge_on_this_rank("scale-the-rate", {"scaled_rate": scaled_with_library})
+@for_each(answer=[with_the_library, with_torch, with_numpy])
+def test_other_ways_to_a_right_interval_pass(answer):
+    verdict = judge_here("paired-interval", {"paired_interval": answer})
     assert verdict.passed, verdict.text()
 
 
+@for_each(answer=[lambda *_: None, lambda *_: ("a", "b", "lower"), lambda *_: 1.0])
+def test_what_is_no_interval_is_named(answer):
+    assert judge_here("paired-interval", {"paired_interval": answer}).mistake == "type"
+
+
 @on_ranks(2)
-@for_each(exercise=sorted(wrong_large_batches.WRONG))
-def test_what_is_no_number_is_named(world, exercise):
-    verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: lambda *_, **__: None})
-    assert (verdict.mistake, verdict.got) == ("type", "'None'" if exercise == "warmup-fix" else "None")
+def test_what_is_no_number_is_named(world):
+    verdict = judge_on_this_rank("warmup-fix", {"warmup_settings": lambda *_, **__: None})
+    assert (verdict.mistake, verdict.got) == ("type", "'None'")
 
 
 def test_intervals_are_those_of_the_tables():

@@ -403,6 +403,39 @@ def test_a_simulated_all_reduce_adds_and_sends_what_the_real_one_does(algorithm)
         assert len(found.messages) == collectives.messages("all_reduce", algorithm, size)
 
 
+TORCHS = """
+import torch
+from torch import distributed as dist
+import torch.distributed
+
+total = torch.tensor([1.0 + rank])
+dist.all_reduce(total, group=comm.group)
+dist.all_reduce(total, op=torch.distributed.ReduceOp.AVG)
+told = torch.tensor([rank])
+dist.broadcast(told, src=2)
+everyones = torch.zeros(3)
+dist.all_gather_single(everyones, torch.tensor([1.0 * rank]), async_op=True).wait()
+shard = torch.zeros(1)
+dist.reduce_scatter_single(shard, everyones)
+got = torch.zeros(1)
+leaving = dist.isend(torch.tensor([1.0 * rank]), dst=(rank + 1) % 3)
+dist.recv(got, group_src=(rank - 1) % 3)
+leaving.wait()
+print(total, told, everyones, shard, got, dist.get_rank(), dist.get_world_size(comm.group))
+"""
+
+
+def test_simulated_ranks_take_calls_of_torch_distributed():
+    world = Ranks(3)
+    outcome = world.run(TORCHS)
+    assert outcome.failed == [""] * 3
+    for rank, said in enumerate(outcome.said):
+        found = f"tensor([6.]) tensor([2]) tensor([0., 1., 2.]) tensor([{3 * rank}.]) tensor([{(rank - 1) % 3}.])"
+        assert said == f"{found} {rank} 3"
+    outcome = world.run("dist.barrier() if rank else None")
+    assert not outcome.failed[0] and all("rank 0 has finished its cell" in outcome.failed[rank] for rank in (1, 2))
+
+
 def test_integers_wrap_around_and_floats_round_as_torchs_do():
     import torch
 

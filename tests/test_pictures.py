@@ -92,7 +92,7 @@ def test_in_a_timeline_what_is_under_way_at_once_is_seen_from_start_to_end():
             picture = shown(pictures.timeline, record)
         assert len({call.args[2][0] for call in drawn.call_args_list}) == len(starts), "a lane for each"
         heights.append(float(re.search(r'height="([\d.]+)pt"', picture.svg)[1]))
-        assert (">operation: all_reduce<" in picture.svg) == (len(starts) > 3), "lanes too low for a name"
+        assert ">operation: all_reduce<" in picture.svg, "lanes can be too low for a name"
     assert heights[0] < heights[1]
 
 

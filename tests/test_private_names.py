@@ -90,12 +90,13 @@ KNOWN = {
         "_remove_autograd_hooks": 1,
         "_training_state": 1,
     },
-    "backend/work.py": {
+    "checkpoint/holdings.py": {"_non_persistent_buffers_set": 1},
+    "comm/torch/backend_group.py": {"torch.distributed.distributed_c10d._world": 1},
+    "comm/torch/backend_work.py": {
         "torch._C._current_autograd_node": 1,
         "torch.autograd.Variable._execution_engine": 1,
         "torch.distributed._Work": 1,
     },
-    "checkpoint/holdings.py": {"_non_persistent_buffers_set": 1},
     "comm/torch/group_work.py": {"_get_backend": 1},
     "gradients/contract.py": {"torch.autograd.Variable._execution_engine": 1},
     "gradients/local_gradient.py": {

@@ -538,20 +538,24 @@ def test_the_columns_of_table_2_that_follow_from_the_bubble(recomputation):
 @pytest.mark.parametrize(
     "model,column,other_way_round",
     [
-        # torchgpipe's figures are in the order of the simulation.
-        ("AmoebaNet-D (18,256)", "torchgpipe_P40_reproduction", []),
-        # GPipe's AmoebaNet gains more from two more accelerators (1.13) than from micro-batches (1.07). The bubble
-        # alone has 1.00 and 1.60: something that equal stages on equal accelerators leave out weighs more there.
-        ("AmoebaNet-D (18,256)", "gpipe_normalised_throughput", [((4, 1), (2, 4))]),
-        # GPipe's Transformer gains 4.8 with K = 8 and M = 4, where the bubble leaves 2.91 at the most. So accelerators
-        # do more in a second there than with K = 2 and M = 1; the simulation takes it for the same in all rows.
-        ("Transformer-48", "gpipe_normalised_throughput", [((8, 4), (4, 32))]),
+        # torchgpipe's figures are in the order of the simulation, but for one pair.
+        ("AmoebaNet-D (18,256)", "torchgpipe_P40_reproduction", [((2, 32), (4, 4))]),
+        # GPipe's AmoebaNet gains more from accelerators without micro-batches (1.38 with eight) than from 32
+        # micro-batches on two (1.21): its stages are unequal.
+        (
+            "AmoebaNet-D (18,256)",
+            "gpipe_normalised_throughput",
+            [((2, 4), (4, 1)), ((2, 4), (8, 1)), ((2, 32), (8, 1)), ((4, 4), (8, 1))],
+        ),
+        # GPipe's Transformer gains 4.8 with K = 8 and M = 4, where the bubble leaves 2.91 at the most: the batch "was
+        # adjusted to fit memory if necessary" (the table's caption), and the simulation has one batch for all cells.
+        ("Transformer-48", "gpipe_normalised_throughput", [((4, 32), (8, 4))]),
     ],
 )
 def test_the_order_of_throughput_in_table_2(model, column, other_way_round):
     """Equal stages, messages for nothing, no embedding, no softmax, the same batch in every row."""
     rows = [row for row in TABLE_2 if row["model"] == model]
-    assert len(rows) == 5
+    assert len(rows) == 9
     names = [(int(row["K_partitions"]), int(row["M_microbatches"])) for row in rows]
     published = [float(row[column]) for row in rows]
     simulated = [throughput(row, recomputation=True) for row in rows]
@@ -565,8 +569,8 @@ def test_the_order_of_throughput_in_table_2(model, column, other_way_round):
         zip(names, published, simulated, strict=True), 2
     ):
         if ours == pytest.approx(our_other):
-            # Without micro-batches two more accelerators win nothing: a tie, and 1.00 to 1.13 were measured.
-            assert {name, other} == {(2, 1), (4, 1)} and 1 <= their_other / theirs < 1.15
+            # Without micro-batches more accelerators win nothing: a tie, and 0.93 to 1.38 were measured.
+            assert name[1] == other[1] == 1 and 0.9 < their_other / theirs < 1.4
         elif (ours < our_other) != (theirs < their_other):
             reversed_pairs.append((name, other))
     assert reversed_pairs == other_way_round

@@ -36,18 +36,9 @@ def take_in_by_softmax(scores, values, top, total, out):
 
 
 def home_by_reduce_scatter(comm, summand):
-    mine = torch.stack([summand(owner) for owner in range(comm.size)])
+    parts = {owner: summand(owner) for owner in [(comm.rank - step) % comm.size for step in range(comm.size)]}
+    mine = torch.stack([parts[owner] for owner in range(comm.size)])
     return comm.reduce_scatter(torch.empty_like(mine[:1]), mine)[0]
-
-
-def home_backwards(comm, summand):
-    """Begins with the keys that are furthest from home, so that the last to add is their owner."""
-    travelling = summand((comm.rank + 1) % comm.size) if comm.size > 1 else None
-    for step in range(2, comm.size + 1):
-        arrived = comm.recv(torch.empty_like(travelling), (comm.rank + 1) % comm.size, async_op=True)
-        comm.send(travelling, (comm.rank - 1) % comm.size, async_op=True).wait()
-        travelling = arrived.wait() + summand((comm.rank + step) % comm.size)
-    return summand(comm.rank) if travelling is None else travelling
 
 
 def balance_by_counts(comm, probabilities, chosen):
@@ -77,7 +68,7 @@ def dispatch_by_messages(comm, x, chosen, expert):
 RIGHT = {
     "merge-build": [by_sigmoid, by_the_larger],
     "rescaling-fix": [take_in_by_softmax],
-    "last-hop-fix": [home_by_reduce_scatter, home_backwards],
+    "last-hop-fix": [home_by_reduce_scatter],
     "balance-fix": [balance_by_counts],
     "dispatch-build": [dispatch_by_messages],
 }

@@ -98,7 +98,8 @@ def test_a_deck_is_short_and_whole(source):
     ] == []
     assert {slide.title: missing(slide) for slide in deck if missing(slide)} == {}
     assert deck[0].title[:2] == source.name[:2] and deck[-1].title == "Summary" and "](" not in str(deck)
-    assert any(block.kind == "figure" for slide in deck for block in slide.blocks)
+    figures = [slide for slide in deck if any(block.kind == "figure" for block in slide.blocks)]
+    assert figures and [slide.title for slide in figures if "Point " not in slide.says] == [], "where does one look?"
 
 
 @OF_EACH

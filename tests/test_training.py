@@ -667,10 +667,10 @@ def test_others_frozen_objects_stay_frozen():
     assert 0 < gc.get_freeze_count() <= count
     gc.unfreeze()
     with Snapshot() as before:
-        assert gc.get_freeze_count() > 0
+        assert (frozen := gc.get_freeze_count()) > 0
         kept = torch.ones(3)
         assert [tensor.numel() for tensor in before.new()] == [kept.numel()]
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < frozen / 10  # Python 3.12 counts what is immortal, some hundreds
 
 
 @on_ranks(2)

@@ -319,12 +319,13 @@ def travels_through_host_memory(world, dtype):
         types.STAGED = before
 
 
-def test_nccl_needs_a_gpu_for_each_rank():
-    from dtlib.comm.torch.nccl import each_has_its_own
+def test_nccl_needs_a_gpu_for_each_rank_or_leave_to_share():
+    from dtlib.comm.torch.nccl import why_not
 
-    assert each_has_its_own([("a", "GPU-0"), ("a", "GPU-1"), ("b", "GPU-0")])
-    assert not each_has_its_own([("a", "GPU-0"), ("a", "GPU-0")])
-    assert not each_has_its_own([("a", "GPU-0"), ("a", None)])
+    assert not why_not([("a", "0:1:0", False), ("a", "0:2:0", False), ("b", "0:1:0", False)])
+    assert "share a GPU: NCCL 2.30 or newer" in why_not([("a", "0:1:0", False), ("a", "0:1:0", True)])
+    assert not why_not([("a", "0:1:0", True), ("a", "0:1:0", True)])
+    assert why_not([("a", "0:1:0", True), None]) == "torch has no NCCL here"
 
 
 @on_ranks(2, 3)
@@ -340,6 +341,8 @@ def test_a_store_without_a_fixed_port(world):
 @pytest.mark.gpu
 @on_ranks(1, 2)
 def test_cuda_tensors_travel(world):
+    from dtlib.comm.torch.nccl import gpu_of, why_not
+
     comm, size, device = world.comm, world.size, world.device
     mine = torch.full((1000,), float(world.rank), device=device)
     for algorithm in (None, "ring"):  # NCCL where each rank has its own GPU; host memory
@@ -347,7 +350,7 @@ def test_cuda_tensors_travel(world):
         assert summed.device == device and (summed == sum(range(size))).all()
         gathered = comm.all_gather(torch.zeros(size, 1000, device=device), mine, algorithm=algorithm)
         assert gathered[:, 0].tolist() == list(range(size))
-    assert (comm._nccl is not False) == (size <= torch.cuda.device_count())
+    assert (comm._nccl is not False) == (not why_not(comm.all_gather_object(gpu_of(device))))
     handle = comm.all_reduce(mine, "mean", async_op=True)
     assert handle.wait() is mine and mine[0].item() == (size - 1) / 2
     chunk = comm.reduce_scatter(torch.zeros(2, device=device), torch.ones(2 * size, device=device))

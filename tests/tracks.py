@@ -33,7 +33,10 @@ def names_in(statement: ast.stmt) -> tuple[set, set, set]:
     at_once, later, defined = set(), set(), set()
     top = symtable.symtable(ast.unparse(statement), "cell", "exec")
     compound = hasattr(statement, "body")  # its own names may be bound before they are used
+    own = names_outside_comprehensions(statement)
     for symbol in top.get_symbols():
+        if symbol.get_name() not in own:  # from Python 3.12 on, a comprehension's names are listed here too
+            continue
         bound = symbol.is_assigned() or symbol.is_imported()
         if bound:
             defined.add(symbol.get_name())
@@ -49,6 +52,26 @@ def names_in(statement: ast.stmt) -> tuple[set, set, set]:
 
     inside(top, False)
     return at_once, later, defined
+
+
+def names_outside_comprehensions(statement: ast.stmt) -> set[str]:
+    """All names of a statement, without those that only its comprehensions bind."""
+    inner = {
+        name.id
+        for node in ast.walk(statement) if isinstance(node, ast.comprehension)
+        for name in ast.walk(node.target) if isinstance(name, ast.Name)
+    }  # fmt: skip
+    found, left = set(), [statement]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            found |= {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} - inner
+            continue
+        found |= {value for value in (getattr(node, key, None) for key in ("id", "name", "asname")) if value}
+        if isinstance(node, ast.alias):
+            found.add(node.name.partition(".")[0])
+        left += ast.iter_child_nodes(node)
+    return found
 
 
 def texts_for_lab(statement: ast.stmt):

@@ -133,6 +133,7 @@ def execute(book: nbformat.NotebookNode, folder: Path, refuse: bool = False) -> 
         raise DtlibError("\n".join(["Sentences that their outputs do not bear out:", *untrue]))
     book.cells = [cell for cell in book.cells if CLAIM not in _tags(cell)]
     book.metadata.pop("widgets", None)
+    book.metadata["language_info"] = {"name": "python"}  # without the version of this machine
     for number, cell in enumerate(tracks.code(book.cells), 1):
         cell.metadata.pop("execution", None)
         cell.execution_count = number

@@ -12,11 +12,11 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtlib import world as worlds
-from dtlib.backend.group import TAG_OF_NEW_GROUPS, Group
 from dtlib.backend.stopped import mark_stopped_modules
-from dtlib.backend.work import torchs_errors
 from dtlib.comm import Communicator, lifetime
 from dtlib.comm.link import Wire
+from dtlib.comm.torch.backend_group import TAG_OF_NEW_GROUPS, Group
+from dtlib.comm.torch.backend_work import torchs_errors
 from dtlib.errors import CommunicationError, DtlibError
 from dtlib.world import torchrun
 from dtlib.world.launch import is_rank
@@ -157,7 +157,7 @@ def _of_members(members: list[int], seconds: float | None) -> Communicator:
     everyone = parent.mpi.Get_group()
     chosen = everyone.Incl(members)
     try:
-        mpi = parent.mpi.Create_group(chosen)  # type: ignore[attr-defined]  # of an Intracomm, as it is
+        mpi = parent.mpi.Create_group(chosen)
     finally:
         chosen.Free()
         everyone.Free()

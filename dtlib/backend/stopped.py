@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtlib.errors import DtlibError
 
 if TYPE_CHECKING:
-    from dtlib.backend.group import Group
+    from dtlib.comm.torch.backend_group import Group
 
 _refusing: weakref.WeakSet = weakref.WeakSet()  # those that were marked at an earlier reset
 

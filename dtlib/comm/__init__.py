@@ -68,6 +68,8 @@ def as_communicator(comm: AnyCommunicator) -> Communicator:
         if isinstance(comm, ProcessGroupCommunicator):
             return comm  # type: ignore[return-value]  # it has the same operations
         if torch_distributed.is_available() and isinstance(comm, torch_distributed.ProcessGroup):
+            if isinstance(own := getattr(comm, "comm", None), Communicator):  # a group of the backend dtlib
+                return own
             return ProcessGroupCommunicator(comm)  # type: ignore[return-value]
     raise CommunicationError(
         f"comm={comm!r:.60} is no communicator: pass dtlib.init().comm, an mpi4py communicator such as MPI.COMM_WORLD, "

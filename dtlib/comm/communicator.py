@@ -28,6 +28,9 @@ from dtlib.errors import CommunicationError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from torch.distributed import ProcessGroup
+
+    from dtlib.comm.field_mpi import FieldComm
 
 
 class Communicator(ObjectOperations):
@@ -48,7 +51,7 @@ class Communicator(ObjectOperations):
     simulated = False  # True where the other ranks do not exist
 
     def __init__(self, mpi: MPI.Comm, time_limit: float | None = None, verify: bool = False, name: str = "world"):
-        self.mpi = mpi
+        self._mpi = mpi
         self._prepare(mpi.Get_rank(), mpi.Get_size(), world_ranks(mpi), time_limit, verify, name)
 
     def _prepare(self, rank, size, members, time_limit=None, verify=False, name="world"):
@@ -76,6 +79,25 @@ class Communicator(ObjectOperations):
         """This rank as the world counts it."""
         return self.members[self.rank]
 
+    @property
+    def mpi(self) -> FieldComm:
+        """mpi4py's communicator of the same ranks: ``comm.mpi.Allreduce(MPI.IN_PLACE, array)`` (field_mpi.py)."""
+        from dtlib.comm.field_mpi import FieldComm
+
+        return FieldComm(self)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """torch's ``ProcessGroup`` of the same ranks: ``dist.all_reduce(tensor, group=comm.group)``.
+
+        What it does is done by this communicator: it is counted, drawn and timed out alike. ``dist.get_rank(group)``,
+        and global ranks such as ``src=0``, need a default group: ``dist.init_process_group("dtlib",
+        init_method="dtlib://")`` once, after ``import dtlib.backend``.
+        """
+        from dtlib.comm.torch.backend_group import group_over
+
+        return group_over(self)
+
     def held(self) -> dict[str, list]:
         """Memory that collectives keep from call to call (measure/held.py)."""
         return {"communication": self._buffers.held()}
@@ -85,7 +107,7 @@ class Communicator(ObjectOperations):
     ) -> None:
         """Wait for an mpi4py request of this communicator as the operations do: to be interrupted, and timed out; after
         ``time_limit`` seconds, if it is given, instead of the communicator's."""
-        call, link = self._call(description, peers=self.members), Awaited(self.mpi)
+        call, link = self._call(description, peers=self.members), Awaited(self._mpi)
         limited = time_limit is not None
         handle = self._start(call, iter([[request]]), link, lambda: None, buffers, limited, self._queue.post)
         if limited:
@@ -325,7 +347,7 @@ class Communicator(ObjectOperations):
                 )
         # The split itself cannot be interrupted: let everybody be here first.
         asked = self.meet("split", (color, lifetime.draw(self.world_rank)))
-        mpi = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        mpi = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
         self._splits += 1
         name = f"{self.name}/{self._splits}.{color}"
         if color is None:
@@ -373,7 +395,7 @@ class Communicator(ObjectOperations):
 
     def _link(self, tag: int) -> Link:
         """The messages of one operation."""
-        arguments = self.mpi, self.rank, self.size, tag, self._buffers
+        arguments = self._mpi, self.rank, self.size, tag, self._buffers
         return SlowLink(*arguments, self.wire) if self.wire else Link(*arguments)
 
     def _incoming(self, tag: int) -> IncomingLink:
@@ -382,7 +404,7 @@ class Communicator(ObjectOperations):
 
     def _side_link(self, tag: int) -> Link:
         """Messages that are not the caller's: neither slowed down nor counted."""
-        return Link(self.mpi, self.rank, self.size, tag, self._buffers)
+        return Link(self._mpi, self.rank, self.size, tag, self._buffers)
 
     def _notes(self, tag: int) -> Link | None:
         """Where the notes about messages with this tag travel, if there are any."""

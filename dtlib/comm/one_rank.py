@@ -34,7 +34,7 @@ class SoloCommunicator(Communicator):
     def __init__(self, rank: int, size: int):
         if not isinstance(size, int) or size < 1 or not isinstance(rank, int) or not 0 <= rank < size:
             raise CommunicationError(f"solo(rank={rank!r}, size={size!r}): rank is a whole number from 0 to size - 1.")
-        self.mpi = None  # type: ignore[assignment]  # it does without
+        self._mpi = None  # type: ignore[assignment]  # it does without
         self._prepare(rank, size, tuple(range(size)), name="solo")
 
     def __repr__(self) -> str:

@@ -11,13 +11,17 @@ Whatever lies outside is refused on every rank, with a sentence that names the w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import wraps
 from hashlib import blake2b
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import distributed as dist
 from torch import nn
 
+from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.local_gradient import GoneGradient, UnaveragedGradient, drop_placeholder
 from dtlib.gradients.same_model import check_same_model
@@ -25,6 +29,8 @@ from dtlib.gradients.shard_info import give_kind, hooks_of_others, info_of
 from dtlib.gradients.tokens import divided_by_all_tokens
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from dtlib.comm import Communicator
 
 
@@ -154,3 +160,30 @@ def check_input(x: torch.Tensor, weight: torch.Tensor, who: str) -> None:
             f"{who} takes {weight.shape[1]} features a rank, of {weight.dtype}: this input is {x.dtype} of shape "
             f"{tuple(x.shape)}."
         )
+
+
+def around(kind: type | ModuleType, name: str, function: Callable) -> None:
+    """Let a method of a plain class, or a function of a plain file, be ``function(plainly, ...)``."""
+    plainly = vars(kind)[name]
+
+    @wraps(plainly)
+    def contracted(*args, **named):
+        return function(plainly, *args, **named)
+
+    setattr(kind, name, contracted)
+
+
+def beforehand(kind: type | ModuleType, name: str, check: Callable) -> None:
+    """Let it call ``check`` first, with the same arguments."""
+
+    def checked(plainly, *args, **named):
+        check(*args, **named)
+        return plainly(*args, **named)
+
+    around(kind, name, checked)
+
+
+def group_and_communicator(group: AnyCommunicator | None) -> tuple[ProcessGroup | None, Communicator]:
+    """torch's group for a plain class, and its communicator, from either; None is torch's default group."""
+    comm = as_communicator(group or dist.group.WORLD)  # type: ignore[arg-type]  # which refuses None
+    return comm.group, comm

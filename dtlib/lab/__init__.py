@@ -1,5 +1,6 @@
 """The JupyterLab side: engines, pictures and checks. ``lab.engines(4)`` is the first cell of every notebook."""
 
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 
@@ -15,8 +16,8 @@ _LAZY = {
     "values": "dtlib.lab.engines.names",
 }  # fmt: skip
 
-# Where notebooks find these, though each is a lesson's own.
-_IN_LESSONS = {"explorer": "l07", "ring": "l03"}
+# Where notebooks find these modules, though two are a lesson's own.
+_MODULES = {"explorer": "lessons.l07.explorer", "pictures": "lab.pictures", "ring": "lessons.l03.ring"}
 
 # The room of that name is loaded once, and gives its name to the call: what is imported from it later leaves it alone.
 import_module("dtlib.lab.engines")
@@ -26,17 +27,16 @@ del globals()["engines"]
 def __getattr__(name: str) -> object:
     if name == "fresh":
         return import_module("dtlib.lab.course").fresh_here
-    if name == "pictures":
-        return import_module("dtlib.lab.pictures")
-    if name in _IN_LESSONS:
-        return import_module(f"dtlib.lessons.{_IN_LESSONS[name]}.{name}")
+    if name in _MODULES:
+        return import_module(f"dtlib.{_MODULES[name]}")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     for found in entry_points(group="dtlib.lab", name=name):  # what is built on this floor: join and leave, of the wall
         return found.load()
-    raise AttributeError(f"module 'dtlib.lab' has no attribute {name!r}")
+    near = "".join(f" Did you mean: {each!r}?" for each in get_close_matches(name, __dir__(), 1))
+    raise AttributeError(f"module 'dtlib.lab' has no attribute {name!r}.{near}")
 
 
 def __dir__() -> list[str]:
     added = entry_points(group="dtlib.lab").names
-    return sorted([*globals(), *_LAZY, "fresh", "pictures", *_IN_LESSONS, *added])
+    return sorted([*globals(), *_LAZY, "fresh", *_MODULES, *added])

@@ -199,7 +199,7 @@ def _close(folder: Path) -> None:
 
 
 def _free_name(path: Path) -> Path:
-    names = (path.with_stem(f"{path.stem}_yours{'' if n == 1 else n}") for n in range(1, 10_000))
+    names = (path.with_stem(f"yours{'' if n == 1 else n}_{path.stem}") for n in range(1, 10_000))
     return next(name for name in names if not name.exists())
 
 

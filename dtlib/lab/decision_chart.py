@@ -45,8 +45,7 @@ def chart(short: bool = False) -> tuple:
     branches, letters = (OF_TWO_HOURS, THEIR_LETTERS) if short else (BRANCHES, LETTERS)
     rows = len(branches)
     figure, axes = subplots(height=1.02 * rows + (1.1 if short else 1.5))
-    axes.set_xlim(0, 10)
-    axes.set_ylim(rows + (1.05 if short else 1.45), 0)
+    axes.set(xlim=(0, 10), ylim=(rows + (1.05 if short else 1.45), 0))
     axes.axis("off")
     for y, (question, rule, cut, where) in enumerate(branches):
         _box(axes, 0.05, y, 3.1, question, QUESTION)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import dtlib
+from dtlib.comm import shared_gpus
 from dtlib.errors import DtlibError
 from dtlib.lab import doctor_code
 from dtlib.world import forking, loopback
@@ -144,7 +145,10 @@ def _torch() -> str:
 
 def _gpus() -> str:
     names = gpu_names()
-    return f"{len(names)}: {', '.join(names)}" if names else "none; every lesson runs without"
+    if not names:
+        return "none; every lesson runs without"
+    way, advice = shared_gpus.way(), f"; {shared_gpus.ADVICE}"
+    return f"{len(names)}: {', '.join(names)}; ranks that share one use {way}{advice * (way != 'NCCL')}"
 
 
 def _scheduler() -> str:

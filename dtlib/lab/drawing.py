@@ -16,13 +16,9 @@ import io
 import re
 from collections.abc import Callable
 from html import escape
-from typing import TYPE_CHECKING, overload
 from urllib.parse import quote
 
-from dtlib.lab.foreign import Axes, Axis, Figure
-
-if TYPE_CHECKING:
-    import numpy as np
+from dtlib.lab.foreign import Axis, Figure
 
 WIDTH = 8.6  # inches of 96 CSS pixels: an output beside JupyterLab's file browser in a window of 1,280 pixels
 POINTS = 12  # of all text: 16 CSS pixels
@@ -108,17 +104,7 @@ def show_widget(widget: object, text: str) -> None:
     display({**data, "text/plain": text}, raw=True)
 
 
-@overload
-def subplots(*, height: float, width: float = ...) -> tuple[Figure, Axes]: ...
-@overload
-def subplots(
-    rows: int, columns: int = ..., *, height: float, width: float = ..., **other: object
-) -> "tuple[Figure, np.ndarray]": ...
-
-
-def subplots(
-    rows: int = 1, columns: int = 1, *, height: float, width: float = WIDTH, **other: object
-) -> "tuple[Figure, Axes | np.ndarray]":
+def subplots(rows: int = 1, columns: int = 1, *, height: float, width: float = WIDTH, **other: object) -> tuple:
     """A figure of so many inches and its axes, as pyplot would make them, but known to nobody else."""
     from matplotlib.figure import Figure
 

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     import torch
     from ipykernel import ipkernel
     from IPython.core import interactiveshell
-    from matplotlib import axes, axis, figure
+    from matplotlib import axis, figure
 
     import dtlib.comm
 
@@ -15,7 +15,6 @@ AsyncResult: TypeAlias = "ipyparallel.AsyncResult"
 Client: TypeAlias = "ipyparallel.Client"
 DirectView: TypeAlias = "ipyparallel.DirectView"
 Communicator: TypeAlias = "dtlib.comm.Communicator"
-Axes: TypeAlias = "axes.Axes"
 Axis: TypeAlias = "axis.Axis"
 Figure: TypeAlias = "figure.Figure"
 Kernel: TypeAlias = "ipkernel.IPythonKernel"

@@ -92,7 +92,7 @@ def _show(ran: Ran) -> None:
     first = ran.code.strip().splitlines()[0] if ran.code.strip() else ""
     how_long = f"{(ran.ended or time.time()) - ran.began:.0f} s"
     when = f"ended at {time.strftime('%H:%M:%S', time.localtime(ran.ended))}, after" if ran.ended else "runs, for"
-    print(f"Cell [{ran.number}], {first!r}, {when} {how_long}:")
+    print(f"Cell [{ran.number}], {first!r}, {when} {how_long} (an earlier one: lab.last(NUMBER)):")
     with _lock:
         outputs = [(kind, dict(content)) for kind, content in ran.outputs]
     for kind, content in outputs:

@@ -44,17 +44,14 @@ def errors(points: Sequence, absolute_errors: Sequence, standard_errors: Sequenc
     import numpy as np
 
     figure, axes = subplots(height=4)
-    for n, errors_of_seeds in zip(points, absolute_errors, strict=True):
-        axes.scatter([n] * len(errors_of_seeds), errors_of_seeds, color=RANK_COLOURS[0], alpha=0.5, s=14)
+    axes.plot(points, absolute_errors, ".", color=RANK_COLOURS[0], alpha=0.5)
     axes.plot(points, standard_errors, color="black", label="standard error")
     axes.set(xscale="log", yscale="log", xlabel="points", ylabel="distance from pi")
     units(axes.xaxis)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.legend()
-    rows = [
-        (n, f"{np.sqrt(np.mean(np.square(e))):.1e}", f"{s:.1e}")
-        for n, e, s in zip(points, absolute_errors, standard_errors, strict=True)
-    ]
+    of_seeds = np.sqrt(np.mean(np.square(absolute_errors), axis=1))
+    rows = [(n, f"{e:.1e}", f"{s:.1e}") for n, e, s in zip(points, of_seeds, standard_errors, strict=True)]
     alt = "Distance from pi against the number of points: dots around a line that falls, the standard error."
     return figure, alt, Table(rows, ("points", "error (root mean square over seeds)", "standard error"))
 
@@ -85,16 +82,13 @@ def speed_up(seconds: dict, cores: int) -> tuple:
         axes.axvline(cores, color=RANK_COLOURS[1], linestyle=":", label=f"{cores} cores")
     axes.set(xlabel="ranks", ylabel="speed-up", xticks=ranks, ylim=(0, max(ranks) + 0.5))
     axes.legend()
-    rows = [
-        (count, f"{seconds[count]:.3f}", f"{gain:.2f}", f"{gain / count:.0%}")
-        for count, gain in zip(ranks, gains, strict=True)
-    ]
+    rows = [(n, f"{seconds[n]:.3f}", f"{gain:.2f}", f"{gain / n:.0%}") for n, gain in zip(ranks, gains, strict=True)]
     alt = f"Speed-up against ranks: measured, beside a line of as many times as ranks; this computer has {cores} cores."
     return figure, alt, Table(rows, ("ranks", "seconds", "speed-up", "efficiency"))
 
 
 @shown
-def costs(measured: dict, model: dict | None = None, title: str = "") -> tuple:
+def costs(measured: dict, model: dict, title: str = "") -> tuple:
     """Seconds against bytes, one colour and mark an algorithm; what the model says is a dashed line.
 
     ``measured`` and ``model`` map the name of an algorithm to a dict of bytes and seconds.
@@ -106,19 +100,16 @@ def costs(measured: dict, model: dict | None = None, title: str = "") -> tuple:
         seconds = measured[name]
         style: dict = {"color": RANK_COLOURS[number], "marker": MARKERS[number]}
         axes.plot(list(seconds), list(seconds.values()), label=f"{name}, measured", linestyle="-", **style)
-        if model:
-            theirs = [model[name][count] for count in seconds]
-            axes.plot(list(seconds), theirs, color=RANK_COLOURS[number], linestyle="--")
+        axes.plot(list(seconds), [model[name][count] for count in seconds], color=RANK_COLOURS[number], linestyle="--")
         for count, took in seconds.items():
-            by_model = (f"{1e3 * model[name][count]:.2f}", f"{took / model[name][count]:.2f}") if model else ()
-            rows.append((name, count, f"{1e3 * took:.2f}", *by_model))
-    if model:
-        axes.plot([], [], color="grey", linestyle="--", label="the model, in the same colour")
+            said = model[name][count]
+            rows.append((name, count, f"{1e3 * took:.2f}", f"{1e3 * said:.2f}", f"{took / said:.2f}"))
+    axes.plot([], [], color="grey", linestyle="--", label="the model, in the same colour")
     axes.set(xscale="log", yscale="log", title=title)
     units(axes.xaxis, "B")
     units(axes.yaxis, "s")
     axes.legend(loc="upper left")
-    headers = ("algorithm", "bytes", "measured (ms)", "model (ms)", "measured / model")[: 3 + 2 * bool(model)]
+    headers = ("algorithm", "bytes", "measured (ms)", "model (ms)", "measured / model")
     alt = f"{title or 'Seconds of an all-reduce'}: time against bytes, a line each for {', '.join(order)}."
     return figure, alt, Table(rows, headers, title)
 
@@ -195,12 +186,11 @@ def timeline(*traces: "dtlib.Timeline | str", rank: int | None = None, ends: dic
     right = max(1e-3, last * (1.5 if any(event.end is None for event in events) else 1.05))
     panels = [_rows(record, rank) for record in records]
     highs = [sum(high for *_, high in rows) for rows in panels]
-    shape: dict = {"height": sum(highs) + 0.4 * len(panels) + 0.9, "height_ratios": highs, "sharex": True}
-    figure, grid = subplots(len(panels), **shape, squeeze=False)
+    tall = sum(highs) + 0.4 * len(panels) + 0.9
+    figure, grid = subplots(len(panels), height=tall, height_ratios=highs, sharex=True, squeeze=False)
     operations = sorted({event.name for event in events if event.kind == "operation"})
     # Of one rank, the row and the colour tell which operation it is.
     colours = {} if rank is None else dict(zip(operations, OF_OPERATIONS, strict=False))
-    unnamed: set[str] = set()  # operations with bars that are too small for a name: it stands below
     alts, tables = [], []
     for axes, trace, record, rows in zip(grid[:, 0], traces, records, panels, strict=True):
         top, ticks = 0.0, []
@@ -209,45 +199,42 @@ def timeline(*traces: "dtlib.Timeline | str", rank: int | None = None, ends: dic
             for number, (event, below, high) in enumerate(bars):
                 took = (right if event.end is None else event.end) - event.start
                 coloured = event.kind == "operation" and event.name in colours
-                style = (
-                    _style("phase", colours[event.name]) if coloured else _style(_kind(event), rank_colour(event.rank))
-                )
-                style["zorder"] = 2 - number / (number + 1)  # the first is in front
+                look = ("phase", colours[event.name]) if coloured else (_kind(event), rank_colour(event.rank))
+                style = {**_style(*look), "zorder": 2 - number / (number + 1)}  # the first is in front
                 axes.broken_barh([(event.start * scale, took * scale)], (top + below, high), **style)
                 labels = _open(event, record) if event.end is None else (event.name, event.name.split()[-1])
                 written = next((text for text in labels if fits(text, 0.85 * WIDTH * took / right)), None)
                 if written and high > NARROW and (rank is None or event.kind == "phase"):
                     label: dict = {"ha": "center", "va": "center", "bbox": {"facecolor": "white", "pad": 1, "lw": 0}}
                     axes.text((event.start + took / 2) * scale, top + below + high / 2, written, **label)
-                elif event.kind == "operation":
-                    unnamed.add(event.name)
             top += row
         name = trace if isinstance(trace, str) and trace != "trace" else ""
         axes.set_title(", ".join(filter(None, (name, "EMULATED network" if record.emulated else ""))), loc="left")
         axes.set(xlim=(0, right * scale), ylim=(top, 0))
         axes.set_yticks(ticks, [label for label, *_ in rows])
-        for each, done in _finished(record).items():
-            at = done * scale, ticks[record.ranks.index(each)]
-            axes.annotate("finished", at, (5, 0), textcoords="offset points", va="center")
+        hangs = rank is None and any(event.end is None for event in record.events)
+        for tick, (_, bars, _) in zip(ticks, rows, strict=True):
+            if hangs and all(event.end is not None for event, *_ in bars):  # this rank does not wait
+                done = scale * max((event.end for event, *_ in bars), default=0)
+                axes.annotate("finished", (done, tick), (5, 0), textcoords="offset points", va="center")
         for phase, label in (ends or {}).items():
             end = scale * max(event.end for event in record.events if event.name == phase)
             axes.axvline(end, color="black", linestyle="--", zorder=3)
             axes.annotate(label, (end, 1), xycoords=("data", "axes fraction"), va="bottom")
-        emulated = "The network was slowed down on purpose: EMULATED." if record.emulated else ""
-        who = "rank" if rank is not None else "ranks"
-        did = f"what {who} {', '.join(map(str, record.ranks))} did over {record.end * scale:.3g} {unit}. {emulated}"
-        alts.append(f"{name}: {did}".rstrip() if name else f"W{did[1:]}".rstrip())
+        who = f"{'ranks' if rank is None else 'rank'} {', '.join(map(str, record.ranks))}"
+        alts.append(f"{name + ': w' if name else 'W'}hat {who} did over {record.end * scale:.3g} {unit}.")
         tables.append(_table(record, name if len(traces) > 1 else ""))
     grid[-1, 0].set_xlabel(f"time in {unit}")
     if rank is None:
-        _legend(figure, {_kind(event) for event in events}, sorted(unnamed))
+        _legend(figure, {_kind(event) for event in events}, operations)
+    alts += ["The network was slowed down on purpose: EMULATED."] * any(record.emulated for record in records)
     return figure, " ".join(alts), *tables
 
 
-def _legend(figure, present: set, unnamed: list) -> None:
+def _legend(figure, present: set, operations: list) -> None:
     from matplotlib.patches import Patch
 
-    operation = f"operation: {', '.join(unnamed)}" if 0 < len(unnamed) <= 2 else "operation"
+    operation = f"operation: {', '.join(operations)}" if len(operations) <= 2 else "operation"
     wait = "waits for an asynchronous operation"
     labels = {"phase": "computes", "reads": "reads", "operation": operation, "wait": wait}
     patches = [Patch(label=labels[kind], **_style(kind, "0.3")) for kind in labels if kind in present]
@@ -290,13 +277,6 @@ def _open(event, record) -> tuple[str, ...]:
     return f"{event.name} had not ended{waited}", f"{event.name} never ended", "never ended", "..."
 
 
-def _finished(record) -> dict:
-    """Of a record in which something never ended: the ranks that did end, and when."""
-    waiting = {event.rank for event in record.events if event.end is None}
-    ends = {rank: [event.end for event in record.events if event.rank == rank] for rank in record.ranks}
-    return {rank: max(mine, default=0) for rank, mine in ends.items() if waiting and rank not in waiting}
-
-
 def _timeline_of(trace, rank: int | None):
     """The timeline, or one rank's part of it."""
     from copy import copy
@@ -311,11 +291,12 @@ def _timeline_of(trace, rank: int | None):
 
 
 def _table(record, title: str) -> Table:
-    """A row for each event; where these are too many, their sums."""
-    if len(record.events) <= MOST_ROWS:
+    """A row for each event; where these are many, or beside another record, their sums."""
+    if not title and len(record.events) <= MOST_ROWS:
         rows = [
             (
-                event.rank, _in_short(event), event.where if len(event.where) <= 40 else f"{event.where[:37]}...",
+                event.rank, "waits for " * (event.kind == "wait") + event.in_short,
+                event.where if len(event.where) <= 40 else f"{event.where[:37]}...",
                 f"{1e3 * event.start:.2f}", "never" if event.end is None else f"{1e3 * event.end:.2f}",
                 event.messages, event.bytes,
             )
@@ -334,8 +315,3 @@ def _table(record, title: str) -> Table:
         for (rank, kind, name), (count, took, messages, sent) in sorted(sums.items())
     ]
     return Table(rows, ("rank", "what", "times", "together (ms)", "messages", "bytes sent"), title, align="rlrrrr")
-
-
-def _in_short(event) -> str:
-    """The operation without shape and type: a table has to fit on a page."""
-    return f"waits for {event.in_short}" if event.kind == "wait" else event.in_short

@@ -48,19 +48,15 @@ def what_fits(tried: list[Estimate]) -> tuple:
     shaded = [[gib.get((t, p), nan) for p in pipes] for t in tensors]
     squares = axes.pcolormesh(shaded, cmap=shades, vmin=0, vmax=room, edgecolors="white", lw=3)
     figure.colorbar(squares, label="GiB", extend="max", pad=0.01)
-    seconds = {mesh: f"{e.said(e.low)}–{e.said(e.high)} s, " for mesh, e in found.items() if e.fits}
-    for t, p in found:
-        text = seconds.get((t, p), f"{gib[t, p]:.0f} GiB").rstrip(", ")
-        axes.text(pipes.index(p) + 0.5, tensors.index(t) + 0.5, text, ha="center", va="center")
+    bounds = {mesh: f"{e.said(e.low)}–{e.said(e.high)} s, " * e.fits for mesh, e in found.items()}
+    texts = {mesh: f"{bounds[mesh]}{gib[mesh]:.0f} GiB" for mesh in found}
+    for (t, p), text in texts.items():
+        axes.text(pipes.index(p) + 0.5, tensors.index(t) + 0.5, text.partition(",")[0], ha="center", va="center")
     axes.set_xticks([x + 0.5 for x in range(len(pipes))], [f"pipe {p}" for p in pipes])
     axes.set_yticks([y + 0.5 for y in range(len(tensors))], [f"tensor {t}" for t in tensors])
     axes.invert_yaxis()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    fit = sum(each.fits for each in tried)
-    alt = f"A grid of tensor and pipe axes: {fit} of {len(tried)} meshes fit into {room:.0f} GiB; the others are red."
-    rows = [
-        (f"tensor {t}", *(f"{seconds.get((t, p), '')}{gib[t, p]:.0f} GiB" if (t, p) in gib else "-" for p in pipes))
-        for t in tensors
-    ]
+    alt = f"A grid of tensor and pipe: {sum(e.fits for e in tried)} of {len(tried)} meshes fit into {room:.0f} GiB."
+    rows = [(f"tensor {t}", *(texts.get((t, p), "-") for p in pipes)) for t in tensors]
     return figure, alt, Table(rows, ("", *(f"pipe {p}" for p in pipes)))

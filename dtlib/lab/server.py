@@ -34,6 +34,8 @@ def command(folder: Path, browser: bool, extra: list[str], program: str = "jupyt
         # Lines of output that break between words, and code in the colours of the theme.
         "--LabApp.custom_css=True",
         f"--ServerApp.tornado_settings=static_custom_path={SETTINGS / 'custom'}",
+        # Where nobody watches a terminal, Jupyter would start login shells, which reset PATH.
+        f"--ServerApp.terminado_settings=shell_command={os.environ.get('SHELL', 'bash')}",
     ]  # fmt: skip
     line.append(f"--KernelManager.transport={transport()}")
     if hasattr(os, "geteuid") and os.geteuid() == 0 and program == "jupyterlab":

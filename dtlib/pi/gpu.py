@@ -18,7 +18,8 @@ BLOCK = 1024
 SLICES = 256
 
 
-@triton.jit
+# Without specialising, one compiled kernel serves every range and seed; a seed of 1 would become a constant.
+@triton.jit(do_not_specialize=["start", "stop", "seed"])
 def _count_kernel(
     total, start, stop, seed,
     GOLDEN: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr, MASK_31: tl.constexpr, RADIUS_SQUARED: tl.constexpr,

@@ -140,8 +140,8 @@ def _join() -> World:
     everyone = mpi.COMM_WORLD
     _refuse_split_world(everyone.Get_size())
     # Messages of dtlib must not meet those of other users of COMM_WORLD.
-    comm = Communicator(everyone.Dup(), time_limit=30 if in_engine() else None, verify=in_engine())
-    lifetime.look_after(comm.mpi, (-1, 0), comm.members)
+    comm = Communicator(own := everyone.Dup(), time_limit=30 if in_engine() else None, verify=in_engine())
+    lifetime.look_after(own, (-1, 0), comm.members)
     neighbours = everyone.Split_type(mpi.COMM_TYPE_SHARED)
     waiting.crowded = neighbours.Get_size() > usable_cores()
     first_on_node = neighbours.bcast(comm.rank)

@@ -71,24 +71,23 @@ def _make_default_group(dist) -> None:
     store, rank, size = next(dist.rendezvous("env://"))
     store.set_timeout(dist.default_pg_timeout)
     store = dist.PrefixStore("dtlib", store)  # the launcher and others have keys of their own there
-    backend = "cpu:gloo,cuda:nccl" if _each_rank_has_a_gpu(dist, store, rank, size) else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if _nccl_connects(dist, store, rank, size) else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
-def _each_rank_has_a_gpu(dist, store, rank: int, size: int) -> bool:
+def _nccl_connects(dist, store, rank: int, size: int) -> bool:
     """Ask all ranks by way of the store: there is no group to ask yet."""
     import json
-    import socket
 
     import torch
 
-    from dtlib.comm.torch.nccl import each_has_its_own
+    from dtlib.comm.torch.nccl import gpu_of, why_not
 
     mine = None
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        device = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        mine = str(torch.cuda.get_device_properties(device).uuid)
-    store.set(f"gpu of rank {rank}", json.dumps((socket.gethostname(), mine)))
-    return each_has_its_own([tuple(json.loads(store.get(f"gpu of rank {other}"))) for other in range(size)])
+        mine = gpu_of(device)
+    store.set(f"gpu of rank {rank}", json.dumps(mine))
+    return not why_not([json.loads(store.get(f"gpu of rank {other}")) for other in range(size)])

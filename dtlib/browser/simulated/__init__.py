@@ -5,5 +5,6 @@ everybody waits for are the library's own; torch is a stand-in of five functions
 
     tensors.py         the stand-in: tensor, zeros, ones, full, arange
     communicator.py    the operations of a rank that takes turns
+    distributed.py     torch.distributed, by these operations
     cells.py           a learner's cell made to take turns, and run on all ranks
 """

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 
+from dtlib.browser.simulated import distributed
 from dtlib.browser.simulated.awaiting import compiled
 from dtlib.browser.simulated.communicator import Event, Pending, SimulatedCommunicator, Wires
 from dtlib.browser.simulated.tensors import stand_in
@@ -107,6 +108,8 @@ class _Rank:
         self.world = SimpleNamespace(rank=rank, size=wires.size, comm=SimulatedCommunicator(rank, wires))
         self.world.local_rank, self.world.node, self.world.nodes = rank, 0, 1
         self.modules = {"torch": stand_in(), "dtlib": self._dtlib()}
+        self.modules["torch.distributed"] = distributed.stand_in(lambda: self.world.comm)
+        vars(self.modules["torch"])["distributed"] = self.modules["torch.distributed"]
         own = {**vars(builtins), "print": self.print, "__import__": self._import, "input": self._input}
         self.names = {
             "__name__": "__main__", "__builtins__": own, "_turn": _turn, "_show": self._show,
@@ -172,7 +175,7 @@ class _Rank:
     def _import(self, name, globals=None, locals=None, fromlist=(), level=0):
         package = name.partition(".")[0]
         if name in self.modules:
-            return self.modules[name]
+            return self.modules[name if fromlist else package]
         if package == "dtlib" and "tells_how_it_ended" in (fromlist or ()):
             return self.modules["dtlib"]
         if package in (*self.modules, *ABSENT):

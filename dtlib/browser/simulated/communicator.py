@@ -126,6 +126,11 @@ class SimulatedCommunicator:
             raise AttributeError(name)
         raise MissingName(f"comm.{name} is not simulated; these are: {', '.join(OPERATIONS)}.")
 
+    @property
+    def group(self) -> "SimulatedCommunicator":
+        """What ``torch.distributed`` of this page takes as a group."""
+        return self
+
     def all_reduce(
         self, tensor: Tensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None
     ) -> Started:

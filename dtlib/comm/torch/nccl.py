@@ -3,19 +3,28 @@
     every rank has a GPU of its own      GPU ----------- NCCL ----------- GPU
     ranks share one, or no NCCL          GPU -> pinned host memory -> MPI -> pinned host memory -> GPU
 
-Which of the two is decided once a communicator, at its first collective on a CUDA tensor, and alike on all ranks. A
-send or a receive always goes through host memory: its two ends cannot know whether the other ranks have decided yet.
+All ranks choose together at a communicator's first collective on a CUDA tensor. Two slices of one GPU (MIG) count as a
+shared GPU. NCCL connects ranks that share a GPU from version 2.30 on, if ``NCCL_MULTI_RANK_GPU_ENABLE=1`` is set on
+every rank. If NCCL cannot connect the ranks, rank 0 warns and host memory is used.
+
+A send or a receive always goes through host memory: its two ends cannot know whether the other ranks have decided yet.
 So does a collective with ``algorithm=``, as that choice is one of messages over MPI.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import socket
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
 
+from dtlib.comm import shared_gpus
 from dtlib.comm.objects import ObjectOperations
 
 if TYPE_CHECKING:
@@ -23,21 +32,58 @@ if TYPE_CHECKING:
 
 
 def nccl_communicator(comm: ObjectOperations, device: torch.device) -> ProcessGroupCommunicator | None:
-    """A communicator over NCCL of the same ranks, or None where they share a GPU; all ranks call it together."""
+    """A communicator over NCCL of the same ranks, or None if NCCL cannot connect them; all ranks call it together."""
     from dtlib.comm.torch.group_work import make_group
     from dtlib.comm.torch.process_group import ProcessGroupCommunicator
     from dtlib.comm.torch.store import shared_store
 
-    mine = str(torch.cuda.get_device_properties(device).uuid) if dist.is_nccl_available() else None
-    everyone = comm.all_gather_object((socket.gethostname(), mine))
-    if not each_has_its_own(everyone):
+    if why_not(comm.all_gather_object(gpu_of(device))):
         return None
     torch.cuda.set_device(device)  # NCCL works on the current device
     store = shared_store(comm)
     group = make_group({"cuda": "nccl"}, store, comm.rank, comm.size)
-    return ProcessGroupCommunicator(group, comm.time_limit, comm.members, comm.name, store)
+    refusal = None
+    try:  # NCCL connects ranks at their first collective
+        group.allreduce([torch.zeros(1, device=device)]).wait()
+        torch.cuda.synchronize(device)
+    except RuntimeError as problem:
+        refusal = " ".join(str(problem).split())[-300:]
+    refusals = [said for said in comm.all_gather_object(refusal) if said]
+    if not refusals:
+        atexit.register(group.abort)  # else torch warns of a group that nobody destroyed
+        return ProcessGroupCommunicator(group, comm.time_limit, comm.members, comm.name, store)
+    with suppress(RuntimeError):
+        group.abort()
+    if comm.rank == 0:
+        warnings.warn(f"NCCL refuses, so CUDA tensors go through host memory: {refusals[0]}", stacklevel=2)
+    return None
 
 
-def each_has_its_own(devices: list) -> bool:
-    """True where no two ranks share a device: (host, UUID) of each rank's, or (host, None) without NCCL."""
-    return all(uuid is not None for _, uuid in devices) and len(set(devices)) == len(devices)
+def gpu_of(device: torch.device) -> tuple | None:
+    """This rank's host, GPU, and whether NCCL may share that GPU here; None without NCCL. It pickles, to JSON too."""
+    if not dist.is_nccl_available():
+        return None
+    facts = torch.cuda.get_device_properties(device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")  # the same for all slices of a GPU
+    address = ":".join(str(getattr(facts, name)) for name in names) if hasattr(facts, names[0]) else str(facts.uuid)
+    return socket.gethostname(), address, shared_gpus.asked_for() and nccl_version() >= shared_gpus.FROM
+
+
+def why_not(gpus: Sequence[Sequence | None]) -> str:
+    """Why NCCL cannot connect ranks with these ``gpu_of``; an empty string if it can."""
+    found = [(host, address) for host, address, _ in filter(None, gpus)]
+    if len(found) < len(gpus):
+        return "torch has no NCCL here"
+    if len(set(found)) == len(found) or all(shares for _, _, shares in filter(None, gpus)):
+        return ""
+    return f"ranks share a GPU: {shared_gpus.ADVICE}"
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Version of the NCCL that this process has loaded, which may not be the one that torch was built with."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # torch has linked it in
+        return torch.cuda.nccl.version()[:2]
+    return number.value // 10000, number.value // 100 % 100

@@ -7,6 +7,7 @@ from dtlib.errors import DtlibError
 from dtlib.files import writing
 from dtlib.lab import course
 from dtlib.lab.checks import progress
+from dtlib.lab.tables import Table
 
 FILE = "certificate.html"
 STYLE = """body{font:17px/1.5 Georgia,serif;max-width:46em;margin:3em auto;padding:0 1em;color:#222}
@@ -41,16 +42,15 @@ def page(record: dict, lessons: list[tuple[str, dict]], name: str, day: date) ->
     if not rows and not record["scores"] and "capstone" not in record:
         raise DtlibError("Nothing is done yet in this folder: predict, check or answer something first.")
     parts = [f"<h1>Distributed deep learning, with dtlib</h1><p>{escape(name)} {day.isoformat()}</p>"]
-    parts += [_table(("lesson", "predictions", "exercises passed", "quiz, first try"), rows)] if rows else []
-    scores = [
-        (exercise, f"{best['value']:,g} {best['unit']}", f"{best['par']:,g}")
-        for exercise, best in sorted(record["scores"].items())
-    ]
-    parts += [_table(("score", "best", "par"), scores)] if scores else []
+    headers = ("lesson", "predictions", "exercises passed", "quiz, first try")
+    parts += [Table(rows, headers)._repr_html_()] if rows else []
+    best = sorted(record["scores"].items())
+    scores = [(name, f"{score['value']:,g} {score['unit']}", f"{score['par']:,g}") for name, score in best]
+    parts += [Table(scores, ("score", "best", "par"))._repr_html_()] if scores else []
     if capstone := record.get("capstone"):
         run = f"Planned and run in lesson 14, on four ranks, {capstone['steps']} steps: {capstone['plan']}"
         parts.append(f"<p>{escape(run)}</p>")
-        parts.append(_table(("", "predicted", "found"), capstone["rows"]))
+        parts.append(Table(capstone["rows"], ("", "predicted", "found"))._repr_html_())
     parts.append(
         "<p><small>Written by lab.certificate() from the record in the learner's own folder. It lists what was done "
         "there, on the honour of whoever did it: nobody has supervised it.</small></p>"
@@ -69,9 +69,3 @@ def _row(title: str, asked: dict, done: dict) -> tuple | None:
         return None
     said = f"{compared} of {len(predictions)}" if predictions else ""
     return title, said, ", ".join(passed), ", ".join(quizzes)
-
-
-def _table(headers, rows) -> str:
-    head = "".join(f"<th>{escape(each)}</th>" for each in headers)
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

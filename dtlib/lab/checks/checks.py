@@ -12,6 +12,7 @@ An exercise that needs no ranks is judged in the notebook, in the same two steps
 
 import hashlib
 import inspect
+import re
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +29,8 @@ from dtlib.world import in_engine
 
 WAIT_SECONDS = 5  # that a learner's function may wait for other ranks
 TRIES = 2  # that have failed before a solution is offered
-ON_ITS_OWN = "Call it in a cell of its own, with small values, and print what that line uses."
+ON_ITS_OWN = "Call it where it is defined (after %%px: on all ranks), with small values, and print what that line uses."
+LEFT = "Your function has returned on this rank, and others still wait in it. Does it return early there?"
 _tries: dict[str, tuple[str, int]] = {}  # exercise -> (fingerprint of the answer, how often it was judged)
 _failed: Counter[str] = Counter()  # exercise -> how many answers were not right
 
@@ -47,13 +49,13 @@ def check(name: str) -> None:
         from dtlib.world import init
 
         verdict = judge_on_this_rank(name)
-        if init().rank == 0:
-            _tell(verdict)
+        if init().rank:
+            return
     else:
         exercise = EXERCISES[name]
         verdict = _judge_from_notebook(name) if exercise.needs_ranks else judge_here(name)
-        verdict.note = _of_a_failed_cell(exercise.name)  # which a notebook's kernel knows
-        _tell(verdict)
+        verdict.note = _of_the_last_cell(exercise, verdict.mistake) or verdict.note  # which a notebook's kernel knows
+    _tell(verdict)
 
 
 def _tell(verdict: Verdict) -> None:
@@ -66,39 +68,36 @@ def _tell(verdict: Verdict) -> None:
     if verdict.passed:
         course.done(verdict.exercise)
     if verdict.scored:
-        value, par, unit = verdict.scored
-        course.scored(verdict.exercise, value, par, unit, ranks=verdict.ranks)
+        course.scored(verdict.exercise, *verdict.scored, verdict.ranks)
     offer = not verdict.passed and _failed[verdict.exercise] >= TRIES and verdict.exercise in homes()
     show(verdict, tries, source_of(verdict.exercise) if offer else "")
     _failed[verdict.exercise] += not verdict.passed and verdict.mistake != "missing"
     _tries[verdict.exercise] = verdict.code, tries + 1
 
 
-def _of_a_failed_cell(name: str) -> str:
-    """A sentence, where the cell that was the last to define this name ended with an error."""
+def _of_the_last_cell(exercise: Exercise, mistake: str) -> str:
+    """A message, where the last cell that defines the name ended with an error, or ran where nobody judges."""
+    name = exercise.name
     for number, code, failed in last_outputs.cells():
-        if assigns(without_magic(code), name):
-            return (
-                f"Cell [{number}], the last that defines `{name}`, ended with an error: this may still be the `{name}` "
-                "of an earlier run."
-            ) * failed
+        if assigns(re.sub(r"^%px ", "", without_magic(code), flags=re.M), name):
+            newest, on_ranks = f"Cell [{number}], the last that defines `{name}`,", "%px" in code
+            if failed:
+                return f"{newest} ended with an error{': this may still be an earlier one' * (mistake != 'missing')}."
+            if exercise.needs_ranks and not on_ranks:
+                return f"{newest} ran in the notebook, and that of the ranks is judged: start that cell with %%px."
+            if on_ranks and not exercise.needs_ranks and "--local" not in code:
+                return f"{newest} ran on the ranks, and that of the notebook is judged: remove %%px there."
+            break
     return ""
 
 
 def _judge_from_notebook(name: str) -> Verdict:
-    from IPython import get_ipython
-
     from dtlib.lab.engines.engine_set import current
 
     answers = current().view.apply_async(_judge_for_notebook, name)
     while not answers.done():
         answers.wait(0.1)  # so that Stop gets through
-    verdict = Verdict(**answers.get()[0])
-    shell = get_ipython()
-    wanted = EXERCISES[name].name
-    if verdict.mistake == "missing" and shell is not None and wanted in shell.user_ns:
-        verdict.hints = (f"`{wanted}` is defined in the notebook: start its cell with %%px and run it again.",)
-    return verdict
+    return Verdict(**answers.get()[0])
 
 
 def _judge_for_notebook(name: str) -> dict:
@@ -111,6 +110,7 @@ def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | 
     ``namespace`` is where the answer is looked up: IPython's, unless told otherwise. What all ranks observed
     is appended to ``rounds``, from which ``judge_rounds`` comes to the same verdict.
     """
+    from dtlib.comm.watch.recorder import recording
     from dtlib.world import fresh_communicator, init
 
     world = init()
@@ -121,10 +121,17 @@ def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | 
     for_answer = fresh_communicator(WAIT_SECONDS, f"check({name!r})", on_board=False)
     for_verdict = fresh_communicator(10 * WAIT_SECONDS, f"check({name!r})", on_board=False)
     for_answer.on_board = True
-    rounds.append(for_verdict.all_gather_object(_observe(exercise, namespace, world.rank, for_answer)))
+    with recording() as events:
+        seen = _observe(exercise, namespace, world.rank, for_answer)
+    rounds.append(for_verdict.all_gather_object(seen))
     verdict = _judged_on_rank_0(
         for_verdict, name, lambda: _verdict(name, rounds[0], _what_is_judged(exercise.name, namespace))
     )
+    if any(event.algorithm == "mpi4py" for event in events):
+        verdict.note = "What collectives of mpi4py send cannot be counted, so their values alone are judged."
+    if verdict.rank:  # the answer as it is there
+        line = first_line(exercise.name, namespace, f" on rank {world.rank}")
+        verdict.judged = for_verdict.broadcast_object(line, verdict.rank)
     if not (verdict.passed and exercise.any_size and world.size > 2):
         return verdict
     # The last rank is alone, and comes along: an answer that talks to the whole world is wrong, and shall not wait.
@@ -171,7 +178,8 @@ def _with_a_rank_less(verdict: Verdict, fewer: Verdict) -> Verdict:
             f"on {ranks_in_words([*range(fewer.ranks)])} alone, with a comm of size {fewer.ranks}: {fewer.expected}"
         ),
         hints=(
-            f"On {verdict.ranks} ranks it is right, on {fewer.ranks} it is not: is a number of ranks written into it?",
+            f"On {verdict.ranks} ranks it is right, on {fewer.ranks} it is not. Is a number of ranks written into it? "
+            "Or does it remember something from the call before?",
             "Ask comm.rank and comm.size, and talk through comm: world is all ranks, and comm may be fewer.",
         ),
     )  # fmt: skip
@@ -200,7 +208,7 @@ def _verdict(name: str, observations: list, judged: tuple[str, str]) -> Verdict:
     try:
         if problems:
             # A rank whose wait timed out is a consequence; what another rank did wrong is the cause.
-            first = min(problems, key=lambda problem: problem.mistake == "waited")
+            first = min(problems, key=lambda problem: (problem.mistake == "waited", LEFT not in problem.hints))
             raise Wrong(first.mistake, first.rank, first.expected, first.got, *first.hints)
         score = exercise.judge(observations)
     except Wrong as wrong:
@@ -225,10 +233,12 @@ def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
         cell = "a %%px cell, on all ranks" if exercise.needs_ranks else "a cell without %%px"
         hint = f"Define `{exercise.name}` in {cell}."
         return Problem("missing", rank, f"`{exercise.name}`", "no such name", (hint,))
+    answer = namespace[exercise.name]
     try:
-        return exercise.observe(namespace[exercise.name], comm)
+        return exercise.observe(answer, comm)
     except _errors_of_waiting(comm) as error:
         hint = "Every rank must call the same operations in the same order: is one of yours inside an if?"
+        hint = LEFT if _functions_of(answer) and _place(error, answer) is None else hint
         more = "Compare both ends: what this rank waits for, and the last line of the rank that the sentence names."
         got = f"{error}"
         if not isinstance(error, DtlibError):
@@ -237,7 +247,7 @@ def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
             )
         return Problem("waited", rank, "ranks that call the same operations", got, (hint, more))
     except Exception as error:
-        return Problem("raised", rank, "no error", *told(error, namespace[exercise.name]))
+        return Problem("raised", rank, "no error", *told(error, answer))
 
 
 def _errors_of_waiting(comm) -> tuple:
@@ -309,21 +319,24 @@ def _place(error: BaseException, thing) -> str | None:
 
 
 def _advice(error: BaseException) -> str:
-    said = f"{error}"
-    if isinstance(error, NameError):
-        return "That name is not known there: has the cell that makes it run, on this side (with %%px: on the ranks)?"
-    if "should return None" in said:
-        return "A function that is to return nothing returns something: a lambda returns what it computes."
-    if "NoneType" in said or " None" in said:
-        return "Something is None there: who should have made it, or returned it?"
-    if isinstance(error, ZeroDivisionError):
-        return "What is zero there, and in which case may it be?"
-    if isinstance(error, (IndexError, KeyError)):
-        return "What is looked up there, and what is there to find?"
-    if "empty sequence" in said:
-        return "What is empty there, and in which case may it be?"
-    if isinstance(error, ImportError):
-        return "What is imported there is not installed, or has another name."
-    if any(word in said for word in ("shape", "size", "dimension", "elements", "bytes", "dtype", "float", "overflow")):
-        return "Print shape and dtype of the tensors in it, on every rank."
-    return "What does it get, on each rank?"
+    fits = [advice for signs, advice in _ADVICE if any(_has(error, sign) for sign in signs)]
+    return fits[0] if fits else "What do its arguments hold there?"
+
+
+def _has(error: BaseException, sign: type | str) -> bool:
+    return sign in f"{error}" if isinstance(sign, str) else isinstance(error, sign)
+
+
+# Kinds of an error, or words in its message, and what to look at: the first that fits.
+_ADVICE: tuple = (
+    ((NameError,), "That name is not known there: has its cell run, on this side (with %%px: on the ranks)?"),
+    (("should return None",), "A function that is to return nothing returns something: a lambda returns a value."),
+    (("NoneType", " None"), "Something is None there: who should have made it, or returned it?"),
+    ((TimeoutError,), "What ends the loop there, and when?"),
+    ((ZeroDivisionError,), "What is zero there, and in which case may it be?"),
+    ((IndexError, KeyError), "What is looked up there, and what is there to find?"),
+    (("empty sequence",), "What is empty there, and in which case may it be?"),
+    ((ImportError,), "What is imported there is not installed, or has another name."),
+    (("shape", "size", "dimension", "elements", "bytes", "dtype", "float", "overflow"),
+     "Print shape and dtype of the tensors in it."),
+)  # fmt: skip

@@ -174,7 +174,7 @@ class Verdict:
     got: str = ""
     hints: tuple = ()
     score: str = ""  # where one can do better than pass
-    scored: tuple = ()  # value, par and unit, of those scores of which the best is kept
+    scored: tuple[float, float, str] | tuple[()] = ()  # value, par and unit, of those scores of which the best is kept
     picture: object = ""
     code: str = ""  # the same for the same answer
     note: str = ""  # what a learner should know of what was judged

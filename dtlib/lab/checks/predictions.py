@@ -154,7 +154,7 @@ def _cell_ends(_) -> None:
 
 
 def _hold_back(lines: list[str]) -> list[str]:
-    """IPython's cleanup of a cell, which the kernel calls twice: in its place a request for the guess that is missing."""
+    """IPython's cleanup of a cell, which kernels call twice: in its place a request for the guess that is missing."""
     waiting = {name for name, ended in _unanswered.items() if ended and time.monotonic() - ended > AT_ONCE}
     if not waiting or "lab.predict(" in "".join(lines):
         return lines
@@ -170,6 +170,7 @@ def _problem(guess, prediction: Prediction) -> str | None:
         wanted = None if guess in prediction.choices else " or ".join(map(repr, prediction.choices))
     elif prediction.kind is Number:
         wanted = None if isinstance(guess, Number) and not isinstance(guess, bool) else "a number, without quotes"
+        wanted = "a value for each name, as the cell has them" if wanted and isinstance(guess, list) else wanted
     else:
         wanted = None if isinstance(guess, prediction.kind) else _KINDS[prediction.kind]
     return wanted and f"Predict {wanted}: you wrote {guess!r}."

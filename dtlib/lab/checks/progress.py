@@ -37,11 +37,8 @@ def scores() -> None:
         DtlibError: where no record is kept.
     """
     record = course.kept()
-    quizzes = {
-        name.removeprefix("quiz "): "{} of {}".format(*result)
-        for name, result in record["done"].items()
-        if isinstance(result, list)
-    }
+    results = [(name, result) for name, result in record["done"].items() if isinstance(result, list)]
+    quizzes = {name.removeprefix("quiz "): "{} of {}".format(*result) for name, result in results}
     if not record["scores"] and not quizzes:
         print("No score yet: byte golf (lesson 04), the schedule puzzle (07), the plan (14) and the quizzes give one.")
         return

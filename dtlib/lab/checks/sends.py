@@ -28,7 +28,8 @@ class _Watched:
 
 @contextmanager
 def watched_sends(comm: Communicator) -> Iterator[list]:
-    """The handles of all sends that are started with ``async_op=True`` on ``comm`` meanwhile; yields them as a list."""
+    """The handles of all sends that are started on ``comm`` meanwhile, with ``async_op=True`` or by ``dist.isend``;
+    yields them as a list. Those of mpi4py are not among them, as ``Waitall`` would not be seen."""
     send, handles = comm.send, []
 
     def watched(tensor, dest, tag=0, async_op=False):

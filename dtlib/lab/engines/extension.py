@@ -29,8 +29,8 @@ def magic_first(lines: list[str]) -> list[str]:
     """A cell with %%px in its first line, where only comments and empty lines stand above it: IPython knows it there
     alone."""
     for at, line in enumerate(lines):
-        if line.startswith("%%px"):
-            return [line.rstrip("\n") + "\n", *lines[:at], *lines[at + 1 :]] if at else lines
+        if line.lstrip().startswith("%%px"):
+            return [line.strip() + "\n", *lines[:at], *lines[at + 1 :]]
         if line.strip() and not line.startswith("#"):
             break
     return lines

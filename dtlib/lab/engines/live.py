@@ -63,25 +63,12 @@ class LiveView:
             lines.append(f"Waiting: {self.waited} Stop ends the wait.")
         for rank, text in zip(ranks, texts, strict=True):
             lines += _latest(rank, text, most)
-        self._draw("\n".join(lines))
+        if (text := "\n".join(lines)) != self._text:
+            self._text, self._display = text, _shown_in(self._display, {"text/plain": text}, raw=True)
         self._note_curve(reports)
         if self._curve and now - self._pictured > PICTURE_SECONDS:
-            picture = _drawn(*self._curve)
-            if self._picture is None:
-                self._picture = display(picture, display_id=True)
-            else:
-                self._picture.update(picture)
+            self._picture = _shown_in(self._picture, _drawn(*self._curve))
             self._pictured = time.monotonic()
-
-    def _draw(self, text: str) -> None:
-        if text == self._text:
-            return
-        self._text = text
-        content = {"text/plain": text}
-        if self._display is None:
-            self._display = display(content, raw=True, display_id=True)
-        else:
-            self._display.update(content, raw=True)
 
     def close(self) -> None:
         """Make room for what stays."""
@@ -106,6 +93,14 @@ class LiveView:
             display(_drawn(*self._curve))
 
 
+def _shown_in(handle, content, **raw):
+    """Show something in its place; returns the handle of the place."""
+    if handle is None:
+        return display(content, display_id=True, **raw)
+    handle.update(content, **raw)
+    return handle
+
+
 def _drawn(curve: list[float], done: int, total: int, unit: str) -> Picture:
     """The loss so far; ``curve`` goes from the first to the last step."""
     from matplotlib import rc_context
@@ -128,12 +123,8 @@ def _progress(ranks, running, reports) -> str:
     """``ranks 0, 2 in line 3: train(); rank 1 has finished``."""
     groups: dict[str, list[int]] = {}
     for rank, runs, report in zip(ranks, running, reports, strict=True):
-        if not runs:
-            doing = "finished"
-        elif report.get("waiting"):
-            doing = "waiting"
-        else:
-            doing = f"in `{report['line']}`" if report.get("line") else "running"
+        busy = f"in `{report['line']}`" if report.get("line") else "running"
+        doing = "finished" if not runs else "waiting" if report.get("waiting") else busy
         groups.setdefault(doing, []).append(rank)
     said = [f"{ranks_in_words(who)} {doing}" for doing, who in groups.items()]
     for report in reports:

@@ -127,7 +127,7 @@ class RankMagics(ParallelMagics):
             if not result.done():
                 raise DtlibError(STUCK) from None
         result.wait_for_output(1)
-        targets = _targets(result)
+        targets = list(result._targets)  # ``engine_id`` would know those that have answered
         said_something = outputs.show(result, targets)
         view.keep(_reports(result))
         outcomes = self._outcomes(result, targets, view.waited)
@@ -183,7 +183,7 @@ class RankMagics(ParallelMagics):
 
 def _wait(result, engines, view: LiveView) -> None:
     """Wait for a cell, and show meanwhile what ranks say."""
-    ranks = _targets(result)
+    ranks = list(result._targets)
     engines.cell = result
     try:
         while not result.done():
@@ -200,11 +200,6 @@ def _wait(result, engines, view: LiveView) -> None:
 def _reports(result) -> list[dict]:
     """What each rank has told of itself so far (on_ranks.py, and whatever else calls publish_data)."""
     return [data or {} for data in as_list(result.data)]
-
-
-def _targets(result) -> list[int]:
-    """The ranks that a cell was sent to; ``engine_id`` would know those that have answered."""
-    return list(result._targets)
 
 
 def _pages(outcome) -> list[dict]:
@@ -251,18 +246,6 @@ def _explain_local_name_error(engines, shell, kind, value, trace, tb_offset=None
 
 
 def _ranks_know(engines, name: str) -> bool:
-    try:
-        engines.check_held()
-        known = engines.view.apply_async(_knows, name)
-        deadline = time.monotonic() + 1
-        while not known.done() and time.monotonic() < deadline:
-            known.wait(0.05)
-        return known.done() and any(as_list(known.get()))
-    except Exception:  # an explanation must not hide the error that it explains
-        return False
-
-
-def _knows(name: str) -> bool:
-    from IPython import get_ipython
-
-    return name in get_ipython().user_ns
+    with suppress(Exception):  # an explanation must not hide the error that it explains
+        return any(name in known for known in engines.ask(on_ranks.names, seconds=1) or ())
+    return False

@@ -12,7 +12,10 @@ def values(name: str) -> list:
         return current().view.pull(name, block=True)
     except (CompositeError, RemoteError) as error:
         reason = error.elist[0][1] if isinstance(error, CompositeError) else f"{error.ename}: {error.evalue}"
-        raise DtlibError(f"{name} cannot be brought here from the ranks ({str(reason).splitlines()[0]}).") from None
+        raise DtlibError(
+            f"{name} cannot be brought here from the ranks ({str(reason).splitlines()[0]}). "
+            f"Does a %%px cell define {name} on all ranks?"
+        ) from None
 
 
 def push(**named: object) -> None:

@@ -5,6 +5,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from dtlib.comm import shared_gpus
+
 IMPORT_SECONDS = 600  # after which the table no longer waits for torch; four ranks on a busy machine take a minute
 
 
@@ -38,10 +40,14 @@ class RankTable:
 
     def _cells(self):
         sharing = Counter(row["host"] for row in self.rows)
+        devices = Counter((row["host"], row["device"]) for row in self.rows)
         for row, ready in zip(self.rows, self.ready(), strict=True):
             beside = sharing[row["host"]]
             cores = f"{row['cores']}, shared by {beside}" if beside > 1 else str(row["cores"])
-            yield row["rank"], row["host"], str(row["pid"]), row["device"], cores, "yes" if ready else "importing"
+            device, users = row["device"], devices[row["host"], row["device"]]
+            if device != "cpu" and users > 1:
+                device += f", shared by {users} through {shared_gpus.way()}"
+            yield row["rank"], row["host"], str(row["pid"]), device, cores, "yes" if ready else "importing"
 
     _HEADERS = ("rank", "host", "process id", "device", "cores", "torch ready")
 

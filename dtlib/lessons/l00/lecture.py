@@ -119,7 +119,7 @@ lab.check("first-sum")
 #
 # A collective needs all ranks. If one does not arrive, the others wait: the program *hangs*. It will happen to you, so
 # try it. `barrier` only waits until every rank is there. **Predict** which ranks hang. Run the cell, wait until a line
-# below says which rank is missing, then press **Stop**, the square above.
+# below says which rank is missing, then press **Stop**, the square above. (Without Stop it ends after ten seconds.)
 
 # %% tags=["two-hours", "half-day", "stub", "raises-exception"]
 # %%px
@@ -145,7 +145,7 @@ assert found(r"rank \d has finished its cell; its last operation was barrier \(`
 
 # %% [markdown]
 # No line of this code is wrong in itself. Each rank notes where it is, so the others can say which rank they wait for, and
-# which line it ran last. (Without Stop the cell ends by itself after ten seconds.)
+# which line it ran last.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # Interrupted ranks are out of step. `dtlib.reset()` on **all** ranks gives a clean start. (`%px` with one percent sign

@@ -63,13 +63,11 @@ def kinds(ranks: int = 4):
                     pale = {"facecolor": "white", "edgecolor": rank_colour(rank), "hatch": "////", "lw": 0}
                     axes.broken_barh([of_rank], (layer, 0.85), **pale)
                 if name != "pipeline" or layer == rank:
-                    held = [piece if name[0] in "st" else of_rank]
-                    axes.broken_barh(held, (layer, 0.85), color=rank_colour(rank))
-        style = "->" if name == "pipeline" else "<->"
-        axes.annotate("", (ranks - 0.1, LAYERS + 0.3), (0, LAYERS + 0.3), arrowprops={"arrowstyle": style, "lw": 2})
-        axes.set(title=name, xlabel=travels, xlim=(-0.1, ranks), ylim=(LAYERS + 0.6, -1.5))
+                    axes.broken_barh([piece if name[0] in "st" else of_rank], (layer, 0.85), color=rank_colour(rank))
+        arrow = {"arrowstyle": "->" if name == "pipeline" else "<->", "lw": 2}
+        axes.annotate("", (ranks - 0.1, LAYERS + 0.3), (0, LAYERS + 0.3), arrowprops=arrow)
+        axes.set(title=name, xlabel=travels, xlim=(-0.1, ranks), ylim=(LAYERS + 0.6, -1.5), yticks=[])
         axes.set_xticks([rank + 0.45 for rank in range(ranks)], range(ranks))
-        axes.set_yticks([])
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0, labeltop=True, labelbottom=False)
     panels[0].set_yticks([-1.05, LAYERS / 2], ["samples", "layers"])

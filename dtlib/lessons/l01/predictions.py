@@ -28,6 +28,11 @@ PREDICTIONS = {
     "years-on-one-gpu": Prediction(
         got=_years, tolerance=0.1, hint="6 x parameters x tokens, over 45 % of 312 TFLOP/s; a year has 3.2e7 seconds."
     ),
+    "operations-of-a-step": Prediction(
+        got=lambda counted: counted[3][0] * counted[3][2] * 64 / 1e6,
+        tolerance=0.02,
+        hint="6 x parameters x samples: four layers of 512 x 512 weights, 64 samples.",
+    ),
     "zeros-too-many": Prediction(
         got=_zeros, within=0.5, hint="Twelve years are 41 doublings of 3.5 months, a factor of 10 to the 12.2."
     ),
@@ -47,10 +52,9 @@ PREDICTIONS = {
     "weights-on-rank-0": Prediction(
         got=lambda held: held[0], hint="Only one of the four keeps the whole model on each rank."
     ),
-    "gpus-of-two-nodes": Prediction(got=lambda: 2 * 8, hint="--num_gpus is per node."),
     "verdicts": Prediction(
-        got=lambda: {claim: verdict for claim, verdict, _ in claims.MORE},
+        got=lambda: {claim: verdict for claim, verdict, _ in claims.CLAIMS},
         choices=claims.VERDICTS,
-        hint={claim: how for claim, _, how in claims.MORE},
+        hint={claim: how for claim, _, how in claims.CLAIMS},
     ),
 }

@@ -119,6 +119,9 @@ def _judge_values(cases) -> None:
     wrong("other-values", None in everything, got,
           "This is no sum of the ranks' values: does a receive write over what is still to be added, or sent?",
           "Receive into a tensor of its own, then add it to the chunk.")
+    wrong("written-over", any(max(times) > 1 and 0 in times for times in everything), got,
+          "The first half writes over what it should add to: where is a chunk received?",
+          "Receive into a new tensor, torch.empty_like(chunk), and add that: chunk += received.")
     wrong("counted-twice", any(count > 1 for times in everything for count in times), got,
           "A value is added more than once: in the second half chunks are complete, and received ones take the "
           "place of what is there.", "Add in the first N-1 steps alone; in the other N-1 copy.")
@@ -131,6 +134,11 @@ def _judge_values(cases) -> None:
           f"{got}; each rank has one chunk complete, after {size - 1} messages",
           "The first half of the ring is right. How do the others get the chunk that a rank has complete?",
           "N-1 steps more, in which complete chunks are passed on and received straight into their place.")
+    by_rank = [list(zip(*everything[length * r : length * (r + 1)], strict=True)) for r in range(size)]
+    deaf = [(r, other) for r in range(size) for other in range(size) if not any(by_rank[r][other])]
+    if deaf:
+        wrong("never-heard", True, got, "Rank {} has nothing of rank {}: who sends to whom?".format(*deaf[0]),
+              "In a ring of N ranks a value reaches the last one after N - 1 steps.")
     wrong("incomplete", True, f"{got}; {complete} of {size * length} elements of all ranks are complete",
           "Which chunk does a rank have complete after N-1 steps? That is the one it must pass on first, and then, in "
           "each step, the one that has just arrived.",

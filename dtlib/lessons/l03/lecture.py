@@ -80,7 +80,17 @@ assert after == [before[4 * s + r] for r in range(4) for s in range(4)]
 
 # %% [markdown]
 # White: no value, or one that the collective neither uses nor changes. Not in the figure: with `all_to_all` rank r
-# sends its chunk s to rank s.
+# sends its chunk s to rank s. Names elsewhere:
+#
+# | here | `torch.distributed` | mpi4py | NCCL |
+# |---|---|---|---|
+# | `broadcast` | `broadcast` | `Bcast` | `ncclBroadcast` |
+# | `reduce` | `reduce` | `Reduce` | `ncclReduce` |
+# | `all_reduce` | `all_reduce` | `Allreduce` | `ncclAllReduce` |
+# | `reduce_scatter` | `reduce_scatter_single` | `Reduce_scatter_block` | `ncclReduceScatter` |
+# | `all_gather` | `all_gather_single` | `Allgather` | `ncclAllGather` |
+# | `all_to_all` | `all_to_all_single` | `Alltoall` | `ncclAlltoAll` |
+# | `send`, `recv` | `send`, `recv` | `Send`, `Recv` | `ncclSend`, `ncclRecv` |
 
 # %% tags=["half-day", "statement"]
 # "`reduce` leaves the values of the other ranks as they were; `all_reduce` gives the result to all."

@@ -63,17 +63,23 @@ counted = len(flat), ring.sent()[1], server.sent()[1]
 # ## Fix: a hook that reduces the wrong thing
 #
 # `average_with_hooks(comm, module)` sets a hook on each parameter, so that gradients are averaged when `backward()`
-# returns. It runs, sends as many bytes as it should, and the loss goes down. But the ranks do not train one model: one
+# returns. `dist` is `torch.distributed`, and `comm.group` torch's process group of these ranks. It runs, sends as many
+# bytes as it should, and the loss goes down. But the ranks do not train one model: one
 # word is wrong. Fix it.
 
 # %% tags=["two-hours", "half-day", "stub"]
 # %%px
+from torch import distributed as dist
+
+
 def average_with_hooks(comm, module):
     for tensor in [*module.parameters(), *module.buffers()]:
-        comm.broadcast(tensor)
+        dist.broadcast(tensor.detach(), group_src=0, group=comm.group)
 
     def gradient_is_ready(parameter):
-        comm.all_reduce(parameter.data, op="mean")
+        average = parameter.data
+        dist.all_reduce(average, group=comm.group)
+        average /= comm.size
 
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -81,12 +87,17 @@ def average_with_hooks(comm, module):
 
 # %% tags=["two-hours", "half-day", "solution"]
 # %%px
+from torch import distributed as dist
+
+
 def average_with_hooks(comm, module):
     for tensor in [*module.parameters(), *module.buffers()]:
-        comm.broadcast(tensor)
+        dist.broadcast(tensor.detach(), group_src=0, group=comm.group)
 
     def gradient_is_ready(parameter):
-        comm.all_reduce(parameter.grad, op="mean")
+        average = parameter.grad
+        dist.all_reduce(average, group=comm.group)
+        average /= comm.size
 
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -109,10 +120,10 @@ lab.check("hook-fix")
 #   mean loss over all samples of all ranks. `samples` is how many this rank had: the last batch of an epoch does not
 #   have the same size everywhere.
 #
-# 1. Find this rank's weight: `samples` divided by the samples of all ranks. This takes one small `all_reduce`.
+# 1. Find this rank's weight: `samples` divided by the samples of all ranks. This takes one small `dist.all_reduce`.
 # 2. Fill a bucket with gradients, up to `bucket_bytes`: begin a new one when the next gradient would not fit (a
 #    gradient larger than that gets its own bucket).
-# 3. For each bucket, call `comm.all_reduce` once, on one flat tensor; copy the pieces back into the gradients.
+# 3. For each bucket, call `dist.all_reduce(flat, group=comm.group)` once; copy the pieces back into the gradients.
 #
 # Tied weights are one parameter with two names, and travel once. Frozen and unused parameters have `grad=None` and keep
 # it. All parameters have the same dtype, and every rank uses the same ones and has at least one sample. The check
@@ -120,6 +131,9 @@ lab.check("hook-fix")
 
 # %% tags=["stub"]
 # %%px
+from torch import distributed as dist
+
+
 class MyDataParallel:
     def __init__(self, comm, module, bucket_bytes):
         self.comm, self.module, self.bucket_bytes = comm, module, bucket_bytes
@@ -129,27 +143,31 @@ class MyDataParallel:
 
 # %% tags=["solution"]
 # %%px
+from torch import distributed as dist
+
+
 class MyDataParallel:
     def __init__(self, comm, module, bucket_bytes):
         self.comm, self.module, self.bucket_bytes = comm, module, bucket_bytes
         for tensor in [*module.parameters(), *module.buffers()]:
-            comm.broadcast(tensor)
+            dist.broadcast(tensor.detach(), group_src=0, group=comm.group)
 
     def average_gradients(self, samples):
-        total = self.comm.all_reduce(torch.tensor(samples)).item()
+        total = torch.tensor(samples)
+        dist.all_reduce(total, group=self.comm.group)
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         bucket, filled = [], 0
         for parameter in reversed(parameters):
             if bucket and filled + parameter.grad.nbytes > self.bucket_bytes:
-                self.reduce(bucket, samples / total)
+                self.reduce(bucket, samples / total.item())
                 bucket, filled = [], 0
             bucket.append(parameter.grad)
             filled += parameter.grad.nbytes
-        self.reduce(bucket, samples / total)
+        self.reduce(bucket, samples / total.item())
 
     def reduce(self, gradients, weight):
         flat = torch.cat([gradient.flatten() for gradient in gradients]) * weight
-        self.comm.all_reduce(flat)
+        dist.all_reduce(flat, group=self.comm.group)
         pieces = flat.split([gradient.numel() for gradient in gradients])
         for gradient, piece in zip(gradients, pieces, strict=True):
             gradient.copy_(piece.view_as(gradient))

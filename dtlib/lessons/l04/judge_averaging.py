@@ -179,7 +179,9 @@ def _judge_weights(cases, rank, where, ratio, everywhere) -> None:
           "the mean over ranks: each counts alike, whatever its number of samples",
           "A rank with one sample and one with five: should their gradients count alike?",
           "Multiply by samples / (all ranks' samples), and sum. Who knows the samples of all? An all_reduce.")
+    alike = {_ratio(cases[r]["gradients"][n], mean[n]) for r, n in everywhere}
     wrong("weights", True, "another weighting" if ratio is None else _times(ratio),
+          "Every rank has the same weight: whose `samples` are in it?" if None not in alike and len(alike) == 1 else
           "Even batches come out right, uneven ones do not. Do the ranks' weights add up to 1?",
           "This rank's weight is samples / total, where total is the all_reduce of samples; then sum.")
 

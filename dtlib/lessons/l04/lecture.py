@@ -64,8 +64,8 @@ if world.rank == 0:
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Averaging gradients
 #
-# This is the library's own code. All ranks begin with rank 0's parameters and buffers (such as running means); after
-# the backward pass every gradient is averaged. `Contract` refuses slices of different sizes.
+# This is the library's own code, written with `torch.distributed`: `comm.group` is torch's process group of these ranks.
+# All begin with rank 0's parameters and buffers; after the backward pass every gradient is averaged.
 
 # %% tags=["two-hours", "half-day"]
 from dtlib.parallel.data import plain
@@ -107,6 +107,7 @@ if world.rank == 0:
 # %% tags=["two-hours", "half-day"]
 # %%px
 from dtlib.parallel.data.plain import DataParallelNaive
+from torch import distributed as dist
 
 
 def distance(one, other):
@@ -115,10 +116,11 @@ def distance(one, other):
     return (one - other).abs().max().item()
 
 
-model = DataParallelNaive(fresh_net(seed=world.rank), comm)
+model = DataParallelNaive(fresh_net(seed=world.rank), comm.group)
 losses = train(model, model.average_gradients)
 ours = parameters_to_vector(model.parameters()).detach()
-from_rank_0 = (ours - comm.broadcast(ours.clone())).abs().max().item()
+dist.broadcast(rank_0 := ours.clone(), group_src=0, group=comm.group)
+from_rank_0 = (ours - rank_0).abs().max().item()
 print(f"From rank 0: {from_rank_0:g}. From one process: {distance(model, alone):.0e}.")
 
 # %% tags=["statement"]
@@ -145,7 +147,7 @@ lab.predict("same-as-rate", 0.8)
 class Summed(DataParallelNaive):
     def average_gradients(self):
         for parameter in self.trained:
-            self.comm.all_reduce(parameter.grad, op="sum")
+            dist.all_reduce(parameter.grad, group=self.group)
 
 
 def one_step(rate):
@@ -155,7 +157,7 @@ def one_step(rate):
     return alone
 
 
-summed = Summed(fresh_net(), comm)
+summed = Summed(fresh_net(), comm.group)
 losses = train(summed, summed.average_gradients, steps=1)
 gaps = {rate: distance(summed, one_step(rate)) for rate in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)}
 assert min(gaps.values()) < 1e-12
@@ -323,7 +325,7 @@ from dtlib.parallel.data.plain import DataParallelBuckets, DataParallelHooks
 
 MIB = digits.net(dtype=torch.float64)[0].weight.nbytes / 2**20  # the first weight fills a bucket
 for kind, size in (DataParallelNaive, []), (DataParallelHooks, []), (DataParallelBuckets, [MIB]):
-    model = kind(fresh_net(seed=world.rank), comm, *size)
+    model = kind(fresh_net(seed=world.rank), comm.group, *size)
     with dtlib.trace() as trace:
         average = model.average_gradients if kind is DataParallelNaive else lambda: None
         losses = train(model, average)

@@ -33,7 +33,7 @@ PREDICTIONS = {
     "first-layer-to-come": Prediction(got=lambda layers: layers[0][0], hint="Backward: last layer first."),
     "hidden-buckets": Prediction(
         got=lambda with_thread: _hidden(with_thread),
-        hint="When the last bucket is full, there is nothing left to compute.",
+        hint="When the last bucket is full, there is nothing left to compute. A busy machine hides fewer of them.",
     ),
     "accumulation-steps": Prediction(got=lambda steps: steps[0], hint="96 = 12 x steps x 4 ranks."),
     # The appendix

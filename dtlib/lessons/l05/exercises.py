@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 05 Large batches: exercises
 #
-# Three exercises: *predict* (three minutes), *fix* a warm-up (five minutes), *build* the rate of a step (twenty minutes). A
-# check looks at your answer on all ranks and says what is wrong; check again for the next hint.
+# Three exercises: *predict* (three minutes), *fix* a warm-up (five minutes), *build* an interval of paired differences
+# (twenty minutes). A check looks at your answer and says what is wrong; check again for the next hint.
 #
 # **You need** the lecture [05 Large batches](../lectures/05_large_batches.ipynb). Answers:
 # [solutions](../solutions/05_large_batches_exercises.ipynb).
@@ -14,7 +14,7 @@ from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 # %%px
 import dtlib
 import torch
-from torch import nn
+from dtlib.workloads import digits
 
 world = dtlib.init()
 
@@ -72,66 +72,136 @@ rates = found(r"\[([\d., ]+)\]", "0.055")
 assert rates == [0.02, 0.055, 0.09, 0.125, 0.16, 0.16, 0.16]
 
 # %% [markdown]
-# ## Build: scale the rate
+# ## Build: is a rule between the two better?
 #
-# Write `scaled_rate(rate, ranks, batch, base_batch, step, warmup_steps)`: the learning rate of a step.
+# The lecture compares the rates k^0.5 and k. What about k^0.75? The ranks train 32 networks with each of the three rules,
+# at batch 256 (k = 16) and at batch 512 (k = 32). Networks of one seed share their images, their start and their order, so
+# these runs are *paired*.
 #
-# - `rate` is right for a batch of `base_batch` samples, over all ranks together.
-# - Now there are `ranks` ranks, with `batch` samples *each*.
-# - The linear rule gives the top. Gradual warm-up goes from `rate` in step 0 to the top in step `warmup_steps`, in a straight
-#   line; from there on the rate is constant. `warmup_steps` may be 0: then there is no warm-up.
+# **Predict.** Which of the three rules has the lowest mean error, at each batch? (Training takes up to a minute.)
 
 # %% tags=["stub"]
-# %%px
-def scaled_rate(rate, ranks, batch, base_batch, step, warmup_steps):
-    return rate  # your lines here
+lab.predict("best-of-three-rules", {256: None, 512: None})  # "k^0.5", "k^0.75" or "k"
 
 # %% tags=["solution"]
-# %%px
-def scaled_rate(rate, ranks, batch, base_batch, step, warmup_steps):
-    top = rate * ranks * batch / base_batch
-    if step >= warmup_steps:
-        return top
-    return rate + (top - rate) * step / warmup_steps
-
-# %%
-lab.check("scale-the-rate")
-
-# %% [markdown]
-# Put it to use: three ranks with 64 digits each, starting from the rate 0.02 at batch 16. `LambdaLR` multiplies the
-# optimizer's rate, 1 here, by what a function of the step returns.
-
-# %%
-# %%px
-from dtlib.workloads import digits
-
-images, labels = digits.load()
-torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-sgd = {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.9}}
-config = {"train_batch_size": 192, "optimizer": sgd}
-engine, _, loader, _ = dtlib.initialize(
-    model=net, config=config,
-    training_data=torch.utils.data.TensorDataset(images[:1280], labels[:1280]),
-    lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: scaled_rate(0.02, world.size, 64, 16, step, warmup_steps=30)
-    ),
-)
-losses = [engine.train_batch().item() for _ in range(120)]
-with torch.no_grad():
-    error = (net(images[1280:]).argmax(1) != labels[1280:]).double().mean().item()
+lab.predict("best-of-three-rules", {256: "k", 512: "k^0.75"})
 
 # %% tags=["nbval-ignore-output"]
-losses, error = lab.values("losses")[0], lab.values("error")[0]
-print(f"loss {losses[0]:.2f} in the first step, {losses[-1]:.2f} in the last")
-print(f"test error {error:.1%}")
-assert losses[-1] < losses[0] / 4
-assert error < 0.2
+# %%px
+POWERS = {"k^0.5": 0.5, "k^0.75": 0.75, "k": 1.0}
+seeds = range(world.rank, 32, world.size)
+
+
+def test_errors(batch):
+    """In %, a row per rule, a column per seed of this rank."""
+    tasks = [digits.task(seed, epochs=20) for seed in seeds] * len(POWERS)
+    rates = torch.tensor([0.02 * (batch / 16) ** power for power in POWERS.values() for _ in seeds])
+    parameters = digits.train(tasks, batch, rates.expand(20 * 1280 // batch, -1))
+    return 100 * digits.test_errors(parameters, tasks).view(len(POWERS), -1)
+
+
+mine = {
+    (batch, rule): row.tolist()
+    for batch in (256, 512) for rule, row in zip(POWERS, test_errors(batch), strict=True)
+}
+every = world.comm.all_gather_object(mine)
+of_all_seeds = {run: [error for one in every for error in one[run]] for run in mine}
+
+# %% tags=["nbval-ignore-output"]
+errors = lab.values("of_all_seeds")[0]
+runs = [(batch, rule) for batch in (256, 512) for rule in ("k^0.5", "k^0.75", "k")]
+lab.table([(*run, f"{sum(errors[run]) / 32:.1f}") for run in runs], ("batch", "rule", "mean error (%)"))
 
 # %% [markdown]
+# Do these means differ for certain, or would other seeds turn the order round? Write `paired_interval(a, b)`:
+#
+# - `a[i]` and `b[i]` are the errors of two rules on one seed. There are at least three seeds.
+# - Return `low, high, verdict`. `low` and `high` are the ends of the 95 % interval of the mean difference a - b: if the
+#   experiment were repeated often with other seeds, 95 of 100 such intervals would hold the true difference.
+# - `verdict` is `"lower"` or `"higher"` if a is lower or higher than b for certain enough, and `"not separated"` if 0 is in
+#   the interval.
+#
+# The interval is as wide to the left of the mean difference as to the right. Half the width is the *standard error* of that
+# mean times a quantile of Student's t, `stats.t.ppf(probability, degrees of freedom)`. You decide on both, and on the
+# sample. The cell after yours repeats an experiment 1,000 times: run it before you check.
+
+# %% tags=["stub"]
+import math
+import statistics
+
+from scipy import stats
+
+
+def paired_interval(a, b):
+    return 0.0, 0.0, "not separated"  # your lines here
+
+# %% tags=["solution"]
+import math
+import statistics
+
+from scipy import stats
+
+
+def paired_interval(a, b):
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    n, middle = len(differences), statistics.mean(differences)
+    half = stats.t.ppf(0.975, n - 1) * statistics.stdev(differences) / math.sqrt(n)
+    low, high = middle - half, middle + half
+    return low, high, "lower" if high < 0 else "higher" if low > 0 else "not separated"
+
+# %%
+import random
+
+chance, covered = random.Random(0), 0
+for _ in range(1000):  # of 5 seeds each, with a true difference of 1
+    b = [chance.gauss(8, 3) for _ in range(5)]
+    a = [error + 1 + chance.gauss(0, 0.8) for error in b]
+    low, high, _ = paired_interval(a, b)
+    covered += low <= 1 <= high
+print(f"{covered} of 1,000 intervals hold the true difference; 95 % are wanted.")
+
+# %%
+lab.check("paired-interval")
+
+# %% tags=["statement"]
+# "95 of 100 such intervals would hold the true difference"
+assert 930 <= found(r"([\d,]+) of 1,000 intervals")[0] <= 970
+
+# %% [markdown]
+# Now your function judges the three rules. First with 8 seeds, then with all 32:
+
+# %% tags=["nbval-ignore-output"]
+rows = []
+for batch in (256, 512):
+    for other in ("k^0.5", "k"):
+        a, b = errors[batch, "k^0.75"], errors[batch, other]
+        for seeds in (8, 32):
+            low, high, verdict = paired_interval(a[:seeds], b[:seeds])
+            rows.append((batch, f"k^0.75 against {other}", seeds, f"{low:.1f} to {high:.1f}", verdict))
+lab.table(rows, ("batch", "rules", "seeds", "points", "k^0.75 is"))
+
+a, b = errors[256, "k^0.75"], errors[256, "k^0.5"]
+paired = statistics.variance(x - y for x, y in zip(a, b, strict=True))
+apart = statistics.variance(a) + statistics.variance(b)
+print(f"Without pairs this takes {apart / paired:.1f} times as many seeds.")
+
+# %% tags=["statement"]
+# "At batch 512 k^0.75 is lower than both other rules"
+# "At batch 256 it lies between them"
+# "Without pairs you would need more than 1.5 times as many seeds."
+assert count(r"(?m)^ *512 .* 32 .*  lower$") == 2
+square_root, between, linear = (numbers[-1] for numbers in rows("256", "mean error"))
+assert square_root > between > linear
+assert found(r"Without pairs this takes ([\d.]+) times")[0] > 1.5
+
+# %% [markdown]
+# At batch 512 k^0.75 is lower than both other rules: the linear rule is beyond its elbow there, and the square root is
+# too careful. At batch 256 it lies between them. Compare the lines with 8 seeds and with 32: fewer seeds separate less.
+# An interval that ends near 0 says little, as these are four comparisons. Without pairs you would need more than 1.5 times
+# as many seeds.
+#
 # ## If you have time
 #
-# - Give each rank twice as many samples (`train_batch_size` 384, `batch` 128). Which rate results, and is it beyond
-#   the elbow?
-# - In the lecture, try a rate *between* the two rules at batch 512: k to the power 0.75. Compare it on paired seeds.
-# - Which rule would you try first with Adam, which divides a gradient by its own size? Try it, with several seeds.
+# - Which power of k is the best at batch 512? Try 0.6 and 0.9 on the same seeds. How many comparisons have you made now?
+# - Add warm-up (`digits.train` takes a rate for each step). Is k^0.75 with warm-up separated from k^0.75 without?
+# - Which rule would you try first with Adam, which divides a gradient by its own size?

@@ -41,13 +41,11 @@ def errors(runs: dict, base_batch: int):
         places = [batch * 1.015 ** (number - (len(RULES) - 1) / 2) for batch in batches]  # so that marks can be seen
         means, lows, highs = zip(*(intervals.mean(runs[batch, name]) for batch in batches), strict=True)
         colour, mark = RANK_COLOURS[number], MARKERS[number]
-        for place, batch in zip(places, batches, strict=True):
-            seeds = [float(error) for error in runs[batch, name]]
-            axes.scatter([place] * len(seeds), seeds, color=colour, alpha=0.25, s=9, lw=0)
+        seeds = [runs[batch, name] for batch in batches]
+        axes.plot(places, seeds, ".", color=colour, alpha=0.25, markersize=6, markeredgewidth=0)
         off = [[abs(m - end) for m, end in zip(means, ends, strict=True)] for ends in (lows, highs)]
-        axes.errorbar(
-            places, means, off, color=colour, marker=mark, linestyle=_LINES[number], capsize=3, label=name, markersize=6
-        )
+        style = {"color": colour, "marker": mark, "linestyle": _LINES[number], "capsize": 3, "markersize": 6}
+        axes.errorbar(places, means, off, label=name, **style)
     for batch in batches:
         for name in RULES:
             middle, low, high = intervals.mean(runs[batch, name])

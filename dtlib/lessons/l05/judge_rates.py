@@ -6,15 +6,7 @@ from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 RATE, MOMENTUM = 0.02, 0.9  # of the fix
 OURS = ("lr", "momentum")
-NO_NUMBER = ("Return the rate itself.", "Every way through the function must end in a return with a number.")
 WARMUPS = ((4, 8), (10, 16), (1, 2), (7, 3))  # warmup_steps, k: sevenths show what is rounded
-
-# rate, ranks, batch (of a rank), base_batch, warmup_steps
-# The first and the fourth case tell the mistakes apart: no two give the same rate. In the last one k is less than 1.
-SCALES = (
-    (0.02, 4, 60, 16, 8), (0.1, 32, 8, 256, 10), (0.1, 256, 64, 256, 5), (0.3, 5, 10, 20, 6), (0.2, 2, 16, 16, 0),
-    (0.013, 3, 7, 32, 6),
-)
 
 
 def steps_of(warmup_steps: int) -> tuple[int, ...]:
@@ -74,76 +66,6 @@ def judge_settings(observations) -> None:
             _judge_line(rank, warmup_steps, RATE, k * RATE, [(step, rate) for step, rate, *_ in series], f"k = {k}")
 
 
-def observe_scaled(scaled_rate, comm):
-    """For each case: (step, rate)."""
-    seen = []
-    for rate, ranks, batch, base_batch, warmup_steps in SCALES:
-        arguments = {"ranks": ranks, "batch": batch, "base_batch": base_batch, "warmup_steps": warmup_steps}
-        try:
-            seen.append([(s, _number(scaled_rate(rate=rate, step=s, **arguments))) for s in steps_of(warmup_steps)])
-        except Exception as error:
-            error.add_note(f"with {_in_words(rate, ranks, batch, base_batch, warmup_steps)}")
-            raise
-    return seen
-
-
-def judge_scaled(observations) -> None:
-    """The linear rule for the batch of all ranks, reached by gradual warm-up."""
-    for rank, seen in enumerate(observations):
-        for case, series in zip(SCALES, seen, strict=True):
-            for step, got in series:
-                if isinstance(got, str):
-                    raise Wrong("type", rank, f"a rate for step {step}: a number", got, *NO_NUMBER)
-            _judge_top(rank, case, series)
-        for case, series in zip(SCALES, seen, strict=True):
-            rate, ranks, batch, base_batch, warmup_steps = case
-            top = rate * ranks * batch / base_batch
-            _judge_line(rank, warmup_steps, rate, top, series, _in_words(*case))
-
-
-def _in_words(rate, ranks, batch, base_batch, warmup_steps) -> str:
-    return f"rate={rate}, ranks={ranks}, batch={batch}, base_batch={base_batch}, warmup_steps={warmup_steps}"
-
-
-def _judge_top(rank, case, series) -> None:
-    """The rate long after the warm-up tells which rule it is."""
-    rate, ranks, batch, base_batch, warmup_steps = case
-    k = ranks * batch / base_batch
-    step, got = series[-1]
-    expected = f"{rate * k:g} in step {step}, long after the warm-up, with {_in_words(*case)}"
-    if _same(got, rate * k):
-        return
-    wrong = rows(rank, expected)
-    wrong("never-smaller", k < 1 and _same(got, rate), f"{got:g}, the rate as it was",
-          f"The batch is smaller than base_batch here: k = {k:g}. The rule goes both ways.",
-          "No max, no if: the top is k * rate for any k.")
-    wrong("no-top-without-warmup", not warmup_steps and _same(got, rate), f"{got:g}, the rate as it was",
-          "warmup_steps=0 means that the rate is at its top from step 0 on.", "if step >= warmup_steps: return top")
-    mistakes = [
-        (rate * math.sqrt(k), "square-root", "This is the square-root rule; the linear one is asked for.",
-         "k times the batch, k times the rate."),
-        (rate, "no-scaling", "The rate is as it was.",
-         "The batch of all ranks is ranks * batch: how many times base_batch?"),
-        (rate * ranks, "ranks-alone",
-         "This is as many times the rate as there are ranks: is batch the same as base_batch?",
-         "k = ranks * batch / base_batch."),
-        (rate * batch / base_batch, "one-rank", "The batch of one rank alone is counted.",
-         "The gradient is a mean over all ranks: the batch is ranks * batch."),
-        (rate / k, "upside-down", "A larger batch gets a larger rate.", "k = ranks * batch / base_batch."),
-        (rate * int(k), "rounded", "k need not be a whole number.", "Divide with /, not with //."),
-        (rate * math.ceil(k), "rounded", "k need not be a whole number.", "Divide, and round nothing."),
-        (rate * ranks * batch // base_batch, "rounded", "// rounds down, here the rate itself.", "Divide with /."),
-    ]
-    for value, mistake, *hints in mistakes:
-        wrong(mistake, _same(got, value), f"{got:g}", *hints)
-    _judge_digits(rank, series, _line(rate, rate * k, warmup_steps), expected)
-    previous = series[-2][1]
-    wrong("keeps-growing", got > previous, f"{got:g}, and {previous:g} in step {series[-2][0]}",
-          "After the warm-up the rate is constant.", "fraction = min(1, step / warmup_steps)")
-    wrong("other-rate", True, f"{got:g}", "k = ranks * batch / base_batch; the top is k * rate.",
-          "Call it in a cell of its own with these values, and look at a late step.")
-
-
 def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
     """A straight line from ``first`` in step 0 to ``top`` in step ``warmup_steps``, then constant."""
     line = _line(first, top, warmup_steps)
@@ -155,8 +77,6 @@ def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
         last = series[-1][1]
         _judge_digits(rank, series, line, expected)
         wrong = rows(rank, expected)
-        wrong("warmup-of-0-steps", not warmup_steps, f"{got:g}",
-              "Without warm-up step 0 has the top already.", "if step >= warmup_steps: return top")
         if step == 0:
             hint = (
                 "It begins at 0, and a step with rate 0 does nothing."
@@ -180,7 +100,7 @@ def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
 
 def _line(first: float, top: float, warmup_steps: int):
     """The rate of a step."""
-    return lambda step: first + (top - first) * (min(1.0, step / warmup_steps) if warmup_steps else 1.0)
+    return lambda step: first + (top - first) * min(1.0, step / warmup_steps)
 
 
 def _judge_digits(rank: int, series, line, expected: str) -> None:
@@ -198,7 +118,4 @@ def _same(a, b) -> bool:
     return math.isclose(a, b, rel_tol=1e-6)
 
 
-EXERCISES = {
-    "warmup-fix": Exercise("warmup_settings", observe_settings, judge_settings),
-    "scale-the-rate": Exercise("scaled_rate", observe_scaled, judge_scaled),
-}
+EXERCISES = {"warmup-fix": Exercise("warmup_settings", observe_settings, judge_settings)}

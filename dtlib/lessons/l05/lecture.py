@@ -502,7 +502,7 @@ lab.quiz("05")
 # - At this size warm-up has not been shown to help at any batch. For ResNet-50 at batch 8192 it is worth a point.
 # - One run proves nothing: pair seeds, give intervals, and say "not separated".
 #
-# Now the [exercises](../exercises/05_large_batches_exercises.ipynb): predict, fix a warm-up, and scale a rate.
+# Now the [exercises](../exercises/05_large_batches_exercises.ipynb): predict, fix a warm-up, and tell rules apart.
 #
 # ## References
 #

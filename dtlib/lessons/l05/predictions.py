@@ -3,6 +3,7 @@
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.training.rates import linear_rule, square_root_rule
 
+_POWERS = ("k^0.5", "k^0.75", "k")
 _RULES = ("no scaling", "square root", "linear")
 
 
@@ -29,6 +30,11 @@ PREDICTIONS = {
         got=lambda: _by_rule(0.1, 128 * 32, 8 * 32),
         tolerance=1e-9,
         hint="k is the new batch over the old one, each over all ranks.",
+    ),
+    "best-of-three-rules": Prediction(
+        got=lambda errors: {batch: min(_POWERS, key=lambda rule: sum(errors[batch, rule])) for batch in (256, 512)},
+        choices=_POWERS,
+        hint="Where is the linear rule's elbow, in the lecture?",
     ),
     "warm-up-steps": Prediction(got=lambda: 5 * 1_228_800 // (128 * 32), hint="A step takes the batch of all ranks."),
 }

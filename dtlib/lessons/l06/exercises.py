@@ -76,6 +76,9 @@ held_at = [held(stage) for stage in range(4)]
 
 # %% tags=["stub"]
 # %%px
+from torch import distributed as dist
+
+
 def shard_gradients(comm, module):
     shards = {}
 
@@ -83,7 +86,7 @@ def shard_gradients(comm, module):
         length = -(-parameter.numel() // comm.size)  # rounded up
         flat = torch.zeros(length * comm.size, dtype=parameter.dtype)
         flat[: parameter.numel()] = parameter.grad.flatten()
-        comm.all_reduce(flat, op="mean")
+        dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=comm.group)
         shards[parameter] = flat[comm.rank * length : (comm.rank + 1) * length]
         parameter.grad = None
 
@@ -93,6 +96,9 @@ def shard_gradients(comm, module):
 
 # %% tags=["solution"]
 # %%px
+from torch import distributed as dist
+
+
 def shard_gradients(comm, module):
     shards = {}
 
@@ -101,7 +107,7 @@ def shard_gradients(comm, module):
         flat = torch.zeros(length * comm.size, dtype=parameter.dtype)
         flat[: parameter.numel()] = parameter.grad.flatten()
         own = torch.empty(length, dtype=parameter.dtype)
-        comm.reduce_scatter(own, flat, op="mean")
+        dist.reduce_scatter_single(own, flat, op=dist.ReduceOp.AVG, group=comm.group)
         shards[parameter] = own
         parameter.grad = None
 
@@ -205,7 +211,8 @@ lab.check("zero-leak")
 # 1. Put all parameters into one flat tensor, padded with zeros at the end so that it divides evenly by `comm.size`. Let
 #    each `parameter.data` be a view of it.
 # 2. This rank's shard of the flat tensor is one `nn.Parameter`, and the only one that `torch.optim.AdamW` knows.
-# 3. A step: `reduce_scatter` of flat gradients, AdamW on this rank's shard, `all_gather` of the new values.
+# 3. A step: `dist.reduce_scatter_single(own, flat, group=comm.group)` of gradients, AdamW on this rank's shard,
+#    `dist.all_gather_single(flat, own, group=comm.group)` of the new values.
 #
 # Example: 535 parameters on 3 ranks make shards of 179 elements; the last 2 elements on rank 2 are padding.
 #
@@ -216,6 +223,9 @@ lab.check("zero-leak")
 
 # %% tags=["stub"]
 # %%px
+from torch import distributed as dist
+
+
 class ShardedAdam:
     def __init__(self, comm, parameters, **settings):
         self.comm, self.parameters = comm, list(parameters)
@@ -226,6 +236,9 @@ class ShardedAdam:
 
 # %% tags=["solution"]
 # %%px
+from torch import distributed as dist
+
+
 class ShardedAdam:
     def __init__(self, comm, parameters, **settings):
         self.comm, self.parameters = comm, list(parameters)
@@ -244,9 +257,10 @@ class ShardedAdam:
     def step(self):
         gradients = self.flattened(parameter.grad for parameter in self.parameters)
         self.own.grad = torch.empty_like(self.own)
-        self.comm.reduce_scatter(self.own.grad, gradients, op="mean")
+        dist.reduce_scatter_single(self.own.grad, gradients, group=self.comm.group)
+        self.own.grad /= self.comm.size
         self.adam.step()
-        self.comm.all_gather(self.flat, self.own.detach())
+        dist.all_gather_single(self.flat, self.own.detach(), group=self.comm.group)
 
 # %%
 lab.check("sharded-adam")
@@ -273,6 +287,9 @@ lab.check("sharded-adam")
 
 # %% tags=["stub"]
 # %%px
+from torch import distributed as dist
+
+
 class OnDemand:
     def __init__(self, comm, layer):
         self.comm, self.shape = comm, layer.weight.shape  # (outputs, inputs)
@@ -282,6 +299,9 @@ class OnDemand:
 
 # %% tags=["solution"]
 # %%px
+from torch import distributed as dist
+
+
 class OnDemand:
     def __init__(self, comm, layer):
         self.comm, self.shape = comm, layer.weight.shape  # (outputs, inputs)
@@ -291,7 +311,7 @@ class OnDemand:
 
     def __call__(self, x):
         whole = torch.empty(len(self.own) * self.comm.size, dtype=self.own.dtype)
-        self.comm.all_gather(whole, self.own)
+        dist.all_gather_single(whole, self.own, group=self.comm.group)
         outputs, inputs = self.shape
         weight, bias = whole[: outputs * inputs], whole[outputs * inputs :][:outputs]
         return linear(x, weight.view(self.shape), bias)

@@ -9,7 +9,7 @@ from dtlib.theory.zero import GB, GIB, STAGES, fewest_ranks, zero_bytes, zero_wi
 
 LAYERS = {"even": (31, 24), "uneven": (24, 23)}  # 768 parameters divide by 2, 3 and 4; 575 by none of them
 CALLS = 3
-ROOM = 64  # bytes, for the padding of two shards and shapes: a whole bias is larger
+ROOM = 128  # bytes, for padding, of rows too, and shapes: a whole bias is larger
 NO_OUTPUT = ("__call__ returns the output: a tensor.", "return linear(x, weight, bias), with what was gathered.")
 BIAS = "A linear layer has a weight and a bias.", "The bias follows the weight in the flat tensor."
 EACH = ("Replace each None by a number.", 'Such as fit = {"stage": 1, "ranks": 4, "gigabytes": 12.5}.')
@@ -56,6 +56,7 @@ def _call(cls, comm, kind: str) -> dict:
                 out = layer(x)
             seen["out"].append(out.tolist() if isinstance(out, torch.Tensor) else f"{out!r:.60}")
             seen["sent"].append(sum(event.bytes for event in events if event.kind == "operation"))
+            seen["uncounted"] = any(event.algorithm == "mpi4py" for event in events)
             del x, out
             seen["held"].append(nbytes(before.new(of=[layer])))
     return seen
@@ -149,7 +150,7 @@ def _judge_gathering(case, rank: int, ranks: int) -> None:
         wrong("too-many-bytes", sent > wanted + SPARE, f"{sent} bytes",
               "The values are right. But do zeros travel, or sums that are none?",
               "comm.all_gather(whole, own) sends each shard once around; all_reduce twice as much.")
-        wrong("nothing-gathered", sent < wanted / 2, f"{sent} bytes",
+        wrong("nothing-gathered", sent < wanted / 2 and not case.get("uncounted"), f"{sent} bytes",
               "Who has a shard alone must ask the others for the rest, in each call. Where does it come from here?",
               "Call comm.all_gather in __call__, on every rank.")
 

@@ -697,6 +697,9 @@ mesh = dist.init_device_mesh("cpu", (comm.size,))
 fsdp_net = fresh_net()
 for module in (*(one for one in fsdp_net if isinstance(one, nn.Linear)), fsdp_net):
     fsdp.fully_shard(module, mesh=mesh)
+
+# %%
+# %%px
 both = {"ours": at_stage(3), "fsdp2": (fsdp_net, AdamW(fsdp_net.parameters(), **ADAM))}
 for name, (model, adam) in both.items():
     losses = digits.train(model, comm, adam.step, adam.zero_grad)

@@ -156,8 +156,9 @@ lab.check("pipeline-fix")
 # %% [markdown]
 # ## Build: the GPipe clock
 #
-# One step of GPipe, with nothing but `comm.send` and `comm.recv`. Write `my_gpipe(comm, stage, inputs, targets, loss_fn)`,
-# which every rank calls:
+# One step of GPipe, with nothing but `dist.send(tensor, group_dst=..., group=comm.group)` and `dist.recv(tensor,
+# group_src=..., group=comm.group)` of `torch.distributed`. Write `my_gpipe(comm, stage, inputs, targets, loss_fn)`, which
+# every rank calls:
 #
 # - `stage` is this rank's stage of the model, an `nn.Module`; stage r is on rank r.
 # - `inputs` is a list with a tensor for each micro-batch. On rank 0 these are the samples. On the others they are buffers
@@ -178,6 +179,9 @@ lab.check("pipeline-fix")
 
 # %% tags=["stub"]
 # %%px
+from torch import distributed as dist
+
+
 def my_gpipe(comm, stage, inputs, targets, loss_fn):
     first, last = comm.rank == 0, comm.rank == comm.size - 1
     samples = sum(len(x) for x in inputs)
@@ -190,24 +194,30 @@ def my_gpipe(comm, stage, inputs, targets, loss_fn):
 
 # %% tags=["solution"]
 # %%px
+from torch import distributed as dist
+
+
 def my_gpipe(comm, stage, inputs, targets, loss_fn):
     first, last = comm.rank == 0, comm.rank == comm.size - 1
     samples = sum(len(x) for x in inputs)
     outputs, losses = [], []
     for x in inputs:
         if not first:
-            comm.recv(x, comm.rank - 1).requires_grad_()
+            dist.recv(x, group_src=comm.rank - 1, group=comm.group)
+            x.requires_grad_()
         outputs.append(stage(x))
         if not last:
-            comm.send(outputs[-1].detach(), comm.rank + 1)
+            dist.send(outputs[-1].detach(), group_dst=comm.rank + 1, group=comm.group)
     for x, output, target in zip(inputs, outputs, targets, strict=True):
         if last:
             losses.append(loss_fn(output, target) * len(x) / samples)
             losses[-1].backward()
         else:
-            output.backward(comm.recv(torch.empty_like(output), comm.rank + 1))
+            gradient = torch.empty_like(output)
+            dist.recv(gradient, group_src=comm.rank + 1, group=comm.group)
+            output.backward(gradient)
         if not first:
-            comm.send(x.grad, comm.rank - 1)
+            dist.send(x.grad, group_dst=comm.rank - 1, group=comm.group)
     return sum(losses)
 
 # %%
@@ -231,9 +241,13 @@ lab.check("gpipe-build")
 # `F0 B0 F1 B1 F2 B2 F3 B3`.
 #
 # Now messages go both ways at once. Two ranks that both wait in a send to each other wait forever, if messages are large.
+# `dist.isend` starts a send and returns a work, which has `wait()`.
 
 # %% tags=["stub"]
 # %%px
+from torch import distributed as dist
+
+
 def my_1f1b(comm, stage, inputs, targets, loss_fn):
     first, last = comm.rank == 0, comm.rank == comm.size - 1
     samples = sum(len(x) for x in inputs)
@@ -245,12 +259,15 @@ def my_1f1b(comm, stage, inputs, targets, loss_fn):
     def backward(m):
         ...
 
-    for handle in sending:
-        handle.wait()
+    for work in sending:
+        work.wait()
     return sum(losses)
 
 # %% tags=["solution"]
 # %%px
+from torch import distributed as dist
+
+
 def my_1f1b(comm, stage, inputs, targets, loss_fn):
     first, last = comm.rank == 0, comm.rank == comm.size - 1
     samples = sum(len(x) for x in inputs)
@@ -258,10 +275,11 @@ def my_1f1b(comm, stage, inputs, targets, loss_fn):
 
     def forward(m):
         if not first:
-            comm.recv(inputs[m], comm.rank - 1).requires_grad_()
+            dist.recv(inputs[m], group_src=comm.rank - 1, group=comm.group)
+            inputs[m].requires_grad_()
         outputs[m] = stage(inputs[m])
         if not last:
-            sending.append(comm.send(outputs[m].detach(), comm.rank + 1, async_op=True))
+            sending.append(dist.isend(outputs[m].detach(), group_dst=comm.rank + 1, group=comm.group))
 
     def backward(m):
         output, gradient = outputs.pop(m), None
@@ -269,10 +287,11 @@ def my_1f1b(comm, stage, inputs, targets, loss_fn):
             output = loss_fn(output, targets[m]) * len(inputs[m]) / samples
             losses.append(output.detach())
         else:
-            gradient = comm.recv(torch.empty_like(output), comm.rank + 1)
+            gradient = torch.empty_like(output)
+            dist.recv(gradient, group_src=comm.rank + 1, group=comm.group)
         output.backward(gradient)
         if not first:
-            sending.append(comm.send(inputs[m].grad, comm.rank - 1, async_op=True))
+            sending.append(dist.isend(inputs[m].grad, group_dst=comm.rank - 1, group=comm.group))
 
     ahead = min(comm.size - comm.rank - 1, len(inputs))
     for m in range(ahead):
@@ -281,8 +300,8 @@ def my_1f1b(comm, stage, inputs, targets, loss_fn):
         if m + ahead < len(inputs):
             forward(m + ahead)
         backward(m)
-    for handle in sending:
-        handle.wait()
+    for work in sending:
+        work.wait()
     return sum(losses)
 
 # %%

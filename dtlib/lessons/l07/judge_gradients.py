@@ -85,8 +85,8 @@ def _tell_mixed_up(rank: int, what: str, cases) -> None:
           "Is it still the mean of squares, over all features of all samples?",
           "(output - target).square().mean(), and nothing else in loss_fn.")
     wrong("mixed-up", True, "something else: no sum of the gradients of the micro-batches",
-          "Do the tensors of a backward pass belong to one micro-batch: its input, its output, "
-          "its target, its gradient?",
+          "Do the output and the target of a loss belong to the same micro-batch?" if rank == max(cases) else
+          "Is what arrives the gradient of an input, x.grad, and of the micro-batch whose output goes backward?",
           "Keep input and output of micro-batch m under the number m until its backward pass.")
 
 

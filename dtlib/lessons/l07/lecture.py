@@ -503,7 +503,7 @@ lab.table(rows, ("", "bubble", "activations", "bytes sent"), title)
 assert count(r"bubble time / ideal") == 1 and count(r"\(p-1\)/\(m\+p-1\)") == 1
 
 # %% [markdown]
-# And the same four on the engines, measured (EMULATED stages, real messages):
+# And the same four on the ranks, measured (EMULATED stages, real messages):
 
 # %% tags=["nbval-ignore-output"]
 runs = {name: explorer.measure(name, ranks=4, microbatches=8) for name in explorer.ORDERS}
@@ -512,14 +512,14 @@ for name, run in runs.items():
     assert run.peaks == four[name].peak_activations
 
 # %% tags=["claim"]
-# "And the same four on the engines, measured (EMULATED stages, real messages):"
+# "And the same four on the ranks, measured (EMULATED stages, real messages):"
 assert all(run.simulation.makespan > four[name].makespan for name, run in runs.items())
 
 # %% [markdown]
 # ## Explore
 #
-# Move the sliders; the button runs what you see on the engines. Try fewer micro-batches than ranks. Then let messages
-# take as long as a forward pass: which order suffers most? (Without engines, in a web page: `dtlib browser`.)
+# Move the sliders; the button runs what you see on the ranks. Try fewer micro-batches than ranks. Then let messages
+# take as long as a forward pass: which order suffers most? (Without ranks, in a web page: `dtlib browser`.)
 
 # %% tags=["nbval-ignore-output"]
 explorer.explore()

@@ -57,6 +57,11 @@ PREDICTIONS = {
     "makespan-with-a-slow-stage": Prediction(
         got=lambda uneven: uneven, tolerance=0.1, hint="Stage 1 alone takes 8 x (2 + 4). When can it begin?"
     ),
+    "throughput-of-eight-stages": Prediction(
+        got=lambda: 8 * simulate(gpipe(2, 1)).makespan / 2 * 32 / simulate(gpipe(8, 32)).makespan,
+        tolerance=0.02,
+        hint="K = 8, M = 32: 39 turns of 1/256. K = 2, M = 1: 2 turns of 1/2.",
+    ),
     "fastest-with-messages": Prediction(
         got=lambda series: {
             says: min(series, key=lambda name: series[name][message])

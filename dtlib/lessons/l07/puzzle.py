@@ -70,7 +70,7 @@ lab.check("schedule-puzzle")
 assert found(r"Makespan (\d+), par (\d+); bubble \d+%; (\d+) activations") == [33, 3 + 24 + 6, 8]
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# `F0-7 B0-7` on every rank is GPipe. Why can no order be faster? The last rank has nothing to do before the first
+# GPipe's order has this makespan. Why can no order be faster? The last rank has nothing to do before the first
 # micro-batch has passed three stages. Then it is busy for 8 times F and B. After that the last micro-batch has three
 # more backward passes to go: 3 + 24 + 6.
 #

@@ -78,11 +78,7 @@ def groups_of(axis: str, shape: dict[str, int]) -> list[list[int]]:
 
 # How the axes of a mesh are drawn, from the last to the first: to the right, down, to the back.
 _STEPS = ((1.5, 0), (0, -1.6), (0.65, 0.7))
-_LINES: tuple[dict, ...] = (
-    {"lw": 7, "color": "0.6"},
-    {"lw": 2.5, "color": "black"},
-    {"lw": 2.5, "ls": ":", "color": "black"},
-)
+_LINES = ((7, "-", "0.6"), (2.5, "-", "black"), (2.5, ":", "black"))
 
 
 @shown
@@ -91,65 +87,54 @@ def mesh(**axes: int):
 
     A box is a machine: it has a group along ``tensor``.
     """
-    import math
-
+    import numpy as np
     from matplotlib.patches import FancyBboxPatch
 
-    shape = shape_of(axes, math.prod(axes.values()))
-    steps = dict(zip(reversed(shape), _STEPS, strict=False))
-    places = [
-        [sum(at * steps[axis][i] for axis, at in coordinates_of(rank, shape).items()) for i in (0, 1)]
-        for rank in range(math.prod(shape.values()))
-    ]
-    wide, high = (max(along) - min(along) for along in zip(*places, strict=True))
+    ranks = range(np.prod(list(axes.values())))
+    shape = shape_of(axes, len(ranks))
+    places = [[*coordinates_of(rank, shape).values()][::-1] for rank in ranks] @ np.array(_STEPS[: len(shape)])
+    wide, high = np.ptp(places, axis=0)
     figure, panel = subplots(height=high + 1, width=min(WIDTH, wide + 3))
     rows = []
-    for (axis, size), line in zip(reversed(shape.items()), _LINES, strict=False):
+    for (axis, size), (thick, line, colour) in zip(reversed(shape.items()), _LINES, strict=False):
         groups = groups_of(axis, shape)
-        for number, group in enumerate(groups):
-            xs, ys = zip(*(places[rank] for rank in group), strict=True)
-            panel.plot(xs, ys, label="" if number else axis, zorder=2, **line)
-            if axis == "tensor":
-                style = {
-                    "boxstyle": "round,pad=0.28",
-                    "fc": "0.95",
-                    "ec": "0.7",
-                    "label": "" if number else "a machine",
-                }
-                panel.add_patch(FancyBboxPatch((min(xs), min(ys)), max(xs) - min(xs), 0, **style))
+        labels = [axis] + [""] * (len(groups) - 1)
+        panel.plot(*places[np.array(groups)].T, lw=thick, ls=line, color=colour, zorder=2, label=labels)
+        for group in groups if axis == "tensor" else ():
+            low, long, label = places[group].min(axis=0), np.ptp(places[group], axis=0), "" if group[0] else "a machine"
+            panel.add_patch(FancyBboxPatch(low, *long, boxstyle="round,pad=0.28", fc="0.95", ec="0.7", label=label))
         rows.insert(0, (axis, size, "  ".join("-".join(map(str, group)) for group in groups)))
-    for rank, place in enumerate(places):
+    for rank in ranks:
         circle = {"marker": "o", "s": 480, "facecolors": "white", "edgecolors": rank_colour(rank), "linewidths": 3}
-        panel.scatter(*place, zorder=3, **circle)
-        panel.text(*place, f"{rank}", ha="center", va="center", zorder=4)
+        panel.scatter(*places[rank], zorder=3, **circle)
+        panel.text(*places[rank], f"{rank}", ha="center", va="center", zorder=4)
     panel.set_aspect("equal")
     panel.axis("off")
     figure.legend(loc="outside center right", frameon=False)
-    alt = f"{len(places)} ranks on a grid, joined with those that they talk with along {', '.join(shape)}."
+    alt = f"{len(ranks)} ranks on a grid, joined with those that they talk with along {', '.join(shape)}."
     return figure, alt, Table(rows, ("axis", "size", "ranks that talk with each other along it"))
 
 
 @shown
 def bytes_of_axes(sent: dict[str, int], title: str = ""):
     """Bytes that a rank sends in a step along each axis, as bars; ``sent`` maps an axis to bytes."""
-    names, most = list(sent), max(sent.values())
-    figure, axes = subplots(height=0.5 * len(names) + 1.1)
-    for number, count in enumerate(sent.values()):
-        style = {"color": RANK_COLOURS[number], "hatch": _HATCHES[number], "edgecolor": "white", "lw": 0}
-        axes.barh(number, count, 0.6, **style)
-        axes.text(count + 0.01 * most, number, _readable(count), va="center")
-    axes.set(yticks=range(len(names)), yticklabels=names, xlim=(0, 1.25 * most), title=title, xticks=[])
+    figure, axes = subplots(height=0.5 * len(sent) + 1.1)
+    style = {"color": RANK_COLOURS[: len(sent)], "hatch": _HATCHES[: len(sent)], "edgecolor": "white", "lw": 0}
+    axes.bar_label(axes.barh(list(sent), list(sent.values()), 0.6, **style), fmt=_readable, padding=4)
+    axes.set(title=title, xticks=[])
+    axes.margins(x=0.2)
     axes.invert_yaxis()
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     least = min(sent.values())
     rows = [(name, _readable(count), f"{count / least:.3g}") for name, count in sent.items()]
-    alt = f"{title or 'Bytes of a step'}: bars of what a rank sends along {', '.join(names)}."
+    alt = f"{title or 'Bytes of a step'}: bars of what a rank sends along {', '.join(sent)}."
     return figure, alt, Table(rows, ("axis", "a rank sends in a step", "times the least"), title, align="lrr")
 
 
 def _readable(count: float) -> str:
-    size, unit = next((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if count >= s or s == 1)
-    return f"{count / size:.3g} {unit}"
+    from matplotlib.ticker import EngFormatter
+
+    return EngFormatter("B")(float(f"{count:.3g}"))
 
 
 # The rewired graph of a Replicator

@@ -78,6 +78,9 @@ def _judge_output(one, ways, rank: int, ranks: int, step: int) -> None:
         wrong("other-activation", same(got, other), f"that with {name}",
               "What stands between the two products, and what behind them?",
               "linear1 with its bias, torch.nn.functional.gelu without options, linear2, the sum, its bias.")
+    wrong("rounded", got.shape == out.shape and bool((got - out).abs().max() < 1e-3 * out.abs().max()),
+          "nearly that: it was rounded", "In which type are shards kept, and in which do they compute?",
+          "Keep the type of the layer: no .float(), and no torch.empty without dtype.")
     if found := factors(got, out - bias, bias) if got.shape == out.shape else None:
         wrong("other-sum", True, f"{found[0]:.3g} times the products, and {found[1]:.3g} times the bias",
               "How often does each of the two count?", "The sum over ranks of the products, and then the bias, once.")

@@ -131,6 +131,7 @@ def _with_others(linear1, linear2, x) -> dict:
 
     others = {f"{name} for gelu": getattr(functional, name) for name in ("relu", "sigmoid", "silu", "tanh")}
     others |= {"no activation": lambda x: x, "the approximate gelu": lambda x: functional.gelu(x, approximate="tanh")}
+    others["gelu twice"] = lambda x: functional.gelu(functional.gelu(x))
     others["no bias in the first layer"] = lambda x: functional.gelu(x - linear1.bias)
     found = {name: linear2(activation(linear1(x))).detach() for name, activation in others.items()}
     return found | {"gelu behind the second layer": functional.gelu(linear2(linear1(x))).detach()}

@@ -95,18 +95,24 @@ lab.check("slower-fix")
 # - `model`: any `nn.Module` from images (n, 64) to scores (n, 10), with the same parameters on all ranks.
 # - `train`, `test`: data sets of pairs of an image and its label; `digits.split()` gives two pairs of tensors.
 # - `loss_fn(outputs, targets)`: a mean over samples, because ranks average their results.
-# - `evaluate(model, comm)`: `{"accuracy": ...}` over all test images, the same on all ranks. Ranks may divide the images among
-#   them.
+# - `evaluate(model, comm)`: `{"accuracy": ...}` over all test images, the same on all ranks. Ranks may divide the images, and
+#   add by `dist.all_reduce(right, group=comm.group)` of `torch.distributed`.
 # - `name`, `layers=[]` (they are for pipelines), `seed`, `collate=None`.
 
 # %% tags=["half-day", "stub"]
 # %%px
+from torch import distributed as dist
+
+
 def my_workload(config):
     torch.manual_seed(0)
     model = ...
 
 # %% tags=["half-day", "solution"]
 # %%px
+from torch import distributed as dist
+
+
 def my_workload(config):
     (x, y), (test_x, test_y) = digits.split()
     torch.manual_seed(0)
@@ -116,7 +122,8 @@ def my_workload(config):
         mine = slice(comm.rank, None, comm.size)
         with torch.no_grad():
             right = (model(test_x[mine]).argmax(1) == test_y[mine]).sum()
-        return {"accuracy": comm.all_reduce(right).item() / len(test_y)}
+        dist.all_reduce(right, group=comm.group)
+        return {"accuracy": right.item() / len(test_y)}
 
     pairs = torch.utils.data.TensorDataset
     return Workload(

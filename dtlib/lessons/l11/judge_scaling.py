@@ -9,12 +9,8 @@ from dtlib.theory import collectives, scaling
 # Times as tables give them: they do not always begin at one rank, and 16 may be more than twice as fast as 8.
 TIMES = {
     "weak": ({1: 10.0, 4: 11.0, 64: 12.5}, {8: 20.0, 32: 25.0, 512: 32.0}, {2: 12.5, 4: 12.0, 8: 13.0}),
-    "strong": (
-        {1: 64.0, 2: 34.0, 4: 20.0, 16: 8.0},
-        {8: 100.0, 16: 48.0, 64: 20.0},
-        {3: 9.0, 2: 12.0},
-        {4: 20.0, 8: 25.0},
-    ),
+    "strong": ({1: 64.0, 2: 34.0, 4: 20.0, 16: 8.0}, {8: 100.0, 16: 48.0, 64: 20.0}, {3: 9.0, 2: 12.0},
+        {4: 20.0, 8: 25.0}),
 }
 # ranks, compute (s), count (bytes), latency (s), bandwidth (bytes a second); what is cheapest differs
 STEPS = (
@@ -131,6 +127,10 @@ def _explain_step(rank, seen, case, expected, got, digits: int) -> None:
           "One rank has nobody to send to.", "if ranks == 1: ...")
     for mistake, (model, *hints) in _MISTAKES.items():
         wrong(mistake, numbers and all(_same(value, model(*other)) for other, value in several), said, *hints)
+    for n in range(2, 9):
+        on_n = [other[1] + min(_three(n, *other[2:])) for other in STEPS]
+        wrong("other-ranks", numbers and all(map(_same, seen, on_n)), f"{said}, as on {n} ranks in every case",
+              "Is it `ranks`, which was passed, or a number of this notebook's?", "ranks, not world.size")
     wrong("one-rank", case[0] == 1, said, "One rank has nobody to send to.", "if ranks == 1: ...")
     wrong("other-value", not numbers, said, "It is right in some cases, and no number in others.", _ALL)
     right = [other[1] + _best(other[0], *other[2:]) for other in STEPS]
@@ -166,107 +166,72 @@ _LOG = "Doubling: 2, 4, 8 ... ranks. Which logarithm counts that?", "log2(ranks)
 # What somebody computed who made this mistake, and hints.
 _MISTAKES = {
     "no-compute": (lambda n, t, *network: _best(n, *network), "Where is the computing?", _ADD),
-    "overlapped": (
-        lambda n, t, *network: max(t, _best(n, *network)), "Nothing is hidden here: the two follow one another.", _ADD,
-    ),
-    "compute-shared-out": (
-        lambda n, t, *network: t / n + _best(n, *network),
-        "Every rank computes for `compute` seconds, however many there are: this is weak scaling.", _ADD,
-    ),
-    "no-latency": (
-        lambda n, t, count, a, b: t + _best(n, count, 0.0, b), "Every round costs the latency, however short it is.",
-        "rounds * latency + bytes / bandwidth",
-    ),
-    "bandwidth-multiplied": (
-        lambda n, t, count, a, b: t + _best(n, count, a, 1 / b),
-        "bandwidth is bytes a second: how many seconds do so many bytes take?", "rounds * latency + bytes / bandwidth",
-    ),
-    "bits": (
-        lambda n, t, count, a, b: t + _best(n, 8 * count, a, b), "count is in bytes, and so is the bandwidth.", _ALL,
-    ),
+    "overlapped": (lambda n, t, *network: max(t, _best(n, *network)),
+        "Nothing is hidden here: the two follow one another.", _ADD),
+    "compute-shared-out": (lambda n, t, *network: t / n + _best(n, *network),
+        "Every rank computes for `compute` seconds, however many there are: this is weak scaling.", _ADD),
+    "no-latency": (lambda n, t, count, a, b: t + _best(n, count, 0.0, b),
+        "Every round costs the latency, however short it is.", "rounds * latency + bytes / bandwidth"),
+    "bandwidth-multiplied": (lambda n, t, count, a, b: t + _best(n, count, a, 1 / b),
+        "bandwidth is bytes a second: how many seconds do so many bytes take?", "rounds * latency + bytes / bandwidth"),
+    "bits": (lambda n, t, count, a, b: t + _best(n, 8 * count, a, b), "count is in bytes, and so is the bandwidth.",
+        _ALL),
     **{
         f"always-{name.replace('_', '-')}": (
             lambda n, t, *network, name=name: t + _cost(name, n, *network),
-            f"{name} is not always the cheapest: which one is it here?", _ALL,
+            f"It is never another one than {name}: are the others missing, or too dear? Count their rounds.", _ALL,
         )
         for name in MODELS
     },
-    "among-them": (
-        lambda n, t, *network: min(t, *_three(n, *network)), "Computing is no fourth algorithm: it is done first.",
-        _ADD,
-    ),
-    "compute-added-up": (
-        lambda n, t, *network: t * n + _best(n, *network), "All ranks compute at the same time.", _ADD,
-    ),
+    "among-them": (lambda n, t, *network: min(t, *_three(n, *network)),
+        "Computing is no fourth algorithm: it is done first.", _ADD),
+    "compute-added-up": (lambda n, t, *network: t * n + _best(n, *network), "All ranks compute at the same time.",
+        _ADD),
     "milliseconds": (lambda n, t, *network: 1000 * (t + _best(n, *network)), "These are milliseconds.", "Seconds."),
     "mean-of-three": (lambda n, t, *network: t + sum(_three(n, *network)) / 3, "One runs, the cheapest.", "min(...)"),
-    "slowest": (
-        lambda n, t, *network: t + max(_three(n, *network)), "The cheapest of the three is asked for.", "min(...)",
-    ),
-    "all-three": (
-        lambda n, t, *network: t + sum(_three(n, *network)), "One algorithm runs, not all three.", "min(...)",
-    ),
+    "slowest": (lambda n, t, *network: t + max(_three(n, *network)), "The cheapest of the three is asked for.",
+        "min(...)"),
+    "all-three": (lambda n, t, *network: t + sum(_three(n, *network)), "One algorithm runs, not all three.",
+        "min(...)"),
     "without-halving": (
         lambda n, t, *network: t + min(_cost(name, n, *network) for name in ("ring", "recursive_doubling")),
         "With many ranks and a middling size the third one wins: what does it cost?",
         "Rabenseifner: 2 log2 N rounds, the ring's bytes.",
     ),
-    "without-doubling": (
-        lambda n, t, *network: t + min(_cost(name, n, *network) for name in ("ring", "rabenseifner")),
+    "without-doubling": (lambda n, t, *network: t + min(_cost(name, n, *network) for name in ("ring", "rabenseifner")),
         "Two are there; with a short message, the third one wins: it has fewest rounds.",
-        "Recursive doubling: log2 N rounds, each with all the bytes.",
-    ),
-    "whole-array": (
-        lambda n, t, count, a, b: t + 2 * (n - 1) * (a + count / b), "A step sends an N-th of it.", "count / ranks",
-    ),
-    "whole-bytes": (
-        _least(halving=lambda n, count, a, b: 2 * math.log2(n) * a + 2 * (n - 1) * (count // n) / b),
-        "An N-th of the bytes need not be a whole number here: is there a //?", "count / ranks",
-    ),
-    "half-a-ring": (
-        _least(rounds=lambda n: n - 1),
-        "After N - 1 rounds each rank has one sum of the ring. How do the others get it?", "2 * (ranks - 1) rounds",
-    ),
+        "Recursive doubling: log2 N rounds, each with all the bytes."),
+    "whole-array": (lambda n, t, count, a, b: t + 2 * (n - 1) * (a + count / b), "A step sends an N-th of it.",
+        "count / ranks"),
+    "whole-bytes": (_least(halving=lambda n, count, a, b: 2 * math.log2(n) * a + 2 * (n - 1) * (count // n) / b),
+        "An N-th of the bytes need not be a whole number here: is there a //?", "count / ranks"),
+    "half-a-ring": (_least(rounds=lambda n: n - 1),
+        "After N - 1 rounds each rank has one sum of the ring. How do the others get it?", "2 * (ranks - 1) rounds"),
     "natural-log": (_least(log=math.log), *_LOG),
     "decimal-log": (_least(log=math.log10), *_LOG),
     "logarithm-of-one": (_least(doubling=lambda n, count, a, b: math.log(n) * (a + count / b)), *_LOG),
-    "doubling-latency-once": (
-        _least(doubling=lambda n, count, a, b: a + math.log2(n) * count / b),
-        "Each of the log2 N rounds of doubling is a message, with its own latency.", "log2(ranks) * (latency + ...)",
-    ),
-    "doubling-half": (
-        _least(doubling=lambda n, count, a, b: math.log2(n) * (a + count / b / 2)),
+    "doubling-latency-once": (_least(doubling=lambda n, count, a, b: a + math.log2(n) * count / b),
+        "Each of the log2 N rounds of doubling is a message, with its own latency.", "log2(ranks) * (latency + ...)"),
+    "doubling-half": (_least(doubling=lambda n, count, a, b: math.log2(n) * (a + count / b / 2)),
         "In recursive doubling partners send each other all that they have.",
-        "log2(ranks) * (latency + count / bandwidth)",
-    ),
-    "halving-own-part": (
-        _least(halving=lambda n, count, a, b: 2 * math.log2(n) * a + 2 * count / b),
+        "log2(ranks) * (latency + count / bandwidth)"),
+    "halving-own-part": (_least(halving=lambda n, count, a, b: 2 * math.log2(n) * a + 2 * count / b),
         "A rank does not send its own part: (N - 1) / N of the bytes, twice.",
-        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth",
-    ),
-    "halving-sends-all": (
-        _least(halving=lambda n, count, a, b: 2 * math.log2(n) * (a + count / b)),
+        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth"),
+    "halving-sends-all": (_least(halving=lambda n, count, a, b: 2 * math.log2(n) * (a + count / b)),
         "Rabenseifner's rounds send less and less: all of them together send the ring's bytes.",
-        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth",
-    ),
-    "halving-once": (
-        _least(halving=lambda n, count, a, b: math.log2(n) * a + 2 * count * (n - 1) / n / b),
+        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth"),
+    "halving-once": (_least(halving=lambda n, count, a, b: math.log2(n) * a + 2 * count * (n - 1) / n / b),
         "Rabenseifner's has two phases of log2 N rounds each: how many latencies are that?",
-        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth",
-    ),
-    "halving-half": (
-        _least(halving=lambda n, count, a, b: 2 * math.log2(n) * a + count * (n - 1) / n / b),
+        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth"),
+    "halving-half": (_least(halving=lambda n, count, a, b: 2 * math.log2(n) * a + count * (n - 1) / n / b),
         "Rabenseifner's sends the ring's bytes: what the ring's 2 (N - 1) rounds send together.",
-        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth",
-    ),
-    "halving-latency-once": (
-        _least(halving=lambda n, count, a, b: a + 2 * count * (n - 1) / n / b),
+        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth"),
+    "halving-latency-once": (_least(halving=lambda n, count, a, b: a + 2 * count * (n - 1) / n / b),
         "Each round is a message with its own latency: 2 (N - 1) in the ring, 2 log2 N in Rabenseifner's.",
-        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth",
-    ),
-    "tree": (
-        lambda n, t, *network: t + _cost("tree", n, *network), "A tree moves the whole array in every round.", _ALL,
-    ),
+        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth"),
+    "tree": (lambda n, t, *network: t + _cost("tree", n, *network), "A tree moves the whole array in every round.",
+        _ALL),
 }
 
 

@@ -122,7 +122,7 @@ lab.check("resume-fix")
 # ## Build: shrink and go on
 #
 # Write `shrink_and_go_on(comm, model, optimizer, batch_of, steps)`: data parallelism from step 0 to the end, on the ranks
-# that are left. Do not use the one above, and write the step yourself too.
+# that are left.
 #
 # - `batch_of(step)` is the batch of *all* ranks together: `x, y`. Each rank computes its part of it; the gradient of a step is
 #   the mean over the whole, however many ranks there are. The number of samples need not divide by them.

@@ -16,6 +16,7 @@ DEATHS = {
     "rank 0 dies in step 3": (Death(0, 3),),
     "the last rank dies in step 2, of which rank 1 has the result": (Death(-1, 2, (1,)),),
     "the last rank dies in step 3, of which rank 0 has the result": (Death(-1, 3, (0,)),),
+    "the last rank dies in step 3, of which rank 1 has the result": (Death(-1, 3, (1,)),),  # a mean of 3.5 becomes 4
     "rank 0 dies in the last step, of which rank 1 has the result": (Death(0, STEPS - 1, (1,)),),
     "the last rank dies in step 0, and rank 0 of the others in step 4": (Death(-1, 0), Death(0, 4)),
 }

@@ -95,10 +95,11 @@ lab.check("merge-build")
 # %% [markdown]
 # ## Fix: the last hop
 #
-# The backward ring. In step s a rank has the keys of rank - s, and `summand(owner)` is what its queries add to their
-# gradients. These travel behind the keys, and each rank adds its own. `pass_on(comm, tensor)` starts to give a tensor to
-# the next rank; what it returns, when called, waits for what the rank before gives. The outputs are perfect, and so are the
-# gradients of the queries; no gradient is incomplete. And yet no rank gets the gradients of its own keys. Fix it.
+# The backward ring. In step s a rank has the keys of rank - s and no others, and `summand(owner)` is what its queries add
+# to their gradients. These travel behind the keys, and each rank adds its own. `pass_on(comm, tensor)` starts to give a
+# tensor to the next rank; what it returns, when called, waits for what the rank before gives. The outputs are perfect, and
+# so are the gradients of the queries; no gradient is incomplete. And yet no rank gets the gradients of its own keys. Fix
+# it.
 
 # %% tags=["stub"]
 # %%px
@@ -137,6 +138,9 @@ lab.check("last-hop-fix")
 
 # %% tags=["stub"]
 # %%px
+from torch import distributed as dist
+
+
 def balance(comm, probabilities, chosen):
     experts = probabilities.shape[1]
     share = chosen.flatten().bincount(minlength=experts) / chosen.numel()
@@ -144,10 +148,13 @@ def balance(comm, probabilities, chosen):
 
 # %% tags=["solution"]
 # %%px
+from torch import distributed as dist
+
+
 def balance(comm, probabilities, chosen):
     experts = probabilities.shape[1]
     share = chosen.flatten().bincount(minlength=experts) / chosen.numel()
-    share = comm.all_reduce(share, op="mean")
+    dist.all_reduce(share, op=dist.ReduceOp.AVG, group=comm.group)
     return experts * (share * probabilities.mean(0)).sum()
 
 # %%
@@ -162,24 +169,33 @@ lab.check("balance-fix")
 # `x`.
 #
 # - A row travels to its expert, and what is computed of it travels back. No other row travels.
-# - `comm.all_to_all(out, tensor)` exchanges equal pieces; `comm.all_to_all(out, tensor, received, sent)` as many rows as
-#   two lists say: `sent[r]` rows go to rank r, `received[r]` arrive from it.
+# - `dist.all_to_all_single(out, tensor, group=comm.group)` exchanges equal pieces; with `received, sent` after `tensor`, as
+#   many rows as two lists say: `sent[r]` rows go to rank r, `received[r]` arrive from it.
 
 # %% tags=["stub"]
 # %%px
+from torch import distributed as dist
+
+
 def dispatch(comm, x, chosen, expert):
     return expert(x)  # your lines here
 
 # %% tags=["solution"]
 # %%px
+from torch import distributed as dist
+
+
 def dispatch(comm, x, chosen, expert):
     order = chosen.argsort(stable=True)
     counts = chosen.bincount(minlength=comm.size)
     sent = counts.tolist()
-    received = comm.all_to_all(torch.empty_like(counts), counts).tolist()
-    arrived = comm.all_to_all(x.new_empty(sum(received), x.shape[1]), x[order], received, sent)
-    out = torch.empty_like(x)
-    out[order] = comm.all_to_all(torch.empty_like(x), expert(arrived), sent, received)
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts, group=comm.group)
+    received = theirs.tolist()
+    arrived, back, out = x.new_empty(sum(received), x.shape[1]), torch.empty_like(x), torch.empty_like(x)
+    dist.all_to_all_single(arrived, x[order], received, sent, group=comm.group)
+    dist.all_to_all_single(back, expert(arrived), sent, received, group=comm.group)
+    out[order] = back
     return out
 
 # %%

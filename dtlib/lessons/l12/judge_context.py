@@ -13,9 +13,9 @@ def numbers(rank: int, *shape: int, of: int = 0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * of + rank), dtype=torch.float64)
 
 
-def same(got, expected) -> bool:
+def same(got, expected, within: float = 1e-6) -> bool:
     """Not where one of them is no number. Shares of whole numbers are float32 in torch."""
-    return got.shape == expected.shape and bool((got - expected).abs().max() < 1e-6)
+    return got.shape == expected.shape and bool((got - expected).abs().max() < within)
 
 
 def is_like(thing, *shape: int) -> bool:
@@ -64,25 +64,19 @@ def observe_merge(merge, comm):
             return {"error": f"{what}: {about(got)}"}
         if not (is_like(got[0], QUERIES, WIDTH) and is_like(got[1], QUERIES)):
             return {"error": f"{what}: {about(got[0])} and {about(got[1])}"}
-        seen[what] = [tensor.detach().clone() for tensor in got]
+        seen[what] = [tensor.detach().clone().double() for tensor in got]
     return seen
 
 
 _WEIGHT = "Each block is an average. What share has it of the sum of all exponentials?"
 _MERGES = {
-    "old-not-rescaled": (
-        lambda a, b, w, v: a + v * b, "The new block gets its share. And what was there before?",
-        "(lse - total).exp() is the share of what was there: out has to be multiplied by it.",
-    ),
-    "new-not-rescaled": (
-        lambda a, b, w, v: w * a + b, "What was there gets its share. And the new block?",
-        "(block_lse - total).exp() is the share of the new block.",
-    ),
+    "old-not-rescaled": (lambda a, b, w, v: a + v * b, "The new block gets its share. And what was there before?",
+        "(lse - total).exp() is the share of what was there: out has to be multiplied by it."),
+    "new-not-rescaled": (lambda a, b, w, v: w * a + b, "What was there gets its share. And the new block?",
+        "(block_lse - total).exp() is the share of the new block."),
     "swapped": (lambda a, b, w, v: v * a + w * b, "Which of the two has the larger share?", _WEIGHT),
     "added": (lambda a, b, w, v: a + b, _WEIGHT, "With two blocks of equal sums each counts for a half."),
-    "left-out": (
-        lambda a, b, w, v: a, "That is what was there before. Where is the new block?", _WEIGHT,
-    ),
+    "left-out": (lambda a, b, w, v: a, "That is what was there before. Where is the new block?", _WEIGHT),
     "mean": (lambda a, b, w, v: (a + b) / 2, _WEIGHT, "A block of large scores counts for more."),
 }
 
@@ -104,7 +98,8 @@ def judge_merge(observations) -> None:
                 first = what == "the first block"
                 wrong("no-number-at-first" if first else "overflow", True, "NaN",
                       "Before the first block lse is -inf: what is -inf - (-inf)?" if first
-                      else f"What is exp({LARGE:g})?", "torch.logaddexp(lse, block_lse) takes care of both.")
+                      else f"What is exp({LARGE:g}), and what is 0 / 0? Each query needs its own largest score.",
+                      "torch.logaddexp(lse, block_lse) takes care of all of them.")
             if not same(out, w * a + v * b):
                 for mistake, (merged, *hints) in _MERGES.items():
                     wrong(mistake, same(out, merged(a, b, w, v)), "another average", *hints)
@@ -115,6 +110,8 @@ def judge_merge(observations) -> None:
                       "The sum of two exponentials is more than the larger of them.", "torch.logaddexp, not maximum")
                 wrong("other-average", True, "another one", _WEIGHT, "exp(lse - total), for each block.")
             if not same(total, right):
+                wrong("rounded", torch.allclose(total, right, 1e-5), "nearly that: it was rounded",
+                      "In which type is the log-sum-exp computed?", "Keep the type of lse: no .float().")
                 said = {
                     "lse-not-carried": (lambda old, new: old, "of the old ones alone"),
                     "other-lse": (lambda old, new: new, "of the new block alone"),
@@ -205,7 +202,7 @@ def judge_add_block(observations) -> None:
                 first = size == 1
                 wrong("no-number" if first else "overflow", True, "NaN",
                       "Before the first block top is -inf: in which direction may it be subtracted?" if first
-                      else f"What is exp({LARGE:g}), and what 0 / 0? Each query has a largest score so far of its own.",
+                      else f"What is exp({LARGE:g}), and what is 0 / 0? Each query has its own largest score so far.",
                       _RESCALED)
             wrong("other-average", True, "another one",
                   "Two blocks by hand: after each, total and out times exp(top) are plain sums. Of what?", _RESCALED)

@@ -1,5 +1,7 @@
 """Lesson 12, the backward ring: gradients that travel home."""
 
+from itertools import groupby
+
 from dtlib.lab.checks.equality import factors
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l12.judge_context import KEYS, WIDTH, about, is_like, numbers, same
@@ -13,14 +15,17 @@ def summand(rank: int, owner: int):
 def observe_send_home(send_home, comm):
     from dtlib.comm.watch.recorder import recording
 
+    asked: list = []
+
     def of(owner):
+        asked.append(owner)
         return summand(comm.rank, owner)
 
     with recording() as events:
         got = send_home(comm, of)
     sent = sum(event.bytes for event in events if event.kind == "operation")
     comm.barrier()
-    return {"sent": sent, "got": got.detach().clone() if is_like(got, 2, KEYS, WIDTH) else about(got)}
+    return {"sent": sent, "asked": asked, "got": got.detach().clone() if is_like(got, 2, KEYS, WIDTH) else about(got)}
 
 
 def judge_send_home(observations) -> None:
@@ -32,13 +37,15 @@ def judge_send_home(observations) -> None:
     for rank, seen in enumerate(observations):
         got, expected = seen["got"], f"the gradients of rank {rank}'s own keys, a summand from each of {ranks} ranks"
         if isinstance(got, str):
-            raise Wrong("type", rank, f"a tensor of {(2, KEYS, WIDTH)}", got, "Return what is home again.")
+            raise Wrong("type", rank, f"a tensor of {(2, KEYS, WIDTH)}", got, "Return what is home again.",
+                        "pass_on starts to send. Call what it returns: pass_on(comm, travelling)()")
         others = {
             "one-hop-too-few": (complete(rank + 1), f"complete, and those of rank {(rank + 1) % ranks}",
                                 "Nothing is missing in them. Whose are they?",
                                 "After N steps, one hop more: return pass_on(comm, travelling)()"),
             "one-hop-too-many": (complete(rank - 1), f"complete, and those of rank {(rank - 1) % ranks}",
-                                 "They were home, and went on.", "N hops for N ranks, the last after the last step."),
+                                 "Is there a hop too many, or does the last one go in the wrong direction?",
+                                 "N hops for N ranks, all in one direction. The last one follows the last step."),
             "alone": (summand(rank, rank), "this rank's summand alone",
                       "Whose queries look at these keys? What they add has to arrive, too."),
             "overwritten": (summand((rank - 1) % ranks, rank), "a single summand, another rank's",
@@ -49,18 +56,23 @@ def judge_send_home(observations) -> None:
             "divided": (complete(rank) / ranks, f"divided by {ranks}",
                         "The gradient of keys is a sum over all queries, wherever they are: nobody divides."),
         }
-        if not same(got, complete(rank)):
+        if not same(got, complete(rank), 1e-12):
             wrong = rows(rank, expected)
             for mistake, (other, told, *hints) in others.items():
                 wrong(mistake, same(got, other), told, *hints)
+            wrong("rounded", same(got, complete(rank)), "nearly that: it was rounded", "In which type do they travel?")
             wrong("other-gradients", True, _in_words(got, ranks),
                   "Follow one tensor from hop to hop: where does it begin, who adds what to it, and where does it end?",
                   "In step s a rank has the keys of owner (comm.rank - step) % comm.size; N hops bring them home.")
     for rank, seen in enumerate(observations):
-        if seen["sent"] > ranks * size:
-            raise Wrong("too-many-bytes", rank, f"{ranks} hops of {size} bytes at most", f"{seen['sent']} bytes",
-                        "The values are right. What has to travel: every summand, or sums of them?",
-                        "One tensor in each hop, to which everybody adds.")
+        wrong, owners = rows(rank), [(rank - step) % ranks for step in range(ranks)]
+        wrong("too-many-bytes", seen["sent"] > ranks * size, f"{ranks} hops of {size} bytes at most",
+              f"{seen['sent']} bytes", "The values are right. What has to travel: every summand, or sums of them?",
+              "One tensor in each hop, to which everybody adds.")
+        wrong("keys-not-there", [owner for owner, _ in groupby(seen["asked"])] != owners,
+              f"summand({'), summand('.join(map(str, owners))}), in this order", f"owners {seen['asked']}",
+              "The values are right, by keys that this rank does not have. Whose keys does it have in step s?",
+              "owner = (comm.rank - step) % comm.size. One hop is missing, after the last step.")
 
 
 def _in_words(got, ranks: int) -> str:

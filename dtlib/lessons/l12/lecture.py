@@ -141,7 +141,7 @@ torch.manual_seed(0)  # the same on all ranks
 whole = torch.randn(4, 1, 4, 32, 8, dtype=torch.float64)  # batch, heads, tokens, width
 in_one_process, *_ = passes(partial(scaled_dot_product_attention, is_causal=True), *whole)
 mine = [plain.my_tokens(tensor, comm, dim=2) for tensor in whole]
-found, forward, backward = passes(partial(plain.ring_attention, comm=comm), *mine)
+found, forward, backward = passes(partial(plain.ring_attention, group=comm.group), *mine)
 same = {}
 for name, expected in in_one_process.items():
     same[name] = equal(found[name], plain.my_tokens(expected, comm, dim=2))
@@ -199,7 +199,7 @@ lab.read(plain_ulysses)
 # %%
 # %%px
 mine = [plain.my_tokens(tensor, comm, "contiguous", dim=2) for tensor in whole]
-ulysses = partial(plain_ulysses.ulysses_attention, comm=comm)
+ulysses = partial(plain_ulysses.ulysses_attention, group=comm.group)
 found, forward_ulysses, backward_ulysses = passes(ulysses, *mine)
 same = {}
 for name, expected in in_one_process.items():

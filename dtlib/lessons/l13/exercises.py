@@ -47,16 +47,23 @@ lab.predict("steps-of-an-hour", {"DDP": 3600, "H = 100": 33_000})
 
 # %% tags=["stub"]
 # %%px
+from torch import distributed as dist
+
+
 def outer_step(comm, start, parameters, velocity, rate, momentum):
     gradient = start - parameters
     velocity = momentum * velocity + gradient
-    gradient = comm.all_reduce(gradient, op="mean")
+    dist.all_reduce(gradient, op=dist.ReduceOp.AVG, group=comm.group)
     return start - rate * (gradient + momentum * velocity), velocity
 
 # %% tags=["solution"]
 # %%px
+from torch import distributed as dist
+
+
 def outer_step(comm, start, parameters, velocity, rate, momentum):
-    gradient = comm.all_reduce(start - parameters, op="mean")
+    gradient = start - parameters
+    dist.all_reduce(gradient, op=dist.ReduceOp.AVG, group=comm.group)
     velocity = momentum * velocity + gradient
     return start - rate * (gradient + momentum * velocity), velocity
 
@@ -95,21 +102,29 @@ lab.check("feedback-fix")
 #
 # - Each rank sends the k = ceil(fraction · n) elements that are largest in size, of its gradient and what was kept before.
 # - It returns the mean over ranks of what was sent, as a tensor of n elements, and what is kept now.
-# - k places and k values travel, not n numbers: `comm.all_gather(out, tensor)` puts everybody's `tensor` into `out`.
+# - k places and k values travel, not n numbers: `dist.all_gather_single(out, tensor, group=comm.group)` puts everybody's
+#   `tensor` into `out`.
 
 # %% tags=["stub"]
 # %%px
+from torch import distributed as dist
+
+
 def top_k(comm, gradient, kept, fraction):
     return gradient, kept  # your lines here
 
 # %% tags=["solution"]
 # %%px
+from torch import distributed as dist
+
+
 def top_k(comm, gradient, kept, fraction):
     wanted = gradient + kept
     k = math.ceil(fraction * len(wanted))
     places = wanted.abs().topk(k).indices
-    everyones_places = comm.all_gather(places.new_empty(comm.size * k), places)
-    everyones_values = comm.all_gather(wanted.new_empty(comm.size * k), wanted[places])
+    everyones_places, everyones_values = places.new_empty(comm.size * k), wanted.new_empty(comm.size * k)
+    dist.all_gather_single(everyones_places, places, group=comm.group)
+    dist.all_gather_single(everyones_values, wanted[places], group=comm.group)
     mean = torch.zeros_like(wanted)
     mean.index_add_(0, everyones_places, everyones_values / comm.size)
     return mean, wanted.index_fill(0, places, 0)

@@ -1,6 +1,6 @@
 """Lesson 13: an outer step, judged by where rounds begin on every rank."""
 
-from dtlib.lab.checks.equality import factors
+from dtlib.lab.checks.equality import as_tensor, factors
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l13.judge_slow import close
 from dtlib.lessons.l13.observe_slow import COUNT, STEPS, gradient_of, is_like
@@ -45,7 +45,7 @@ def observe_outer(outer_step, comm):
             return {"error": f"{got!r:.60}"}
         start, velocity = (each.detach().clone() for each in got)
         starts.append(start.tolist())
-    return {"starts": starts}
+    return {"starts": starts, "velocity": velocity.tolist()}
 
 
 def judge_outer(observations) -> None:
@@ -62,19 +62,16 @@ def judge_outer(observations) -> None:
                     "From where does the step go: from where the round began, or from where this rank is now?",
                     "start - rate * (gradient + momentum * velocity)")
     if len(observations) > 1 and any(not close(seen["starts"], observations[0]["starts"]) for seen in observations):
-        raise Wrong(
-            "ranks-differ", 1, what, "ranks begin the next round in different places",
-            "Which of the numbers are this rank's own: is the velocity made of them, or of their mean?",
-            "gradient = comm.all_reduce(start - parameters, op='mean') is first; velocity is made of it.")
+        raise Wrong("ranks-differ", 1, what, "ranks begin the next round in different places",
+                    "Which of the numbers are this rank's own: is the velocity made of them, or of their mean?",
+                    "gradient = comm.all_reduce(start - parameters, op='mean') is first; velocity is made of it.")
     step = "start - rate * (gradient + momentum * velocity)"
     hints = {
         "sum": ("The gradient is the mean over ranks: who divides?", "op='mean'"),
         "heavy-ball": ("That is momentum without Nesterov's look ahead.", step),
         "no-momentum": ("The velocity is computed: where is it used?", step),
-        "momentum-twice": (
-            "The next call multiplies the velocity by momentum: what is returned now?",
-            "return ..., velocity, as it was computed",
-        ),
+        "momentum-twice": ("The next call multiplies the velocity by momentum: what is returned now?",
+            "return ..., velocity, as it was computed"),
         "wrong-way": ("The gradient is start - parameters: a gradient points uphill.", "start - rate * (...)"),
     }
     for rank, seen in enumerate(observations):
@@ -84,11 +81,22 @@ def judge_outer(observations) -> None:
         for mistake, said in hints.items():
             wrong(mistake, close(seen["starts"], outer_played(ranks, mistake)), what, "another step", *said)
         got, wanted = _in_gradients(seen["starts"], ranks), _in_gradients(right, ranks)
-        first = [round(number, 4) for number in got[0]] == [round(number, 4) for number in wanted[0]]
+        first = [round(number, 4) for number in got[0]]
+        of_one = [r for r in range(ranks) if not first and factors(as_tensor(seen["starts"][0]), gradient_of(r, 0))]
+        hint = "In round 1 velocity and gradient are the same: how often do rate and momentum act?"
+        if of_one:
+            hint = f"Round 1 goes back along the gradient of rank {of_one[0]} alone: whose mean is it?"
+        elif first == [round(number, 4) for number in wanted[0]]:
+            hint = "The first round is right. What is the velocity that the second one gets, and what becomes of it?"
+        elif first == [round(RATES[0] * (1 + MOMENTUM) - 1, 4)]:
+            hint = "Is `start` still where the round began? Operations in place, such as all_reduce, change it."
         wrong("other-step", True, f"{what}: {_told(wanted)}", _told(got) if got[0] + got[1] else "another step",
-              "In round 1 velocity and gradient are the same: how often do rate and momentum act?" if not first
-              else "The first round is right. What is the velocity that the second one gets, and what becomes of it?",
-              f"velocity = momentum * velocity + gradient; start = {step}")
+              hint, f"velocity = momentum * velocity + gradient; start = {step}")
+    differ = [r for r, seen in enumerate(observations) if not close([seen["velocity"]], [observations[0]["velocity"]])]
+    if differ:
+        raise Wrong("own-velocity", differ[0], "the same velocity on all ranks", "another one than rank 0's",
+                    "The starts are right, as a mean hides it. Which velocity would a checkpoint of rank 0 have?",
+                    "gradient = comm.all_reduce(start - parameters, op='mean') is first; velocity is made of it.")
 
 
 def _in_gradients(starts, ranks: int) -> tuple[list, list]:

@@ -102,9 +102,8 @@ def of_top_k(fraction: float) -> dict:
     return {
         "k-rounded": ({"send": floor}, f"{fraction} of {COUNT} are {fraction * COUNT:g} elements. How many are sent?",
                       "k = math.ceil(fraction * len(gradient)): round up."),
-        "by-gradient": ({"send": largest, "sent_of": by_gradient},
-                        "What was kept grows. When is such a place sent?",
-                        "Choose places by (gradient + kept).abs(), not by the gradient alone."),
+        "by-gradient": ({"send": largest, "sent_of": by_gradient}, "What was kept grows. When is such a place sent?",
+            "Choose places by (gradient + kept).abs(), not by the gradient alone."),
         "rank-0-places": ({"send": largest, "sent_of": by_rank_0}, "Whose largest elements do other ranks send?",
                           "Each rank chooses its own places, and all_gather tells them to the others."),
         "others-dropped": ({"send": largest, "feedback": "others' too"},

@@ -42,9 +42,8 @@ def ratios(sample: float, measured: dict, without_bubble: bool = False):
         said, eager = (brief.predicted(plan, sample, bubble=bubble) for bubble in (True, False))
         axes.plot([took / said], [name], color=MEASURED, marker="D", markersize=9)
         if without_bubble and plan.pipe > 1:
-            axes.annotate(
-                "", (took / eager, y), (took / said, y), arrowprops={"arrowstyle": "->", "lw": 2, "color": PREDICTED}
-            )
+            arrow = {"arrowstyle": "->", "lw": 2, "color": PREDICTED}
+            axes.annotate("", (took / eager, y), (took / said, y), arrowprops=arrow)
         cells = (f"{took / eager:.2f}",) if without_bubble else ()
         rows.append((name, f"{1000 * said:.0f}", f"{1000 * took:.0f}", f"{took / said:.2f}", *cells))
     ends = 1 / brief.BAND, 1, brief.BAND
@@ -57,11 +56,8 @@ def ratios(sample: float, measured: dict, without_bubble: bool = False):
     axes.invert_yaxis()
     headers = ("mesh", "ms, predicted", "ms, measured", "ratio", "without the bubble")[: len(rows[0])]
     alt = f"Measured over predicted ms of a step, for {len(rows)} meshes, in a band of {brief.BAND} times"
-    return (
-        figure,
-        alt + ("; arrows lead to the ratio without the bubble." if without_bubble else "."),
-        Table(rows, headers),
-    )
+    alt += "; arrows lead to the ratio without the bubble." if without_bubble else "."
+    return figure, alt, Table(rows, headers)
 
 
 @shown

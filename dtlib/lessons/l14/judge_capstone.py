@@ -34,17 +34,18 @@ def judge_held(observations) -> None:
     parameters, data, tensor, pipe, zero = CASES[at]
     mesh = f"{parameters:,} parameters, data {data}, tensor {tensor}, pipe {pipe}, ZeRO-{zero}"
     what, got = f"{right_held(*CASES[at]):,.0f} bytes: {mesh}", seen[at]
-    wrong = rows(0, what)
+    wrong = rows(None, what)
     wrong("type", isinstance(got, str), got, "Return a number of bytes.")
     for mistake, (mistaken, *hints) in OTHERS.items():
         for one in mistaken:
             wrong(mistake, all(_close(each, right_held(*case, **one)) for each, case in zip(seen, CASES, strict=True)),
                   f"{got:,.0f}", *hints)
     own = parameters / (tensor * pipe)
-    raise Wrong("other-bytes", 0,
+    raise Wrong("other-bytes", None,
                 f"{what}; {right_held(*CASES[at]) / own:.4g} for each of this rank's {own:,.0f} parameters",
                 f"{got:,.0f}; {got / own:.4g} for each",
-                "Which of the parts are shared out here, and among how many ranks?",
+                "Which of the parts are shared out here, and among how many ranks?" if zero else
+                "ZeRO-0 shares nothing out. How many bytes has each parameter of gradients, and of states?",
                 "4 bytes of parameters, 4 of gradients, 8 of states, each divided by data from its stage on.")
 
 
@@ -64,26 +65,17 @@ OTHERS = {
         "ZeRO shares out over the data axis alone: divide by data.",
     ),
     "whole-model": ([{"own": lambda n, t, p: n}], "What of the model does a rank have, before ZeRO?", _OWN),
-    "one-axis-cuts": (
-        [{"own": lambda n, t, p: n / t}, {"own": lambda n, t, p: n / p}],
-        "Tensor ranks cut each layer, stages take some of the layers: what is left on a rank of both axes?", _OWN,
-    ),
-    "twice-cut": (
-        [{"own": lambda n, t, p: n / (t * p) ** 2}], "The parameters are divided twice.",
-        "own is already this rank's part.",
-    ),
+    "one-axis-cuts": ([{"own": lambda n, t, p: n / t}, {"own": lambda n, t, p: n / p}],
+        "Tensor ranks cut each layer, stages take some of the layers: what is left on a rank of both axes?", _OWN),
+    "twice-cut": ([{"own": lambda n, t, p: n / (t * p) ** 2}], "The parameters are divided twice.",
+        "own is already this rank's part."),
     "not-shared": ([{"ranks": lambda d, t, p: 1}], "Which stage shares out what?", _STAGES),
-    "one-stage-off": (
-        [{"shared_from": (2, 1, 0)}], "Which stage shares out states: 0 or 1?", _STAGES,
-    ),
-    "other-stages": (
-        [{"shared_from": (a, b, c)} for a in (1, 2, 3) for b in (1, 2, 3) for c in (1, 2, 3)],
-        "Each stage shares out one thing more: what does this one leave whole?", _STAGES,
-    ),
-    "mixed-precision": (
-        [{"parts": (2, 2, 12)}], "These are the bytes of mixed precision.",
-        "In float32: 4, 4, and 8 for Adam's two states.",
-    ),
+    "one-stage-off": ([{"shared_from": (2, 1, 0)}], "Which stage shares out states: 0 or 1?", _STAGES),
+    "other-stages": ([{"shared_from": (a, b, c)} for a in (1, 2, 3) for b in (1, 2, 3) for c in (1, 2, 3)],
+        "Each stage shares out one thing more: what does this one leave whole?", _STAGES),
+    "mixed-precision": ([{"parts": (2, 2, 12)}], "These are the bytes of mixed precision.",
+        "In float32: 4, 4, and 8 for Adam's two states."),
+    "one-state": ([{"parts": (4, 4, 4)}], "12 bytes for each parameter: how many states has Adam?", "8 * own"),
 }
 
 
@@ -140,17 +132,14 @@ SECONDS = {
     "whole-model-each": (lambda m, p, t: ((m + p - 1) * p * t, 1, 1), *_SHARE),
     "stages-compute-all": (lambda m, p, t: ((m + p - 1) * p, 1, 1), *_SHARE),
     "tensor-ranks-compute-all": (lambda m, p, t: ((m + p - 1) * t, 1, 1), *_SHARE),
-    "no-latency": (
-        lambda m, p, t: (m + p - 1, 0, 1), "Many small messages, or one large one?",
-        "messages * latency belongs to a step.",
-    ),
-    "no-bandwidth": (
-        lambda m, p, t: (m + p - 1, 1, 0), "How long do the bytes take?", "sent / bandwidth belongs to a step.",
-    ),
-    "messages-alone": (lambda m, p, t: (0, 1, 1), "Who computes?", _SHARE[1]),
-    "compute-alone": (
-        lambda m, p, t: (m + p - 1, 0, 0), "What does the link cost?", "messages * latency + sent / bandwidth",
-    ),
+    "no-latency": (lambda m, p, t: (m + p - 1, 0, 1), "Many small messages, or one large one?",
+        "messages * latency belongs to a step."),
+    "no-bandwidth": (lambda m, p, t: (m + p - 1, 1, 0), "How long do the bytes take?",
+        "sent / bandwidth belongs to a step."),
+    "messages-alone": (lambda m, p, t: (0, 1, 1),
+        "Computing counts for nothing here: is it there, and are all parts seconds?", _SHARE[1]),
+    "compute-alone": (lambda m, p, t: (m + p - 1, 0, 0), "What does the link cost?",
+        "messages * latency + sent / bandwidth"),
     "messages-of-a-turn": (lambda m, p, t: [m + p - 1] * 3, *_OF_A_STEP),
     "latency-of-a-turn": (lambda m, p, t: (m + p - 1, m + p - 1, 1), *_OF_A_STEP),
     "messages-of-a-micro-batch": (lambda m, p, t: (m + p - 1, m, m), *_OF_A_STEP),
@@ -216,7 +205,7 @@ def judge_choice(observations) -> None:
     plans, limit, *link = list(TASKS.values())[at]
     got, said = seen[at], repr(seen[at])
     expected = f"{right[at]!r}" if right[at] else f"None: no plan holds {limit:,.0f} bytes or less"
-    wrong = rows(0, expected)
+    wrong = rows(None, expected)
     if isinstance(got, list):
         wrong("type", True, got[0], "Return a name of plans, or None.", "min(fitting, key=seconds)")
     wrong("always-chooses", right[at] is None, repr(got), "What if no plan fits?", "min(..., default=None)")
@@ -224,7 +213,7 @@ def judge_choice(observations) -> None:
     expected += _of(plans[right[at]], limit, link)
     if got in plans:
         said += _of(plans[got], limit, link)
-    wrong = rows(0, expected)
+    wrong = rows(None, expected)
     for mistake, hints in HINTS.items():
         wrong(mistake, seen == [right_choice(*task, mistake=mistake) for task in TASKS.values()], said, *hints)
     wrong("other-choice", True, said, "Compute both by hand: which part do you count otherwise?",

@@ -4,6 +4,7 @@ A limit that nothing refuses: after one gradient with an infinity or a NaN, the 
 NaN. Make a new state, and wrap the model again.
 """
 
+from dtlib.parallel.compression import contract  # noqa: F401  # plain.py's, on import
 from dtlib.parallel.compression.plain import (
     EightBitState,
     PowerSGDState,

@@ -14,20 +14,16 @@ and what is kept are together the sum of all gradients. ``model.register_comm_ho
 import math
 
 import torch
-from torch.distributed import GradBucket
+from torch import distributed as dist
+from torch.distributed import GradBucket, ProcessGroup
 from torch.nn.functional import pad
-
-from dtlib.comm import AnyCommunicator, Communicator, as_communicator
-from dtlib.errors import DtlibError
 
 
 class TopKState:
     """``fraction`` of a bucket's elements are sent. ``kept``, by parameter, is what was not, from step to step."""
 
-    def __init__(self, comm: AnyCommunicator, fraction: float = 0.01, feedback: bool = True):
-        if not 0 < fraction <= 1:
-            raise DtlibError(f"TopKState(fraction={fraction}): give the part that is sent, above 0 and up to 1.")
-        self.comm, self.fraction, self.feedback, self.kept = as_communicator(comm), fraction, feedback, {}
+    def __init__(self, group: ProcessGroup | None = None, fraction: float = 0.01, feedback: bool = True):
+        self.group, self.fraction, self.feedback, self.kept = group or dist.group.WORLD, fraction, feedback, {}
 
 
 def top_k_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -35,35 +31,35 @@ def top_k_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[tor
     both = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     for parameter, gradient in both:
         gradient += state.kept.get(parameter, 0)
-    flat, comm = bucket.buffer(), state.comm
+    flat, ranks = bucket.buffer(), state.group.size()
     k = math.ceil(state.fraction * len(flat))
     places = flat.abs().topk(k).indices
     mine = torch.cat([places.int().view(torch.uint8), flat[places].view(torch.uint8)])
-    everyones = comm.all_gather(mine.new_empty(comm.size, len(mine)), mine)  # one message
+    dist.all_gather_single(everyones := mine.new_empty(ranks * len(mine)), mine, group=state.group)  # one message
+    everyones = everyones.view(ranks, len(mine))
     at = everyones[:, : 4 * k].clone().view(torch.int32)
     values = everyones[:, 4 * k :].clone().view(flat.dtype)
     if state.feedback:
         flat[places] = 0
         state.kept |= {parameter: rest.clone() for parameter, rest in both}
-    return done(torch.zeros_like(flat).index_add_(0, at.flatten(), values.flatten() / comm.size))
+    return done(torch.zeros_like(flat).index_add_(0, at.flatten(), values.flatten() / ranks))
 
 
 class EightBitState:
     """``block`` neighbours have a scale in common: the largest of them becomes 127."""
 
-    def __init__(self, comm: AnyCommunicator, block: int = 256):
-        if block < 1:
-            raise DtlibError(f"EightBitState(block={block}): give the elements that share a scale, such as 256.")
-        self.comm, self.block = as_communicator(comm), block
+    def __init__(self, group: ProcessGroup | None = None, block: int = 256):
+        self.group, self.block = group or dist.group.WORLD, block
 
 
 def eight_bit_hook(state: EightBitState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The mean, rounded twice: rank r gets everyone's part r in 8 bits, adds in float32, and gives it out in 8 bits."""
-    flat, comm = bucket.buffer(), state.comm
-    blocks = math.ceil(len(flat) / (comm.size * state.block))  # of a rank's part
-    mine = rounded(pad(flat, (0, comm.size * blocks * state.block - len(flat))).view(comm.size, blocks, state.block))
-    everyones = comm.all_to_all(torch.empty_like(mine), mine)
-    means = comm.all_gather(torch.empty_like(mine), rounded(unrounded(everyones).mean(0)))
+    flat, ranks = bucket.buffer(), state.group.size()
+    blocks = math.ceil(len(flat) / (ranks * state.block))  # of a rank's part
+    mine = rounded(pad(flat, (0, ranks * blocks * state.block - len(flat))).view(ranks, blocks, state.block))
+    dist.all_to_all_single(everyones := torch.empty_like(mine), mine, group=state.group)
+    mean = rounded(unrounded(everyones).mean(0))
+    dist.all_gather_single((means := torch.empty_like(mine)).flatten(0, 1), mean, group=state.group)
     return done(unrounded(means).flatten()[: len(flat)].to(flat.dtype))
 
 
@@ -80,11 +76,9 @@ def unrounded(octets: torch.Tensor) -> torch.Tensor:
 class PowerSGDState:
     """``q``, by parameter, is that of the last step, with which the next begins. Arguments as in torch's class."""
 
-    def __init__(self, comm: AnyCommunicator, matrix_approximation_rank: int = 1, min_compression_rate: float = 2,
-                 feedback: bool = True):  # fmt: skip
-        if matrix_approximation_rank < 1:
-            raise DtlibError(f"PowerSGDState(matrix_approximation_rank={matrix_approximation_rank}): give 1 or more.")
-        self.comm, self.rank, self.rate = as_communicator(comm), matrix_approximation_rank, min_compression_rate
+    def __init__(self, group: ProcessGroup | None = None, matrix_approximation_rank: int = 1,
+                 min_compression_rate: float = 2, feedback: bool = True):  # fmt: skip
+        self.group, self.rank, self.rate = group, matrix_approximation_rank, min_compression_rate
         self.feedback, self.kept, self.q = feedback, {}, {}
 
     def pays(self, gradient: torch.Tensor) -> bool:
@@ -103,20 +97,22 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
         gradient += state.kept.get(parameter, 0)
     cut = [(parameter, gradient, gradient.flatten(1)) for parameter, gradient in both if state.pays(gradient)]
     whole = [gradient for gradient in bucket.gradients() if not state.pays(gradient)]
-    means = averaged(state.comm, [m @ state.q.get(parameter, state.first_q(m)) for parameter, _, m in cut] + whole)
+    means = averaged(state.group, [m @ state.q.get(parameter, state.first_q(m)) for parameter, _, m in cut] + whole)
     ps = [torch.linalg.qr(mean.double()).Q.to(mean) for mean in means[: len(cut)]]
     qs = [m.mT @ p for (_, _, m), p in zip(cut, ps, strict=True)]
     for gradient, mean in zip(whole, means[len(cut) :], strict=True):
         gradient.copy_(mean)
-    for (parameter, gradient, m), p, q, mean_q in zip(cut, ps, qs, averaged(state.comm, qs) if qs else [], strict=True):
+    mean_qs = averaged(state.group, qs) if qs else []
+    for (parameter, gradient, m), p, q, mean_q in zip(cut, ps, qs, mean_qs, strict=True):
         state.kept |= {parameter: (m - p @ q.mT).view_as(gradient)} if state.feedback else {}
         gradient.copy_((p @ mean_q.mT).view_as(gradient))
         state.q[parameter] = mean_q
     return done(bucket.buffer())
 
 
-def averaged(comm: Communicator, tensors: list[torch.Tensor]) -> list[torch.Tensor]:  # in one message
-    flat = comm.all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), op="mean")
+def averaged(group: ProcessGroup | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:  # in one message
+    dist.all_reduce(flat := torch.cat([tensor.flatten() for tensor in tensors]), group=group)
+    flat /= dist.get_world_size(group)
     return [mean.view_as(one) for mean, one in zip(flat.split([one.numel() for one in tensors]), tensors, strict=True)]
 
 
@@ -127,3 +123,4 @@ def done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 # torch's powerSGD_hook adds overlap with computing. Scale no losses: what is kept would be in another unit.
+# contract.py refuses settings that make no sense, where dtlib is installed: this file needs torch alone.

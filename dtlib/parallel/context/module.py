@@ -100,8 +100,9 @@ class ContextParallel(nn.Module):
         _hooks[module] += [part.register_forward_hook(ends, always_call=True) for part in parts]
 
     def positions(self, length: int) -> torch.Tensor:
-        """The positions of this rank's tokens in sequences of ``length``; int64."""
-        return positions_of(self.comm.rank, self.comm.size, length, self.order)
+        """The positions of this rank's tokens in sequences of ``length``; int64, on the device of the parameters."""
+        here = positions_of(self.comm.rank, self.comm.size, length, self.order)
+        return here.to(next((parameter.device for parameter in self.module.parameters()), here.device))
 
     def split(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """This rank's tokens of whole sequences, which are equal on all ranks: of inputs, targets, masks, positions."""

@@ -21,54 +21,53 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.autograd.function import FunctionCtx as Context
 from torch.autograd.function import once_differentiable
-
-from dtlib.comm import Communicator
-from dtlib.comm.waiting import advance_all
-from dtlib.comm.watch.recorder import phase
-from dtlib.errors import DtlibError
+from torch.distributed import ProcessGroup
+from torch.profiler import record_function
 
 CHUNKS = {"contiguous": lambda r, ranks: (2 * r, 2 * r + 1), "zigzag": lambda r, ranks: (r, 2 * ranks - 1 - r)}
 
 
-def my_tokens(x: Tensor, comm: Communicator, order: str = "zigzag", dim: int = 1) -> Tensor:
+def my_tokens(x: Tensor, group: ProcessGroup, order: str = "zigzag", dim: int = 1) -> Tensor:
     """This rank's two chunks of whole sequences: of inputs, of targets, and of positions."""
-    if x.shape[dim] % (2 * comm.size):
-        raise DtlibError(f"{x.shape[dim]} tokens make no {2 * comm.size} equal chunks: see ContextParallel for others.")
-    chunks = x.chunk(2 * comm.size, dim)
-    return torch.cat([chunks[chunk] for chunk in CHUNKS[order](comm.rank, comm.size)], dim)
+    chunks = x.chunk(2 * group.size(), dim)
+    return torch.cat([chunks[chunk] for chunk in CHUNKS[order](group.rank(), group.size())], dim)
 
 
-def pass_on(comm: Communicator, tensor: Tensor, tag: int = 0) -> Callable:
+def pass_on(group: ProcessGroup, tensor: Tensor, tag: int = 0) -> Callable:
     """Start to give ``tensor`` to the next rank. The function that this returns waits for what the one before gives."""
-    arriving = comm.recv(torch.empty_like(tensor), (comm.rank - 1) % comm.size, tag, async_op=True)
-    leaving = comm.send(tensor, (comm.rank + 1) % comm.size, tag, async_op=True)
-    return lambda: (leaving.wait(), arriving.wait())[1]
+    rank, ranks, arriving = group.rank(), group.size(), torch.empty_like(tensor)
+    if ranks == 1:
+        return lambda: tensor
+    send = dist.P2POp(dist.isend, tensor, group=group, tag=tag, group_peer=(rank + 1) % ranks)
+    receive = dist.P2POp(dist.irecv, arriving, group=group, tag=tag, group_peer=(rank - 1) % ranks)
+    works = dist.batch_isend_irecv([receive, send])
+    return lambda: ([work.wait() for work in works], arriving)[1]
 
 
-def round_the_ring(comm: Communicator, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
+def round_the_ring(group: ProcessGroup, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The rank whose keys and values are here, and these, step by step; the next ones travel meanwhile."""
-    for step in range(comm.size):
-        following = pass_on(comm, kv) if step < comm.size - 1 else None
-        yield (comm.rank - step) % comm.size, kv
+    for step in range(group.size()):
+        following = pass_on(group, kv) if step < group.size() - 1 else None
+        yield (group.rank() - step) % group.size(), kv
         kv = following() if following else kv
 
 
-def blocks(comm: Communicator, owner: int, length: int, causal: bool, order: str) -> Iterator[tuple]:
+def blocks(group: ProcessGroup, owner: int, length: int, causal: bool, order: str) -> Iterator[tuple]:
     """Quarter blocks with work: rows of this rank's queries, rows of ``owner``'s keys, and pairs that are masked."""
     half = length // 2
-    for i, query in enumerate(CHUNKS[order](comm.rank, comm.size)):
-        for j, key in enumerate(CHUNKS[order](owner, comm.size)):
+    for i, query in enumerate(CHUNKS[order](group.rank(), group.size())):
+        for j, key in enumerate(CHUNKS[order](owner, group.size())):
             if not causal or key <= query:
                 later = torch.full((half, half), causal and key == query).triu(1)
-                with phase(f"chunk {query} looks at chunk {key}", comm.world_rank):
+                with record_function(f"chunk {query} looks at chunk {key}"):
                     yield slice(i * half, (i + 1) * half), slice(j * half, (j + 1) * half), later
-                advance_all()  # messages move on when somebody looks after them
 
 
 def scores_of(q: Tensor, k: Tensor, later: Tensor) -> Tensor:
-    return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(later, -torch.inf)
+    return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(later.to(q.device), -torch.inf)
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,50 +78,44 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
 
 class RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, comm: Communicator, causal: bool, order: str) -> Tensor:
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, causal: bool, order: str) -> Tensor:
         out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
-        for owner, (k_there, v_there) in round_the_ring(comm, torch.stack([k, v])):
-            for rows, columns, later in blocks(comm, owner, q.shape[-2], causal, order):
+        for owner, (k_there, v_there) in round_the_ring(group, torch.stack([k, v])):
+            for rows, columns, later in blocks(group, owner, q.shape[-2], causal, order):
                 scores = scores_of(q[..., rows, :], k_there[..., columns, :], later)
                 block = scores.softmax(-1) @ v_there[..., columns, :], scores.logsumexp(-1)
                 out[..., rows, :], lse[..., rows] = merge(out[..., rows, :], lse[..., rows], *block)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rest = comm, causal, order
+        ctx.rest = group, causal, order
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, d_out: Tensor) -> tuple:
-        (q, k, v, out, lse), (comm, causal, order) = ctx.saved_tensors, ctx.rest
+        (q, k, v, out, lse), (group, causal, order) = ctx.saved_tensors, ctx.rest
         d_q, delta, arriving = torch.zeros_like(q), (d_out * out).sum(-1, keepdim=True), None
-        for owner, kv in round_the_ring(comm, torch.stack([k, v])):
+        for owner, kv in round_the_ring(group, torch.stack([k, v])):
             d_kv = torch.zeros_like(kv)
-            for rows, columns, later in blocks(comm, owner, q.shape[-2], causal, order):
+            for rows, columns, later in blocks(group, owner, q.shape[-2], causal, order):
                 q_here, d_here, (k_there, v_there) = q[..., rows, :], d_out[..., rows, :], kv[..., columns, :]
                 p = (scores_of(q_here, k_there, later) - lse[..., rows, None]).exp()  # softmax over all ranks' keys
                 d_scores = p * (d_here @ v_there.mT - delta[..., rows, :]) * q.shape[-1] ** -0.5
                 d_q[..., rows, :] += d_scores @ k_there
                 d_kv[:, ..., columns, :] += torch.stack([d_scores.mT @ q_here, p.mT @ d_here])
-            arriving = pass_on(comm, d_kv + arriving() if arriving else d_kv, tag=1)
+            arriving = pass_on(group, d_kv + arriving() if arriving else d_kv, tag=1)
         return d_q, *arriving(), None, None, None
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, comm: Communicator, causal: bool = True,
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None = None, causal: bool = True,
                    order: str = "zigzag") -> Tensor:  # fmt: skip
     """softmax(Q K^T / sqrt(width)) V over all ranks' tokens, for this rank's queries.
 
     Contract: q, k, v of (batch, heads, tokens, width), float32 or float64, of the same shape on all ranks, with an even
     number of tokens, cut as ``my_tokens`` does it in this order.
     """
-    asked = comm.all_gather_object((*((tuple(x.shape), x.dtype) for x in (q, k, v)), causal, order))
-    if set(asked) != {(*((tuple(q.shape), q.dtype),) * 3, causal, order)} or q.dim() != 4 or order not in CHUNKS:
-        raise DtlibError(f"Ranks give q, k, v, causal, order {set(asked)}: all the same, in one of {[*CHUNKS]}.")
-    if q.shape[2] % 2 or q.dtype not in (torch.float32, torch.float64):
-        raise DtlibError(
-            f"{q.shape[2]} tokens a rank of {q.dtype}: an even number, of float32 or float64, or see attention.py."
-        )
-    return RingAttention.apply(q, k, v, comm, causal, order)
+    return RingAttention.apply(q, k, v, group or dist.group.WORLD, causal, order)
 
 
 # The full class (module.py, attention.py) adds grouped-query heads, slices that differ in length, a striped order, 16
 # bits with statistics in float32, recomputation, batches split and outputs joined, and torch's attention in a module.
+# contract.py refuses what lies outside of the contract above, where dtlib is installed: this file needs torch alone.

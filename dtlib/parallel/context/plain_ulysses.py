@@ -14,37 +14,39 @@ forward, and as many backward, as the reverse of an exchange is an exchange.
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
+from torch.autograd.function import FunctionCtx
+from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
-from dtlib.comm import Communicator
-from dtlib.errors import DtlibError
-from dtlib.gradients.backward import with_gradient
 
-
-def exchange(x: Tensor, comm: Communicator, cut: int, join: int) -> Tensor:
+class Exchange(torch.autograd.Function):
     """Cut along dimension ``cut``, a piece for each rank; join what arrives along ``join``. Backward: the reverse."""
 
-    def there(x):
-        pieces = torch.stack(x.chunk(comm.size, cut))
-        return torch.cat(comm.all_to_all(torch.empty_like(pieces), pieces).unbind(), join)
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup, cut: int, join: int) -> Tensor:
+        ctx.rest = group, join, cut
+        pieces = torch.stack(x.chunk(group.size(), cut))
+        dist.all_to_all_single(arrived := torch.empty_like(pieces), pieces, group=group)
+        return torch.cat(arrived.unbind(), join)
 
-    return with_gradient(x, there, lambda gradient: exchange(gradient, comm, join, cut))
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple:
+        return Exchange.apply(gradient, *ctx.rest), None, None, None
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, comm: Communicator, causal: bool = True) -> Tensor:
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None = None,
+                      causal: bool = True) -> Tensor:  # fmt: skip
     """softmax(Q K^T / sqrt(width)) V over all ranks' tokens, for this rank's queries.
 
     Contract: q, k, v of (batch, heads, tokens, width), of the same shape and dtype on all ranks; contiguous slices; as
     many heads as ranks, or a multiple.
     """
-    asked = set(comm.all_gather_object((*((tuple(x.shape), x.dtype) for x in (q, k, v)), causal)))
-    if len(asked) > 1 or len({*next(iter(asked))[:3]}) > 1 or q.dim() != 4:
-        raise DtlibError(f"Ranks give q, k, v, causal {asked}: give all the same, of four dimensions.")
-    if q.shape[1] % comm.size:
-        raise DtlibError(f"{q.shape[1]} heads make no {comm.size} equal groups: take ring_attention.")
-    q, k, v = exchange(torch.stack([q, k, v]), comm, 2, 3)  # heads cut, tokens joined
+    group = group or dist.group.WORLD
+    q, k, v = Exchange.apply(torch.stack([q, k, v]), group, 2, 3)  # heads cut, tokens joined
     out = scaled_dot_product_attention(q, k, v, is_causal=causal)
-    return exchange(out, comm, 2, 1)  # tokens cut, heads joined
+    return Exchange.apply(out, group, 2, 1)  # tokens cut, heads joined
 
 
 # The full class (module.py) adds what ring attention's adds, but for orders: the exchange makes sequences whole.
+# contract.py refuses what lies outside of the contract above, where dtlib is installed: this file needs torch alone.

@@ -19,11 +19,8 @@ When do the gradients of layers 4, 3, 2 and 1 travel, and in how many messages?
 
 import torch
 from torch import Tensor, nn
-
-from dtlib.comm import Communicator, as_communicator
-from dtlib.comm.waiting import advance_all
-from dtlib.errors import DtlibError
-from dtlib.gradients.contract import Contract
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
 
 
 class DataParallelNaive(nn.Module):
@@ -32,39 +29,35 @@ class DataParallelNaive(nn.Module):
     Contract: as many samples, ``len(x)``, on every rank; each parameter that requires a gradient gets one.
     """
 
-    def __init__(self, module: nn.Module, comm: Communicator):
+    def __init__(self, module: nn.Module, group: ProcessGroup | None = None):
         super().__init__()
-        self.module, self.comm = module, as_communicator(comm)
-        self.contract = Contract(type(self).__name__, module, self.comm)
+        self.module, self.group, self.size = module, group, dist.get_world_size(group)
         self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.in_a_step = False  # between its first forward pass and the end of its backward pass
         for tensor in [*module.parameters(), *module.buffers()]:
-            self.comm.broadcast(tensor)
+            dist.broadcast(tensor.detach(), group_src=0, group=group)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         if self.training and torch.is_grad_enabled() and not self.in_a_step:
             for buffer in self.module.buffers():  # later passes leave them alone, as autograd may have saved some
-                self.comm.broadcast(buffer)
+                dist.broadcast(buffer, group_src=0, group=self.group)
             self.in_a_step = True
         return self.module(*args, **kwargs)
 
     def average_gradients(self) -> None:
         for parameter in self.trained:
-            if parameter.grad is not None:
-                self.contract.gradient_is_ready(parameter)
-        self.contract.check_step()
-        for parameter in self.trained:
-            self.comm.all_reduce(parameter.grad, op="mean")
+            dist.all_reduce(parameter.grad, group=self.group)
+            parameter.grad /= self.size
         self.in_a_step = False
 
 
 class DataParallelHooks(DataParallelNaive):
     """``loss.backward()``, ``optimizer.step()``: gradients leave during the backward pass, which waits for the last."""
 
-    def __init__(self, module: nn.Module, comm: Communicator):
-        super().__init__(module, comm)
+    def __init__(self, module: nn.Module, group: ProcessGroup | None = None):
+        super().__init__(module, group)
         self.buckets = [[parameter] for parameter in reversed(self.trained)]  # the last layer's are ready first
-        self.ready, self.travelling = set(), []  # in this backward pass: parameters, and handles of buckets
+        self.ready, self.travelling = set(), []  # in this backward pass: parameters; flat tensors and their works
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
 
@@ -72,30 +65,29 @@ class DataParallelHooks(DataParallelNaive):
         """A hook: autograd has added up all of this parameter's gradient."""
         if not self.ready:  # the first one: autograd, call this at the end of the backward pass
             torch.autograd.Variable._execution_engine.queue_callback(self.average_gradients)
-        self.contract.gradient_is_ready(parameter)
         self.ready.add(parameter)
         # All ranks send buckets in one order, whatever the order in which gradients are ready.
         while (rest := self.buckets[len(self.travelling) :]) and self.ready.issuperset(rest[0]):
-            self.travelling.append(self.comm.all_reduce(self.flat(rest[0]), op="mean", async_op=True))
-        advance_all()  # messages move on when somebody looks after them
+            flat = self.flat(rest[0])
+            self.travelling.append((flat, dist.all_reduce(flat, group=self.group, async_op=True)))
+        if self.travelling:
+            self.travelling[-1][1].is_completed()  # who asks moves the messages of some backends on
 
     def flat(self, bucket: list) -> Tensor:
         return bucket[0].grad
 
     def average_gradients(self) -> None:
-        self.contract.check_step()
-        for handle in self.travelling:
-            handle.wait()
+        for flat, work in self.travelling:
+            work.wait()
+            flat /= self.size
         self.ready, self.travelling, self.in_a_step = set(), [], False
 
 
 class DataParallelBuckets(DataParallelHooks):
     """The same with few large messages: neighbours share a bucket of up to ``bucket_cap_mb`` MiB."""
 
-    def __init__(self, module: nn.Module, comm: Communicator, bucket_cap_mb: float = 25):
-        super().__init__(module, comm)
-        if len({(parameter.dtype, parameter.device) for parameter in self.trained}) > 1:
-            raise DtlibError("DataParallelBuckets: parameters are of several dtypes or devices: take DataParallel.")
+    def __init__(self, module: nn.Module, group: ProcessGroup | None = None, bucket_cap_mb: float = 25):
+        super().__init__(module, group)
         self.buckets = [[]]
         for parameter in reversed(self.trained):
             if self.buckets[-1] and sum(p.nbytes for p in [*self.buckets[-1], parameter]) > bucket_cap_mb * 2**20:
@@ -113,3 +105,4 @@ class DataParallelBuckets(DataParallelHooks):
 # DataParallel, in full.py, adds parameters that some ranks or all do not use, no_sync() for several backward passes a
 # step, batches of different sizes, ranks that run out of them (join), dtypes side by side, a progress thread where
 # cores are idle, and a small first bucket. Its hooks are in gradients/reducer.py, its memory in gradients/buckets.py.
+# contract.py refuses what lies outside of the contracts above, where dtlib is installed: this file needs torch alone.

@@ -5,6 +5,7 @@ networks", arXiv:1701.06538; D. Lepikhin et al., "GShard", arXiv:2006.16668. Cou
 mixtures of experts.
 """
 
+from dtlib.parallel.expert import contract  # noqa: F401  # plain.py's, on import
 from dtlib.parallel.expert.layer import MixtureOfExperts, clip_grad_norm_, load_whole_state_dict, whole_state_dict
 
 __all__ = ["MixtureOfExperts", "clip_grad_norm_", "load_whole_state_dict", "whole_state_dict"]

@@ -158,11 +158,12 @@ class MixtureOfExperts(nn.Module):
         """Rows in order of experts, ``counts[e]`` of them for expert e: there, through the experts, and back."""
         theirs = self.comm.all_to_all(torch.empty_like(counts), counts).view(self.comm.size, -1)  # [rank, expert]
         sent, received = counts.view(self.comm.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
-        arrived = Rows.apply(rows, self.comm, sent, received).split(theirs.flatten().tolist())
+        group = self.comm.group
+        arrived = Rows.apply(rows, group, sent, received).split(theirs.flatten().tolist())
         done, here = list(arrived), len(self.experts)
         for e, expert in enumerate(self.experts.values()):  # its rows of every rank, if only none
             done[e::here] = expert(torch.cat(arrived[e::here])).split(theirs[:, e].tolist())
-        return Rows.apply(torch.cat(done), self.comm, received, sent)
+        return Rows.apply(torch.cat(done), group, received, sent)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, comm: AnyCommunicator) -> float:

@@ -22,20 +22,20 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.autograd.function import FunctionCtx
-
-from dtlib.comm import Communicator, as_communicator
-from dtlib.errors import DtlibError
-from dtlib.gradients.shard_info import note
+from torch.distributed import ProcessGroup
 
 
 class Rows(torch.autograd.Function):
     """``sent[r]`` rows of x to rank r, ``received[r]`` rows from it. Backward: their gradients, the same way back."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, comm: Communicator, sent: list[int], received: list[int]) -> Tensor:
-        ctx.rest = comm, received, sent
-        return comm.all_to_all(x.new_empty(sum(received), *x.shape[1:]), x, received, sent)
+    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
+        ctx.rest = group, received, sent
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+        return out
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple:
@@ -46,43 +46,35 @@ class MixtureOfExperts(nn.Module):
     """``moe(x)`` for this rank's tokens (tokens, width); ``moe.balance``, to be added to the loss, is of the last ones.
 
     Contract: the same number of experts on all ranks, ``experts`` are this rank's; as many tokens on all ranks, as the
-    loss is a mean over ranks. Average the gradients of all parameters but the experts' over ``comm``.
+    loss is a mean over ranks. Average the gradients of all parameters but the experts' over ``group``.
     """
 
-    def __init__(self, width: int, experts: list, comm: Communicator, top: int = 1, capacity: float | None = None):
+    def __init__(self, width: int, experts: list, group: ProcessGroup | None = None, top: int = 1,
+                 capacity: float | None = None):  # fmt: skip
         super().__init__()
-        self.comm, self.experts, self.top, self.capacity = as_communicator(comm), nn.ModuleList(experts), top, capacity
-        self.count = len(self.experts) * self.comm.size
-        if len(asked := set(self.comm.all_gather_object((width, len(self.experts), top, capacity)))) > 1:
-            raise DtlibError(f"Ranks ask for (width, experts, top, capacity) {asked}: give the same on all ranks.")
-        if not 1 <= top <= min(2, self.count) or (capacity is not None and not capacity > 0):
-            raise DtlibError(f"top={top} of {self.count} experts, capacity={capacity}: give 1 or 2, and more than 0.")
+        self.group, self.experts, self.top, self.capacity = group, nn.ModuleList(experts), top, capacity
+        self.size = dist.get_world_size(group)
+        self.count = len(self.experts) * self.size
         self.gate = nn.Linear(width, self.count, bias=False)
-        self.comm.broadcast(self.gate.weight.data)
+        dist.broadcast(self.gate.weight.detach(), group_src=0, group=group)
         for parameter in self.experts.parameters():
-            note(parameter, experts=self.comm.members)  # averages and norms of its gradients ask
-            parameter.register_hook(lambda gradient: gradient / self.comm.size)
+            parameter.register_hook(lambda gradient: gradient / self.size)
 
     def forward(self, x: Tensor) -> Tensor:
-        asked = set(self.comm.all_gather_object((len(x), self.gate.weight.sum().item())))
-        if len(asked) > 1 or not len(x):
-            raise DtlibError(
-                f"Ranks have (tokens, sum of gate) {asked}: take as many, and average the gate's gradients."
-            )
         probabilities = self.gate(x).softmax(-1)
         weights, chosen = probabilities.topk(self.top)
         weights = weights / weights.sum(-1, keepdim=True) if self.top > 1 else weights
         self.balance = self.balance_of(probabilities, chosen)
         # All first choices, then all second ones; in order of experts, and for one expert in order of tokens.
-        expert, token, weight = chosen.T.flatten(), torch.arange(len(x)).repeat(self.top), weights.T.flatten()
+        expert, weight = chosen.T.flatten(), weights.T.flatten()
         order = expert.argsort(stable=True)
-        expert, token, weight = expert[order], token[order], weight[order]
+        expert, token, weight = expert[order], order % len(x), weight[order]
         counts = expert.bincount(minlength=self.count)
         if self.capacity is None:
             back = self.through_experts(x[token], counts)
         else:
             places = math.ceil(self.capacity * self.top * len(x) / self.count)
-            place = torch.arange(len(expert)) - (counts.cumsum(0) - counts)[expert]  # in the queue of its expert
+            place = torch.arange(len(expert), device=x.device) - (counts.cumsum(0) - counts)[expert]  # in a queue
             kept = place < places
             token, weight, at = token[kept], weight[kept], (expert * places + place)[kept]
             rows = x.new_zeros(self.count * places, x.shape[1]).index_copy(0, at, x[token])
@@ -91,13 +83,14 @@ class MixtureOfExperts(nn.Module):
 
     def through_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows in order of experts, ``counts[e]`` of them for expert e: there, through the experts, and back."""
-        theirs = self.comm.all_to_all(torch.empty_like(counts), counts).view(self.comm.size, -1)  # [rank, expert]
-        sent, received = counts.view(self.comm.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
-        arrived = Rows.apply(rows, self.comm, sent, received).split(theirs.flatten().tolist())
+        dist.all_to_all_single(theirs := torch.empty_like(counts), counts, group=self.group)
+        theirs = theirs.view(self.size, -1)  # [rank, expert]
+        sent, received = counts.view(self.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
+        arrived = Rows.apply(rows, self.group, sent, received).split(theirs.flatten().tolist())
         done, here = [None] * len(arrived), len(self.experts)
         for e, expert in enumerate(self.experts):  # its rows of every rank
             done[e::here] = expert(torch.cat(arrived[e::here])).split(theirs[:, e].tolist())
-        return Rows.apply(torch.cat(done), self.comm, received, sent)
+        return Rows.apply(torch.cat(done), self.group, received, sent)
 
     def balance_of(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
         """E * sum over experts of (share of all ranks' choices) * (mean probability): 1 where all experts get as much.
@@ -105,8 +98,10 @@ class MixtureOfExperts(nn.Module):
         The share has no gradient. It is that of all ranks, and so the mean of this over ranks is that of all tokens.
         """
         share = chosen.flatten().bincount(minlength=self.count).to(probabilities.dtype) / chosen.numel()
-        return self.count * (self.comm.all_reduce(share, op="mean") * probabilities.mean(0)).sum()
+        dist.all_reduce(share, group=self.group)
+        return self.count * (share / self.size * probabilities.mean(0)).sum()
 
 
 # The full class (layer.py) adds ranks with different numbers of tokens, padding that takes no places, experts that all
 # tokens share, a loss of large logits (z-loss), jitter, copies of experts along a data axis, clipping and checkpoints.
+# contract.py refuses what lies outside of the contract above, where dtlib is installed: this file needs torch alone.

@@ -16,11 +16,9 @@ Local SGD: S. Stich, ICLR 2019. DiLoCo: A. Douillard et al., arXiv:2311.08105. N
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
-
-from dtlib.comm import Communicator, as_communicator
-from dtlib.errors import DtlibError
-from dtlib.gradients.same_model import check_same_model
 
 
 class LocalSGD:
@@ -30,26 +28,11 @@ class LocalSGD:
     construction. The states of ``optimizer`` (momenta) stay each rank's own.
     """
 
-    def __init__(self, comm: Communicator, model: nn.Module, optimizer: Optimizer, sync_every: int):
-        self.comm, self.optimizer, self.sync_every, self.steps = as_communicator(comm), optimizer, sync_every, 0
-        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.trained = list(named.values())
-        check_same_model(named, self.comm, type(self).__name__)
-        if not isinstance(sync_every, int) or sync_every < 1:
-            raise DtlibError(f"{type(self).__name__}(sync_every={sync_every!r}): give the steps of a round, 1 or more.")
-        if len({parameter.dtype for parameter in self.trained}) != 1 or any(True for _ in model.buffers()):
-            raise DtlibError(f"{type(self).__name__}: take a model of one dtype without buffers, or the full class.")
-        self.check_optimizer(optimizer)
+    def __init__(self, group: ProcessGroup | None, model: nn.Module, optimizer: Optimizer, sync_every: int):
+        self.group, self.optimizer, self.sync_every, self.steps = group, optimizer, sync_every, 0
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in model.parameters():
-            self.comm.broadcast(parameter)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if known != set(self.trained):
-            raise DtlibError(
-                f"{type(self).__name__}: an optimizer has {len(known)} parameters, and the model trains "
-                f"{len(self.trained)}: give it all of them."
-            )
+            dist.broadcast(parameter.detach(), group_src=0, group=group)
 
     def step(self) -> None:
         self.optimizer.step()
@@ -64,7 +47,8 @@ class LocalSGD:
 
     def means(self, tensors: list) -> list[Tensor]:
         """Over ranks, in one message."""
-        flat = self.comm.all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), op="mean")
+        dist.all_reduce(flat := torch.cat([tensor.flatten() for tensor in tensors]), group=self.group)
+        flat /= dist.get_world_size(self.group)
         pieces = flat.split([tensor.numel() for tensor in tensors])
         return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
 
@@ -76,10 +60,9 @@ class DiLoCo(LocalSGD):
     the paper. With ``SGD(lr=1)`` it is local SGD.
     """
 
-    def __init__(self, comm: Communicator, model: nn.Module, inner_optimizer: Optimizer, outer_optimizer: Optimizer,
-                 sync_every: int):  # fmt: skip
-        super().__init__(comm, model, inner_optimizer, sync_every)
-        self.check_optimizer(outer_optimizer)
+    def __init__(self, group: ProcessGroup | None, model: nn.Module, inner_optimizer: Optimizer,
+                 outer_optimizer: Optimizer, sync_every: int):  # fmt: skip
+        super().__init__(group, model, inner_optimizer, sync_every)
         self.outer_optimizer = outer_optimizer
         self.starts = [parameter.detach().clone() for parameter in self.trained]
 
@@ -97,3 +80,4 @@ class DiLoCo(LocalSGD):
 
 # LocalSGD and DiLoCo, in full.py, add fragments of the model that travel one after the other while the next steps are
 # computed, ranks that die between two rounds, checkpoints, buffers, and several dtypes.
+# contract.py refuses what lies outside of the contract above, where dtlib is installed: this file needs torch alone.

@@ -6,6 +6,7 @@
 An order of actions is data (dtlib/schedule): here it runs.
 """
 
+from dtlib.parallel.pipeline import contract  # noqa: F401  # plain.py's, on import
 from dtlib.parallel.pipeline.interpreter import (
     Schedule1F1B,
     ScheduleGPipe,

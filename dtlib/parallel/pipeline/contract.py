@@ -1,10 +1,20 @@
-"""What stages of a plain pipeline must not have, as each rank sees its own alone."""
+"""The contract of plain.py, which needs torch alone: on import, its ``step`` learns to refuse what lies outside.
 
-from collections.abc import Callable
+Its group may also be a communicator of dtlib, and ``dtlib.trace()`` records its forward and backward passes.
+"""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
 from torch import nn
 
+from dtlib.comm import AnyCommunicator, Communicator
+from dtlib.comm.watch import recorder
 from dtlib.errors import DtlibError
+from dtlib.gradients.contract import around, beforehand, group_and_communicator
+from dtlib.parallel.pipeline import plain
+from dtlib.schedule import Action
 
 
 def about_stage(stage: nn.Module, loss_fn: Callable) -> tuple:
@@ -44,3 +54,44 @@ def check_stages(stages: list[tuple], microbatches: int) -> None:
                     f"{name} of rank {rank} has the values of {its_name} of rank {first}: a tied layer needs the "
                     "gradients of both stages, see TiedLayerSpec; others need seeds of their own."
                 )
+
+
+def check(comm: Communicator, batches: list, about: tuple, microbatches: int, schedule: str) -> None:
+    """Refuse, on every rank, what lies outside of the contract."""
+    samples = [None if batch is None else len(batch) for batch in batches]
+    notes = comm.all_gather_object((samples, microbatches, schedule, about))
+    count, wanted = notes[0][0][0], notes[-1][0][1]
+    if count != wanted or not count:
+        raise DtlibError(f"Rank 0 needs inputs, the last rank as many targets: they have {count} and {wanted}.")
+    if any(note[1:3] != notes[0][1:3] for note in notes) or notes[0][2] not in plain.SCHEDULES:
+        raise DtlibError(
+            f"All name one of {plain.SCHEDULES}, with as many micro-batches: here {schedule!r}, {microbatches}."
+        )
+    if not all(isinstance(note[1], int) for note in notes) or microbatches < 1 or count % microbatches:
+        raise DtlibError(f"{count} samples make no {microbatches} equal micro-batches: see Schedule1F1B for others.")
+    check_stages([note[3] for note in notes], microbatches)
+
+
+def _check_output(group, dest: int, tensor: object) -> None:
+    most = plain.HEADER - 2
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in plain.DTYPES or tensor.dim() > most:
+        raise DtlibError(f"A stage gives one tensor of {plain.DTYPES}, of at most {most} dimensions: this is {tensor}.")
+
+
+def _step(
+    plainly, group: AnyCommunicator | None, stage, inputs, targets, loss_fn, microbatches, schedule="1f1b", *groups
+):
+    group, comm = group_and_communicator(group)
+    check(comm, [inputs, targets], about_stage(stage, loss_fn), microbatches, schedule)
+
+    @contextmanager
+    def recorded(what: str) -> Iterator[None]:
+        with recorder.phase(Action(comm.rank, what[0], int(what[1:])), comm.world_rank):
+            yield
+
+    plain.record_function = recorded  # type: ignore[misc, assignment]
+    return plainly(group, stage, inputs, targets, loss_fn, microbatches, schedule, *groups)
+
+
+around(plain, "step", _step)
+beforehand(plain, "announce", _check_output)

@@ -13,14 +13,10 @@ works on the next. F is a forward pass, B a backward pass, which takes twice as 
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import distributed as dist
 from torch.autograd.graph import get_gradient_edge
-
-from dtlib.comm import Communicator
-from dtlib.comm.waiting import Handle
-from dtlib.comm.watch import recorder
-from dtlib.errors import DtlibError
-from dtlib.parallel.pipeline.contract import about_stage, check_stages
-from dtlib.schedule import Action
+from torch.distributed import ProcessGroup, Work
+from torch.profiler import record_function
 
 SCHEDULES = "gpipe", "1f1b"
 DTYPES, HEADER = (torch.float32, torch.float64), 8  # a header's numbers: dtype, dimensions, and the length of each
@@ -34,48 +30,59 @@ def order(schedule: str, rank: int, ranks: int, microbatches: int) -> list[tuple
     return forward[:ahead] + in_turn + backward[microbatches - ahead :]
 
 
-def announce(comm: Communicator, dest: int, tensor: torch.Tensor) -> Handle:
+def announce(group: ProcessGroup, dest: int, tensor: torch.Tensor) -> Work | None:
     """Tell the next rank what all tensors that it will get look like."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES or tensor.dim() > HEADER - 2:
-        raise DtlibError(f"A stage gives one tensor of {DTYPES}, of at most {HEADER - 2} dimensions: this is {tensor}.")
     numbers = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    return comm.send(torch.tensor(numbers + [0] * (HEADER - len(numbers))), dest, async_op=True)
+    header = torch.tensor(numbers + [0] * (HEADER - len(numbers)), device=tensor.device)
+    return dist.isend(header, group_dst=dest, group=group)
 
 
-def announced(comm: Communicator, source: int, device: torch.device) -> torch.Tensor:
+def announced(group: ProcessGroup, source: int, device: torch.device) -> torch.Tensor:
     """One number that looks like each of the tensors that will arrive."""
-    dtype, dimensions, *shape = comm.recv(torch.zeros(HEADER, dtype=torch.int64), source).tolist()
+    dist.recv(header := torch.zeros(HEADER, dtype=torch.int64, device=device), group_src=source, group=group)
+    dtype, dimensions, *shape = header.tolist()
     return torch.empty((), dtype=DTYPES[dtype], device=device).expand(shape[:dimensions])
 
 
-def arriving(comm: Communicator, source: int, like: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+def arriving(group: ProcessGroup, source: int, like: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
     """So many tensors from a neighbour, in their order. The next is asked for before this one is worked on."""
-    asked_for = [comm.recv(like.new_empty(like.shape), source, async_op=True)]
-    for left in reversed(range(count)):
-        asked_for += [comm.recv(like.new_empty(like.shape), source, async_op=True)] if left else []
-        yield asked_for.pop(0).wait()  # from here on only the caller keeps it
+    asked_for = []
+    for m in range(-1, count):
+        if m < count - 1:
+            tensor = like.new_empty(like.shape)
+            asked_for.append((tensor, dist.irecv(tensor, group_src=source, group=group)))
+            del tensor
+        if m >= 0:
+            tensor, work = asked_for.pop(0)
+            work.wait()
+            del work
+            yield tensor
+            del tensor  # from here on only the caller keeps it
 
 
-def step(comm: Communicator, stage: torch.nn.Module, inputs: torch.Tensor | None, targets: torch.Tensor | None,
-         loss_fn: Callable, microbatches: int, schedule: str = "1f1b") -> torch.Tensor | None:  # fmt: skip
+def step(group: ProcessGroup | None, stage: torch.nn.Module, inputs: torch.Tensor | None, targets: torch.Tensor | None,
+         loss_fn: Callable, microbatches: int, schedule: str = "1f1b",
+         backward_group: ProcessGroup | None = None) -> torch.Tensor | None:  # fmt: skip
     """Forward and backward of a whole batch. Gradients are those of the mean loss, which the last rank returns.
 
     Contract: rank 0 has ``inputs`` and the last rank ``targets``, None elsewhere, of as many samples, a multiple of
     ``microbatches``. Every ``stage(x)`` has parameters that are trained, takes and gives one tensor, alike for all
     micro-batches. ``loss_fn`` gives the mean over samples: a sum would be divided by ``microbatches``. No layer mixes
-    samples, as batch norm does, or is tied to one of another stage. ``comm`` is a communicator of dtlib.
+    samples, as batch norm does, or is tied to one of another stage. On NCCL, messages of one group wait for each other:
+    there ``backward_group`` is another one of the same ranks.
     """
-    check(comm, [inputs, targets], about_stage(stage, loss_fn), microbatches, schedule)
-    before, after, is_first, is_last = comm.rank - 1, comm.rank + 1, comm.rank == 0, comm.rank == comm.size - 1
+    group = group or dist.group.WORLD
+    back, rank, ranks = backward_group or group, group.rank(), group.size()
+    before, after, is_first, is_last = rank - 1, rank + 1, rank == 0, rank == ranks - 1
     if is_first:
         activations = iter(torch.chunk(inputs, microbatches))
     else:
-        like = announced(comm, before, next(stage.parameters()).device)
-        activations = map(torch.Tensor.requires_grad_, arriving(comm, before, like, microbatches))
+        like = announced(group, before, next(stage.parameters()).device)
+        activations = map(torch.Tensor.requires_grad_, arriving(group, before, like, microbatches))
     wanted = torch.chunk(targets, microbatches) if is_last else ()
     kept, sending, losses = {}, [], []  # kept until the backward pass: an input, and its output's place in the graph
-    for kind, m in order(schedule, comm.rank, comm.size, microbatches):
-        with recorder.phase(Action(comm.rank, kind, m), comm.world_rank):
+    for kind, m in order(schedule, rank, ranks, microbatches):
+        with record_function(f"{kind}{m}"):
             if kind == "F":
                 x = next(activations)
                 y = stage(x)
@@ -84,38 +91,25 @@ def step(comm: Communicator, stage: torch.nn.Module, inputs: torch.Tensor | None
                     losses.append(y.detach())
                 else:
                     if m == 0:
-                        sending.append(announce(comm, after, y))
+                        sending.append(announce(group, after, y))
                         of_y = y.new_empty(()).expand(y.shape)
-                        gradients = arriving(comm, after, of_y, microbatches)
+                        gradients = arriving(back, after, of_y, microbatches)
                     if y.shape != of_y.shape:
-                        raise DtlibError(f"A stage gave {y.shape} after {of_y.shape}: all have one shape.")
-                    sending.append(comm.send(y.detach(), after, async_op=True))
+                        raise ValueError(f"A stage gave {y.shape} after {of_y.shape}: all have one shape.")
+                    sending.append(dist.isend(y.detach().contiguous(), group_dst=after, group=group))
                 kept[m] = x, get_gradient_edge(y)
             else:
                 x, y = kept.pop(m)
                 torch.autograd.backward(y, None if is_last else next(gradients))
                 if not is_first:
-                    sending.append(comm.send(x.grad, before, async_op=True))
+                    sending.append(dist.isend(x.grad.contiguous(), group_dst=before, group=back))
         del x, y  # so they are freed now, as are the tensors of messages that have left
-        sending = [handle for handle in sending if not handle.done()]
-    for handle in sending:
-        handle.wait()
+        sending = [work for work in sending if not work.is_completed()]
+    for work in sending:
+        work.wait()
     return sum(losses) if is_last else None
-
-
-def check(comm: Communicator, batches: list, about: tuple, microbatches: int, schedule: str) -> None:
-    """Refuse, on every rank, what lies outside of the contract."""
-    samples = [None if batch is None else len(batch) for batch in batches]
-    notes = comm.all_gather_object((samples, microbatches, schedule, about))
-    count, wanted = notes[0][0][0], notes[-1][0][1]
-    if count != wanted or not count:
-        raise DtlibError(f"Rank 0 needs inputs, the last rank as many targets: they have {count} and {wanted}.")
-    if any(note[1:3] != notes[0][1:3] for note in notes) or notes[0][2] not in SCHEDULES:
-        raise DtlibError(f"All name one of {SCHEDULES}, with as many micro-batches: here {schedule!r}, {microbatches}.")
-    if not all(isinstance(note[1], int) for note in notes) or microbatches < 1 or count % microbatches:
-        raise DtlibError(f"{count} samples make no {microbatches} equal micro-batches: see Schedule1F1B for others.")
-    check_stages([note[3] for note in notes], microbatches)
 
 
 # The full classes add micro-batches of any size and kind, several tensors a stage (edges.py), interleaved schedules and
 # zero-bubble ones (interpreter.py, linear.py), recomputation (stage.py), and lists of layers, also tied (layers.py).
+# contract.py refuses what lies outside of the contract above, where dtlib is installed: this file needs torch alone.

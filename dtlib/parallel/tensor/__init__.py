@@ -43,6 +43,7 @@ arXiv:1909.08053, section 3; D. Narayanan et al., "Efficient large-scale languag
 Megatron-LM", SC 2021, section 2.3. Names are Megatron-LM's.
 """
 
+from dtlib.parallel.tensor import contract  # noqa: F401  # plain.py's, on import
 from dtlib.parallel.tensor.blocks import ParallelAttention, ParallelMLP
 from dtlib.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from dtlib.parallel.tensor.functions import (

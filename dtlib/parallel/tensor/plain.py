@@ -13,50 +13,46 @@ activation works element by element:
 torch keeps the transposed weight, (out_features, in_features): A's columns are its rows.
 """
 
-import zlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.autograd.function import FunctionCtx
-
-from dtlib.comm import Communicator, as_communicator
-from dtlib.errors import DtlibError
-from dtlib.gradients.contract import check_input
-from dtlib.gradients.shard_info import note
+from torch.distributed import ProcessGroup
 
 
 class CopyToRanks(torch.autograd.Function):
     """Megatron-LM's f. Each rank used the same X with other weights: X's gradient is the sum over all ranks."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
+    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple:
-        return ctx.comm.all_reduce(gradient.clone()), None
+        dist.all_reduce(gradient := gradient.contiguous().clone(), group=ctx.group)
+        return gradient, None
 
 
 class ReduceFromRanks(torch.autograd.Function):
     """Megatron-LM's g, the reverse. The sum is the same on all ranks: each summand has the gradient of the sum."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, comm: Communicator) -> Tensor:
-        return comm.all_reduce(x.clone())
+    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
+        dist.all_reduce(x := x.clone(), group=group)
+        return x
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple:
         return gradient, None
 
 
-def slice_of(parameter: Tensor, dim: int, comm: Communicator) -> nn.Parameter:
+def slice_of(parameter: Tensor, dim: int, group: ProcessGroup) -> nn.Parameter:
     """This rank's slice, along ``dim``, of rank 0's values."""
-    whole = comm.broadcast(parameter.detach().clone())
-    mine = nn.Parameter(whole.chunk(comm.size, dim)[comm.rank].clone(memory_format=torch.contiguous_format))
-    note(mine, tensor=comm.members)  # norms of its gradients need the other ranks
-    return mine
+    dist.broadcast(whole := parameter.detach().clone(), group_src=0, group=group)
+    return nn.Parameter(whole.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -65,17 +61,14 @@ class ColumnParallelLinear(nn.Module):
     Contract: ``out_features`` is a multiple of the ranks. A softmax of the output would see this rank's features alone.
     """
 
-    def __init__(self, in_features: int, out_features: int, comm: Communicator):
+    def __init__(self, in_features: int, out_features: int, group: ProcessGroup | None = None):
         super().__init__()
-        self.comm = as_communicator(comm)
-        check_features(self.comm, out_features, in_features)
+        self.group = group or dist.group.WORLD
         whole = nn.Linear(in_features, out_features)
-        self.weight, self.bias = slice_of(whole.weight, 0, self.comm), slice_of(whole.bias, 0, self.comm)
+        self.weight, self.bias = slice_of(whole.weight, 0, self.group), slice_of(whole.bias, 0, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        check_same_input(self.comm, x)
-        check_input(x, self.weight, "ColumnParallelLinear")
-        return nn.functional.linear(CopyToRanks.apply(x, self.comm), self.weight, self.bias)
+        return nn.functional.linear(CopyToRanks.apply(x, self.group), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -84,47 +77,32 @@ class RowParallelLinear(nn.Module):
     It computes a summand of the output. Contract: ``in_features`` is a multiple of the ranks.
     """
 
-    def __init__(self, in_features: int, out_features: int, comm: Communicator):
+    def __init__(self, in_features: int, out_features: int, group: ProcessGroup | None = None):
         super().__init__()
-        self.comm = as_communicator(comm)
-        check_features(self.comm, in_features, out_features)
+        self.group = group or dist.group.WORLD
         whole = nn.Linear(in_features, out_features)
-        self.weight = slice_of(whole.weight, 1, self.comm)
-        self.bias = nn.Parameter(self.comm.broadcast(whole.bias.detach().clone()))
+        self.weight, self.bias = slice_of(whole.weight, 1, self.group), whole.bias
+        dist.broadcast(self.bias.detach(), group_src=0, group=self.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        check_input(x, self.weight, "RowParallelLinear")
-        return ReduceFromRanks.apply(nn.functional.linear(x, self.weight), self.comm) + self.bias  # once, after the sum
+        return ReduceFromRanks.apply(nn.functional.linear(x, self.weight), self.group) + self.bias  # after the sum
 
 
 class ParallelMLP(nn.Module):
     """Both, around an activation that works element by element: one all_reduce forward, one backward."""
 
-    def __init__(self, width: int, hidden: int, comm: Communicator, activation: Callable = nn.functional.gelu):
+    def __init__(self, width: int, hidden: int, group: ProcessGroup | None = None,
+                 activation: Callable = nn.functional.gelu):  # fmt: skip
         super().__init__()
         self.activation = activation
-        self.linear1 = ColumnParallelLinear(width, hidden, comm)
-        self.linear2 = RowParallelLinear(hidden, width, comm)
+        self.linear1 = ColumnParallelLinear(width, hidden, group)
+        self.linear2 = RowParallelLinear(hidden, width, group)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear2(self.activation(self.linear1(x)))
 
 
-def check_features(comm: Communicator, cut: int, whole: int) -> None:
-    """Refuse, on every rank, a layer whose features cannot be cut into equal slices."""
-    if len(sizes := set(comm.all_gather_object((cut, whole)))) > 1:
-        raise DtlibError(f"Ranks make layers of sizes {sizes}: make the same on all ranks.")
-    if cut % comm.size:
-        raise DtlibError(f"{cut} features make no {comm.size} equal slices: see layers.py for others.")
-
-
-def check_same_input(comm: Communicator, x: Tensor) -> None:
-    """Refuse, on every rank, batches that differ: their sums over ranks would mean nothing."""
-    mine = torch.tensor([x.numel(), zlib.crc32(x.detach().cpu().contiguous().view(torch.uint8).numpy())])
-    if (comm.all_gather(mine.new_empty(comm.size, 2), mine) != mine).any():
-        raise DtlibError("Ranks have different inputs: give all ranks of this communicator the same batch.")
-
-
 # The full layers (layers.py, functions.py) add slices that differ in length, whole outputs and inputs, layers without
 # bias, layers that are there already (from_linear), and second derivatives. Beside them: attention (blocks.py),
 # vocabularies (layers.py, cross_entropy.py), norms of gradients and whole state dicts (whole.py).
+# contract.py refuses what lies outside of the contracts above, where dtlib is installed: this file needs torch alone.

@@ -17,12 +17,10 @@ A unit is a module whose parameters travel together. They lie in one flat memory
 from functools import partial
 
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn.utils import vector_to_parameters
-
-from dtlib.comm import Communicator, as_communicator
-from dtlib.gradients.contract import Contract
-from dtlib.parallel.zero.arguments import check_elementwise, check_output
 
 
 class Unit:
@@ -44,23 +42,21 @@ class Stage1:
     in one order on all ranks; one dtype, float32 or float64; ``units`` are modules that share out all parameters.
     """
 
-    def __init__(self, comm: Communicator, model: nn.Module, optimizer_class: type, units: list | None = None,
+    def __init__(self, group: ProcessGroup | None, model: nn.Module, optimizer_class: type, units: list | None = None,
                  **settings: object):  # fmt: skip
-        self.comm, modules = as_communicator(comm), list(units or [model])
-        check_elementwise(optimizer_class, type(self).__name__)
-        self.contract = Contract(type(self).__name__, model, self.comm, modules, in_order=True)
+        self.group = group or dist.group.WORLD
+        self.rank, self.size = self.group.rank(), self.group.size()
         for tensor in [*model.parameters(), *model.buffers()]:
-            self.comm.broadcast(tensor)
-        self.units = [Unit(module, self.comm.rank, self.comm.size) for module in modules]
+            dist.broadcast(tensor.detach(), group_src=0, group=self.group)
+        self.units = [Unit(module, self.rank, self.size) for module in units or [model]]
         self.optimizer = optimizer_class([unit.shard for unit in self.units], **settings)
         for owner, parameter in [(unit, parameter) for unit in self.units for parameter in unit.parameters]:
             parameter.register_post_accumulate_grad_hook(partial(self.gradient_is_ready, owner))
 
     def gradient_is_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
-        self.contract.gradient_is_ready(parameter)
+        """A hook: all of this parameter's gradient is there. Stage 1 waits for the step."""
 
     def step(self, closure: None = None) -> None:
-        self.contract.check_step(closure)
         for unit in self.units:
             if unit.shard.grad is None:  # else the backward pass has done it
                 self.reduce(unit)
@@ -73,10 +69,12 @@ class Stage1:
         """This rank's shard of the mean of all ranks' gradients; the gradients themselves go."""
         whole = torch.cat([*(p.grad.flatten() for p in unit.parameters if p.grad is not None), unit.padding])
         unit.module.zero_grad()
-        unit.shard.grad = self.comm.reduce_scatter(torch.empty_like(unit.shard), whole, op="mean")
+        unit.shard.grad = torch.empty_like(unit.shard)
+        dist.reduce_scatter_single(unit.shard.grad, whole, group=self.group)
+        unit.shard.grad /= self.size
 
     def give(self, unit: Unit) -> None:
-        self.comm.all_gather(unit.flat, unit.shard)
+        dist.all_gather_single(unit.flat, unit.shard.detach(), group=self.group)
 
 
 class Stage2(Stage1):
@@ -102,12 +100,11 @@ class Stage3(Stage2):
     def gather(self, unit: Unit) -> None:
         if not unit.flat.untyped_storage().nbytes():
             unit.flat.untyped_storage().resize_(unit.flat.nbytes)
-            # Under another tensor: the storage of one that numpy has seen cannot be resized.
-            self.comm.all_gather(torch.from_dlpack(unit.flat), unit.shard)
+            # Under another tensor: dtlib's ranks show it to numpy, and such a storage cannot be resized.
+            dist.all_gather_single(torch.from_dlpack(unit.flat), unit.shard.detach(), group=self.group)
             vector_to_parameters(unit.flat, unit.parameters)
 
     def forward_ends(self, unit: Unit, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        check_output(output, type(self).__name__)
         if torch._C._current_graph_task_id() == -1:  # else activation checkpointing computes it anew
             self.free(unit)
         if output.requires_grad:
@@ -128,3 +125,4 @@ class Stage3(Stage2):
 
 # ZeroOptimizer (stages 1, 2), fully_shard (stage 3) add frozen, unused and tied parameters, 16 bits, several backward
 # passes a step, unequal batches, clipping, checkpoints, sending while autograd computes, and prefetching the next unit.
+# contract.py refuses what lies outside of the contract above, where dtlib is installed: this file needs torch alone.

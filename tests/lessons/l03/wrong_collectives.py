@@ -313,13 +313,40 @@ def ring_in_three_chunks(comm, tensor):
     return ring(comm, tensor, torch.tensor_split(tensor, 3))
 
 
+def receives_into_the_chunk(comm, tensor):
+    """In the first half, too: what is to be added to is gone."""
+    rank, size = comm.rank, comm.size
+    chunks = torch.tensor_split(tensor, size)
+    for first, add in ((1, True), (0, False)):
+        for step in range(size - 1):
+            incoming = chunks[(rank - step - first - 1) % size]
+            sending = comm.send(chunks[(rank - step - first) % size].clone(), (rank + 1) % size, async_op=True)
+            comm.recv(incoming, (rank - 1) % size)
+            sending.wait()
+            if add:
+                incoming += incoming.clone()
+
+
+def partners_by_powers_of_two(comm, tensor):
+    """Recursive doubling, where ranks are no power of two."""
+    distance = 1
+    while distance < comm.size:
+        partner, received = comm.rank ^ distance, torch.empty_like(tensor)
+        if partner < comm.size:
+            sending = comm.send(tensor.clone(), partner, async_op=True)
+            comm.recv(received, partner)
+            sending.wait()
+            tensor += received
+        distance *= 2
+
+
 WRONG = {
     "ring-fix": {
         as_it_was: ("incomplete", 2),
         the_other_index_turned: ("one-rank-each", 2),
         adds_in_the_second_half: ("counted-twice", 2),
         first_half_moved_instead: ("incomplete", 3),  # on two ranks two chunks further is the same chunk
-        one_step_short: ("incomplete", 3),
+        one_step_short: ("never-heard", 3),
         calls_the_library: ("collective-inside", 2),
         never_waits: ("not-waited", 2),
     },
@@ -351,6 +378,8 @@ WRONG = {
         skips_empty_chunks: ("other-chunk", 3),
         straight_to_the_owner: ("no-ring", 4),  # with fewer ranks everybody is a neighbour
         ring_in_three_chunks: "other-size",
+        receives_into_the_chunk: ("written-over", 2),
+        partners_by_powers_of_two: ("never-heard", 3),
     },
 }
 

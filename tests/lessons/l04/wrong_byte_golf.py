@@ -80,6 +80,11 @@ def golf_past_comm(comm, x, y):
     return golf_alone(comm, *(torch.cat(them) for them in zip(*everyones, strict=True)))
 
 
+def golf_without_end(comm, x, y):
+    while True:
+        pass
+
+
 WRONG = {
     "byte-golf": {
         golf_alone: "accuracy",
@@ -89,5 +94,6 @@ WRONG = {
         golf_loads_all_digits: "loads-digits",
         golf_loads_scikit_learns: "loads-digits",
         golf_past_comm: "nothing-sent",
+        golf_without_end: "raised",
     },
 }

@@ -234,6 +234,17 @@ class AThirdOfTheFeatures(RightMLP):
             setattr(self, name, nn.Parameter(whole.detach().chunk(3, dim)[comm.rank].clone()))
 
 
+class GeluTwice(RightMLP):
+    def forward(self, x):
+        return self.g(linear(gelu(gelu(linear(self.f(x), self.weight1, self.bias1))), self.weight2)) + self.bias2
+
+
+class FloatInside(RightMLP):
+    def forward(self, x):
+        hidden = gelu(linear(self.f(x), self.weight1, self.bias1)).float()
+        return self.g(linear(hidden, self.weight2.float())).double() + self.bias2
+
+
 WRONG = {
     "mlp-build": {
         WithoutG: "not-reduced",
@@ -262,5 +273,7 @@ WRONG = {
         RandomParts: "other-values",
         BiasOfTheWholeLayer: "shared-memory",
         AThirdOfTheFeatures: "other-size",
+        GeluTwice: "other-activation",
+        FloatInside: "rounded",
     },
 }

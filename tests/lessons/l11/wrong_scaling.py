@@ -197,6 +197,19 @@ def halves_with_whole_messages(ranks, compute, count, latency, bandwidth):
     return compute + min(ring(ranks, *network), doubling(ranks, *network), 2 * doubling(ranks, *network))
 
 
+def latencies_of_the_ring(ranks, compute, count, latency, bandwidth):
+    """Every algorithm pays the ring's latencies, so that the ring is always the cheapest."""
+    if ranks == 1:
+        return compute
+    sent = [2 * count * (ranks - 1) / ranks, count * math.log2(ranks)]
+    return compute + min(2 * (ranks - 1) * latency + each / bandwidth for each in sent)
+
+
+def asks_for_three(ranks, compute, count, latency, bandwidth):
+    """The number of ranks of the notebook, whatever was passed."""
+    return compute + cheapest(3, count, latency, bandwidth)
+
+
 WRONG = {
     "efficiency-fix": {
         as_it_was: "strong-for-weak",
@@ -235,5 +248,7 @@ WRONG = {
         whole_bytes: "whole-bytes",
         natural_logarithm: "natural-log",
         halves_with_whole_messages: "without-halving",
+        latencies_of_the_ring: "always-ring",
+        asks_for_three: "other-ranks",
     },
 }

@@ -373,6 +373,17 @@ def takes_the_latest_state(comm, model, optimizer, batch_of, steps):
     recovering(comm, model, optimizer, batch_of, steps, agree, take_step)
 
 
+def averages_steps(comm, model, optimizer, batch_of, steps):
+    """Rank 0's state, and the rounded mean of all steps: 2.5 becomes 2, and 3.5 becomes 4."""
+
+    def agree(comm, model, optimizer, step):
+        take_rank_0s(comm, model, optimizer, step)
+        everyones = comm.all_gather_object(step)
+        return round(sum(everyones) / len(everyones))
+
+    recovering(comm, model, optimizer, batch_of, steps, agree)
+
+
 WRONG = {
     "resume-fix": {
         keeps_its_own_step: "one-step-apart",
@@ -386,6 +397,7 @@ WRONG = {
         starts_over: "steps-redone",
         the_whole_batch: "whole-batch",
         drops_the_rest: "rest-dropped",
+        averages_steps: "step-lost",
     },
     "shrink-build": {
         forgets_the_momentum: "ranks-differ",

@@ -183,6 +183,50 @@ def nothing_returned(comm, summand):
     no_last_hop(comm, summand)
 
 
+def owner_one_earlier(comm, summand):
+    """No last hop, and yet the right values: by keys that have not arrived."""
+    travelling = None
+    for step in range(comm.size):
+        here = summand((comm.rank - 1 - step) % comm.size)
+        travelling = here + pass_on(comm, travelling)() if step else here
+    return travelling
+
+
+def returns_the_handle(comm, summand):
+    return pass_on(comm, round_the_ring(comm, summand, hops=0))
+
+
+def last_hop_to_the_left(comm, summand):
+    travelling = round_the_ring(comm, summand, hops=0)
+    sending = comm.send(travelling, (comm.rank - 1) % comm.size, async_op=True)
+    arrived = comm.recv(torch.empty_like(travelling), (comm.rank + 1) % comm.size)
+    sending.wait()
+    return arrived
+
+
+def home_backwards(comm, summand):
+    """Begins with the keys that are furthest from home, so that the last to add is their owner."""
+    travelling = summand((comm.rank + 1) % comm.size) if comm.size > 1 else None
+    for step in range(2, comm.size + 1):
+        arrived = comm.recv(torch.empty_like(travelling), (comm.rank + 1) % comm.size, async_op=True)
+        comm.send(travelling, (comm.rank - 1) % comm.size, async_op=True).wait()
+        travelling = arrived.wait() + summand((comm.rank + step) % comm.size)
+    return summand(comm.rank) if travelling is None else travelling
+
+
+def merge_in_float32(out, lse, block_out, block_lse):
+    share, block_share, total = shares(lse, block_lse)
+    return (share * out + block_share * block_out).float(), total.float()
+
+
+def travels_in_float32(comm, summand):
+    travelling = None
+    for step in range(comm.size):
+        here = summand((comm.rank - step) % comm.size).float()
+        travelling = here + pass_on(comm, travelling)() if step else here
+    return pass_on(comm, travelling)().double()
+
+
 WRONG = {
     "merge-build": {
         merge_without_rescaling: "old-not-rescaled",
@@ -198,6 +242,7 @@ WRONG = {
         merge_by_logsigmoid: "no-number-at-first",
         merge_as_it_was: "left-out",
         merge_one_thing: "type",
+        merge_in_float32: "rounded",
     },
     "rescaling-fix": {
         out_is_not_rescaled: "out-not-rescaled",
@@ -219,5 +264,10 @@ WRONG = {
         everything_everywhere: "too-many-bytes",
         round_the_other_way: "other-gradients",
         nothing_returned: "type",
+        owner_one_earlier: "keys-not-there",
+        home_backwards: "keys-not-there",
+        returns_the_handle: "type",
+        last_hop_to_the_left: "one-hop-too-many",
+        travels_in_float32: "rounded",
     },
 }

@@ -171,6 +171,52 @@ def padded_to_the_longest(comm, x, chosen, expert):
     return out
 
 
+def through_objects(comm, x, chosen, expert):
+    """All rows to all ranks, as objects, which are bytes and no floats."""
+    everyones = comm.all_gather_object((x, chosen))
+    done = comm.all_gather_object([expert(rows) for rows, _ in everyones])
+    out = torch.empty_like(x)
+    for token, rank in enumerate(chosen.tolist()):
+        out[token] = done[rank][comm.rank][token]
+    return out
+
+
+def all_rows_as_integers(comm, x, chosen, expert):
+    """All rows to all ranks, in the disguise of integers."""
+    lengths = comm.all_gather_object(len(x))
+    padded = torch.cat([x, x.new_zeros(max(lengths) - len(x), x.shape[1])]).view(torch.int64)
+    tokens = comm.all_gather(padded.new_empty(comm.size, *padded.shape), padded)
+    done = expert(tokens.view(x.dtype).flatten(0, 1)).view(torch.int64).view_as(tokens)
+    whole = comm.all_gather(done.new_empty(comm.size, *done.shape), done).view(x.dtype)
+    return whole[chosen, comm.rank, torch.arange(len(x))]
+
+
+def float32_buffers(comm, x, chosen, expert):
+    arrived, received, sent = there(comm, x.float(), chosen, chosen.argsort(stable=True))
+    out = torch.empty_like(x)
+    back = comm.all_to_all(torch.empty(x.shape), expert(arrived.to(x.dtype)).float(), sent, received)
+    out[chosen.argsort(stable=True)] = back.to(x.dtype)
+    return out
+
+
+def leaves_early_without_tokens(comm, x, chosen, expert):
+    if len(x) == 0:
+        return x
+    order = chosen.argsort(stable=True)
+    arrived, received, sent = there(comm, x, chosen, order)
+    out = torch.empty_like(x)
+    out[order] = comm.all_to_all(torch.empty_like(x), expert(arrived), sent, received)
+    return out
+
+
+def half_on_the_way_back(comm, x, chosen, expert):
+    order = chosen.argsort(stable=True)
+    arrived, received, sent = there(comm, x, chosen, order)
+    out = torch.empty_like(x)
+    out[order] = comm.all_to_all(torch.empty_like(x), expert(arrived).half().double(), sent, received)
+    return out
+
+
 WRONG = {
     "balance-fix": {
         share_of_this_rank: "own-share",
@@ -198,5 +244,10 @@ WRONG = {
         not_sorted: "other-rows",
         everyone_gets_all: "too-many-bytes",
         padded_to_the_longest: "too-many-bytes",
+        through_objects: "too-many-bytes",
+        all_rows_as_integers: "too-many-bytes",
+        float32_buffers: "rounded",
+        leaves_early_without_tokens: "waited",
+        half_on_the_way_back: "rounded",
     },
 }

@@ -293,6 +293,25 @@ def top_k_returns_the_mean(comm, gradient, kept, fraction):
     return _exchanged(comm, gradient + kept, fraction)[0]
 
 
+def velocity_stays_local(comm, start, parameters, velocity, rate, momentum):
+    """The next start is averaged, and each rank returns its own velocity: starts come out right."""
+    gradient = start - parameters
+    velocity = momentum * velocity + gradient
+    return start - rate * comm.all_reduce(gradient + momentum * velocity, op="mean"), velocity
+
+
+def gradient_of_rank_0(comm, start, parameters, velocity, rate, momentum):
+    gradient = comm.broadcast(start - parameters)
+    velocity = momentum * velocity + gradient
+    return start - rate * (gradient + momentum * velocity), velocity
+
+
+def start_in_place(comm, start, parameters, velocity, rate, momentum):
+    gradient = comm.all_reduce(start.sub_(parameters), op="mean")
+    velocity = momentum * velocity + gradient
+    return start - rate * (gradient + momentum * velocity), velocity
+
+
 WRONG = {
     "outer-fix": {
         momentum_on_own_gradient: "ranks-differ",
@@ -307,6 +326,9 @@ WRONG = {
         from_its_own_parameters: "own-parameters",
         returns_a_smaller_velocity: "momentum-twice",
         returns_the_start: "type",
+        velocity_stays_local: "own-velocity",
+        gradient_of_rank_0: "other-step",
+        start_in_place: "other-step",
     },
     "feedback-fix": {
         signs_without_feedback: "no-feedback",

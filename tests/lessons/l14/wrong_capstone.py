@@ -175,6 +175,14 @@ def a_plan_in_words():
     return "pipe 4"
 
 
+def zero_as_text():
+    return {"data": 4, "zero": "1", "micro_batch": 4}
+
+
+def smaller_batch():
+    return {"pipe": 4, "batch": 8, "micro_batch": 2}
+
+
 WRONG = {
     "held-fix": {
         over_all_ranks: "over-all-ranks",
@@ -184,7 +192,7 @@ WRONG = {
         a_stage_early: "one-stage-off",
         tensor_alone_cuts: "one-axis-cuts",
         gradients_from_stage_1: "other-stages",
-        half_the_states: "other-bytes",
+        half_the_states: "one-state",
         in_mixed_precision: "mixed-precision",
         in_elements: "other-bytes",
         says_it_in_words: "type",
@@ -213,6 +221,8 @@ WRONG = {
         in_deepspeeds_words: "cannot-be",
         with_a_slip: "cannot-be",
         a_plan_in_words: "type",
+        zero_as_text: "cannot-be",
+        smaller_batch: ("other-task", 4),
     },
 }
 NAMED = {"choose-build": {mistake: (with_a_mistake(mistake), mistake) for mistake in SECONDS if mistake}}

@@ -11,18 +11,21 @@ a GPU by NCCL or by way of pinned memory (comm/torch/).
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtlib.backend.reductions import bitwise, dense, factor, moved, named
-from dtlib.backend.work import GroupError, GroupWork, ReceivedFromAny, joined, torchs_errors
-from dtlib.comm import Communicator, waiting
+from dtlib.comm import waiting
 from dtlib.comm.link import CALLER_TAGS
+from dtlib.comm.objects import ObjectOperations
+from dtlib.comm.torch.backend_work import GroupError, GroupWork, ReceivedFromAny, joined, torchs_errors
+from dtlib.comm.torch.reductions import bitwise, dense, factor, moved, named
 
 TAG_OF_NEW_GROUPS = CALLER_TAGS - 1  # the group's own messages; tags below are the caller's
 Tensors = list[torch.Tensor]
@@ -33,12 +36,11 @@ class Group(dist.ProcessGroup):
     """``comm`` is the communicator, or None at the end; ``members`` are its ranks as the world counts them, none for
     all of them; ``forget(group)`` is called at the end."""
 
-    comm: Communicator | None = None
     _together: list[GroupWork] | None = None  # works that are collected between _start_coalescing and _end_coalescing
 
-    def __init__(self, store: dist.Store, comm: Communicator, members: list[int], forget: Callable[[Group], None]):
+    def __init__(self, store: dist.Store, comm: ObjectOperations, members: list[int], forget: Callable[[Group], None]):
         super().__init__(comm.rank, comm.size)
-        self.comm: Communicator | None = comm
+        self.comm: Any = comm  # a Communicator, which stands above this file's imports
         self.members = members
         self._store = store
         self._forget = forget
@@ -448,3 +450,30 @@ def warn_of_activations(tensor: torch.Tensor) -> None:
             "call torch.distributed.nn.functional, whose collectives have gradients.",
             stacklevel=2,
         )
+
+
+def group_over(comm: ObjectOperations) -> Group:
+    """A group whose operations are those of ``comm``; every rank of it may make one at any time.
+
+    torch translates ranks of the world, such as ``src=0``, only for groups that it knows.
+    """
+    group = Group(dist.HashStore(), comm, list(comm.members), lambda _: None)
+    world: Any = c10d._world
+    known = _Known(group, lambda known: (world.pg_group_ranks.pop(known, None), world.pg_map.pop(known, None)))
+    world.pg_group_ranks[known] = {member: rank for rank, member in enumerate(comm.members)}
+    world.pg_map[known] = ("dtlib", group.get_group_store())
+    return group
+
+
+class _Known(weakref.ref):
+    """A group as a key of torch's tables, which would keep the group itself for ever."""
+
+    def __init__(self, group, forget):
+        super().__init__(group, forget)
+        self._hash = hash(group)
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        return self is other or self() is other

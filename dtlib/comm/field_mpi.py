@@ -1,0 +1,216 @@
+"""mpi4py's communicator over the ranks of ours: MPI carries out each call, and waits end as ours do.
+
+A blocking call of MPI sees neither Ctrl-C nor a time limit. Here each becomes MPI's non-blocking call and a wait of
+waiting.py. Calls of mpi4py on pickled objects have no such form: these begin once all ranks have arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from mpi4py import MPI
+
+from dtlib.comm.waiting import Awaited
+
+OPERATIONS = {
+    "barrier": "barrier", "bcast": "broadcast", "reduce": "reduce", "allreduce": "all_reduce", "gather": "gather",
+    "gatherv": "gather", "scatter": "scatter", "scatterv": "scatter", "allgather": "all_gather",
+    "allgatherv": "all_gather", "alltoall": "all_to_all", "alltoallv": "all_to_all", "scan": "scan",
+    "exscan": "exclusive scan", "reduce_scatter": "reduce_scatter", "reduce_scatter_block": "reduce_scatter",
+}  # fmt: skip
+WITH_ROOT = "bcast", "reduce", "gather", "gatherv", "scatter", "scatterv"
+REDUCTIONS = ((MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MAX, "max"), (MPI.MIN, "min"))
+UNCOUNTED = "mpi4py"  # the algorithm of its collectives in records: nobody can tell what MPI sends for them
+
+
+class FieldComm(MPI.Intracomm):
+    """What ``comm.mpi`` is. Messages are counted; of collectives, only that they were called.
+
+    Not under our waits: ``Waitall`` and its like, persistent requests, and windows. An emulated network slows none of
+    these calls, and one end of a message cannot be ``comm.send`` if the other is ``comm.mpi.Recv``.
+    """
+
+    comm: Any = None  # a Communicator; None for what MPI makes of this, such as Dup()
+
+    def __new__(cls, comm: object = None) -> FieldComm:
+        raw: Any = getattr(comm, "_mpi", comm)
+        made = super().__new__(cls, raw)
+        if hasattr(comm, "_mpi"):
+            made.comm = comm
+        return made
+
+    def Send(self, buf: object, dest: int, tag: int = 0) -> None:
+        self.Isend(buf, dest, tag).Wait()
+
+    def Isend(self, buf: object, dest: int, tag: int = 0) -> Pending:
+        return self._message("send", dest, tag, Pending(super().Isend(buf, dest, tag)), buf)
+
+    def send(self, obj: object, dest: int, tag: int = 0) -> None:
+        self.isend(obj, dest, tag).Wait()
+
+    def isend(self, obj: object, dest: int, tag: int = 0) -> Pending:
+        return self._message("send", dest, tag, Pending(super().isend(obj, dest, tag)), MPI.pickle.dumps(obj))
+
+    def Recv(
+        self, buf: object, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> None:
+        self.Irecv(buf, source, tag).Wait(status)
+
+    def Irecv(self, buf: object, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> Pending:
+        return self._message("recv", source, tag, Pending(super().Irecv(buf, source, tag)), buf)
+
+    def recv(
+        self, buf: object = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> object:
+        return self.irecv(buf, source, tag).wait(status)
+
+    def irecv(self, buf: object = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> Arriving:
+        return self._message("recv", source, tag, Arriving(partial(super().improbe, source, tag)), None)
+
+    def Sendrecv(
+        self, sendbuf: object, dest: int, sendtag: int = 0, recvbuf: object = None, source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG, status: MPI.Status | None = None,
+    ) -> None:  # fmt: skip
+        sending = self.Isend(sendbuf, dest, sendtag)
+        self.Recv(recvbuf, source, recvtag, status)
+        sending.Wait()
+
+    def sendrecv(
+        self, sendobj: object, dest: int, sendtag: int = 0, recvbuf: object = None, source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG, status: MPI.Status | None = None,
+    ) -> object:  # fmt: skip
+        sending = self.isend(sendobj, dest, sendtag)
+        got = self.recv(recvbuf, source, recvtag, status)
+        sending.Wait()
+        return got
+
+    def _message(self, operation, peer, tag, request, content):
+        if self.comm is None or peer == MPI.PROC_NULL:
+            return request
+        comm, sends = self.comm, operation == "send"
+        peers = comm.members if peer == MPI.ANY_SOURCE else (comm.members[peer],)
+        facts = {"peer": None if peer == MPI.ANY_SOURCE else peer, "tag": tag}
+        call = comm._call(operation, _array(content), peers, **facts)
+        link = _Message(comm._mpi)
+        link.messages, link.bytes = int(sends), _nbytes(content) if sends else 0
+        comm._messages += 1 if sends else -1
+        finish = getattr(request, "content", lambda: None)
+        request.link = link
+        request.handle = comm._start(call, iter([[request]]), link, finish, content, True, comm._queue.post)
+        return request
+
+
+class _Message(Awaited):
+    status: MPI.Status | None = None
+
+    def all_done(self, requests: list) -> bool:
+        self.status = self.status or MPI.Status()
+        return requests[0].Test(self.status)
+
+
+class Pending(MPI.Request):
+    """A request whose waits can be interrupted."""
+
+    handle: Any = None
+    link: Any = None
+
+    def Wait(self, status: MPI.Status | None = None) -> bool:
+        if self.handle is None:
+            return super().Wait(status)
+        self.handle.wait()
+        if status is not None and self.link.status is not None:
+            status.Set_source(self.link.status.source)
+            status.Set_tag(self.link.status.tag)
+            status.Set_elements(MPI.BYTE, self.link.status.Get_count(MPI.BYTE))
+        return True
+
+    def wait(self, status: MPI.Status | None = None) -> None:
+        self.Wait(status)
+
+
+class Arriving:
+    """A pickled object under way, whose length its receiver does not know."""
+
+    handle: Any = None
+    link: Any = None
+    message: Any = None
+
+    def __init__(self, look: Callable):
+        self.look = look
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        self.message = self.message or self.look(status)
+        return self.message is not None
+
+    def Cancel(self) -> None:
+        pass
+
+    def content(self) -> object:
+        return self.message.recv(self.link.status)
+
+    def Wait(self, status: MPI.Status | None = None) -> object:
+        value = self.handle.wait()
+        if status is not None:
+            status.Set_source(self.link.status.source)
+            status.Set_tag(self.link.status.tag)
+        return value
+
+    wait = Wait
+
+    def test(self) -> tuple[bool, object]:
+        return (True, self.handle.wait()) if self.handle.done() else (False, None)
+
+
+def _collective(name: str):
+    theirs, lower = getattr(MPI.Intracomm, name), name.lower()
+    started = None if name == lower else getattr(MPI.Intracomm, f"I{lower}")
+
+    def call(self, *args, **named):
+        if self.comm is None:
+            return theirs(self, *args, **named)
+        comm, tensor, root, op = self.comm, None, None, ""
+        if started and not lower.endswith("v"):
+            candidates = (*args[::-1], named.get("recvbuf")) if lower == "scatter" else (*args, *named.values())
+            tensor = next((found for each in candidates if (found := _array(each)) is not None), None)
+        if lower in WITH_ROOT:
+            root = named.get("root", next((each for each in args[1:] if isinstance(each, int)), 0))
+        if "reduce" in lower:
+            ops = [each for each in (*args, *named.values()) if isinstance(each, MPI.Op)] or [MPI.SUM]
+            op = next((word for known, word in REDUCTIONS if known == ops[0]), "op")
+        comm._next_tag()
+        facts = {"op": op, "peer": root, "algorithm": UNCOUNTED}
+        what = comm._call(OPERATIONS[lower], tensor, comm.members, comm.collective_count, **facts)
+        raw = MPI.Intracomm(comm._mpi)
+
+        def steps():
+            yield [started(raw, *args, **named) if started else raw.Ibarrier()]
+
+        finish = (lambda: None) if started else partial(theirs, raw, *args, **named)
+        link = Awaited(comm._mpi)
+        return comm._start(what, steps(), link, finish, (args, named), False, comm._queue.append)
+
+    call.__name__, call.__doc__ = name, theirs.__doc__
+    return call
+
+
+for _lower in OPERATIONS:
+    for _name in (_lower, _lower.capitalize()):
+        if hasattr(MPI.Intracomm, _name) and hasattr(MPI.Intracomm, f"I{_lower}"):
+            setattr(FieldComm, _name, _collective(_name))
+
+
+def _array(content):
+    """The array or tensor of a buffer's description, such as ``[array, MPI.DOUBLE]``; None where there is none."""
+    first = content[0] if isinstance(content, list | tuple) and content else content
+    return first if hasattr(first, "shape") and hasattr(first, "dtype") else None
+
+
+def _nbytes(content) -> int:
+    match content:
+        case [_, int(count), MPI.Datatype() as kind]:
+            return count * kind.Get_size()
+        case [first, *_] if not isinstance(content, bytes):
+            content = first
+    return content.nbytes if hasattr(content, "nbytes") else memoryview(content).nbytes

@@ -1,0 +1,119 @@
+"""Lesson 04b: a loss for uneven batches, judged by how much each rank's gradient counts in the average."""
+
+from dtlib.lab.checks.exercise import Exercise, rows
+
+KINDS = ("uneven", "regrouped", "short")  # in the last one the last rank has no image
+
+
+def images_of(rank: int, kind: str, ranks: int) -> int:
+    if kind == "short":
+        return 2 * (rank < ranks - 1 or ranks == 1)
+    return rank + 2 if kind == "uneven" else 2 * (ranks - rank) + 1
+
+
+def observe(weighted_loss, comm):
+    """For each kind of batch: "loss", or what is wrong with it; and the weight of this rank's mean gradient."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(4)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    seen = []
+    for kind in KINDS:
+        images = torch.randn(images_of(comm.rank, kind, comm.size), 6, dtype=torch.float64)
+        labels = torch.arange(len(images)) % 4
+        net.zero_grad()
+        loss = weighted_loss(comm, net, images, labels)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            seen.append((f"{loss!r:.60}", None))
+        elif not loss.requires_grad:
+            seen.append(("no graph", None))
+        elif not loss.isfinite():
+            seen.append(("no number", None))
+        else:
+            seen.append(("loss", _weight(net, loss, images, labels)))
+    return seen
+
+
+def _weight(net, loss, images, labels) -> float | None:
+    """The gradient of the loss over that of the mean loss of these images; None if it has another direction."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    weights = list(net.parameters())
+    got = torch.autograd.grad(loss, weights, materialize_grads=True)
+    if not len(images):
+        return 0.0 if all(torch.equal(g, torch.zeros_like(g)) for g in got) else None
+    mean = torch.autograd.grad(cross_entropy(net(images), labels), weights)
+    got, mean = (torch.cat([g.flatten().double() for g in each]) for each in (got, mean))
+    ratio = (got @ mean / (mean @ mean)).item()
+    return ratio if torch.allclose(got, ratio * mean, rtol=1e-5, atol=1e-8) else None
+
+
+def judge(observations) -> None:
+    """Averaged over ranks, each image counts alike: a rank's weight is ranks x its images / all images."""
+    size = len(observations)
+    for kind, cases in zip(KINDS, zip(*observations, strict=True), strict=True):
+        counts = [images_of(rank, kind, size) for rank in range(size)]
+        right = [size * count / sum(counts) for count in counts]
+        where = f"ranks with {_words(counts, '{}')} images"
+        for rank, (said, weight) in enumerate(cases):
+            wrong = rows(rank, f"a loss on {where}")
+            wrong("nan-of-none", said == "no number", "no finite number",
+                  "What is the mean of no images? Another reduction has an answer for none.",
+                  'cross_entropy(..., reduction="sum") of no images is 0. Divide by what all ranks have together.')
+            wrong("no-graph", said == "no graph", "a tensor without a graph, so backward() fails",
+                  "Every rank calls backward(), a rank without images too: its gradients are zeros, and travel.",
+                  "Compute the loss from model(images) for no images as well, and use neither item() nor detach().")
+            wrong("type", said != "loss", said, "Return the loss, a tensor with one number.",
+                  "return cross_entropy(...) times or divided by something.")
+            wrong("other-values", weight is None, "a gradient that is no multiple of its mean loss's",
+                  "A weight is one number for the whole rank. What else is in the loss?",
+                  'Only model(images), labels and the numbers of images: cross_entropy(..., reduction="sum") first.')
+        got = [weight for _, weight in cases]
+        if not _same(got, right):
+            _judge_weights(kind, counts, got, right, where)
+
+
+def _judge_weights(kind, counts, got, right, where) -> None:
+    size, total = len(counts), sum(counts)
+    expected = f"the mean losses of {where} with weights {_words(right)}"
+    wrong = rows(None, expected, f"weights {_words(got)}")
+    wrong("ranks-with-images", kind == "short",
+          "The last rank has no image: it counts as a rank in the average, and adds 0 to the total.",
+          "comm.size * len(images) / total, with comm.size as it is.")
+    wrong("weight-remembered", kind == "regrouped",
+          "The first batch was right, and in this one the ranks have other numbers of images.",
+          "Ask in every call: all_reduce torch.tensor(len(images)).")
+    wrong("unweighted", _same(got, [1] * size) or _same(got, [1 / size] * size),
+          "Each rank counts alike, so an image of a rank with few images counts more.",
+          "How many images has this rank, and how many have all? The second number takes an all_reduce.")
+    wrong("average-forgotten", _same(got, [count / total for count in counts]),
+          "These weights add up to 1, and then the average over ranks divides once more.",
+          "Multiply by comm.size: the gradients are averaged, not added.")
+    wrong("not-divided", _same(got, counts) or _same(got, [size * count for count in counts]),
+          "Each image counts alike now, and together they count too much: the mean is over all images.",
+          "Divide by the images of all ranks together.")
+    inverse = any(_same(got, [c / count for count in counts]) for c in (1, size, total, total / size))
+    wrong("upside-down", inverse,
+          "A rank with more images has the smaller weight.", "comm.size * len(images) / total.")
+    wrong("largest", any(_same(got, [c * count / max(counts) for count in counts]) for c in (1, size)),
+          "This divides by the most images that a rank has.", 'The sum over ranks: all_reduce with op="sum".')
+    factor = next(g / r for g, r in zip(got, right, strict=True) if r)
+    wrong("scaled", _same(got, [factor * r for r in right]),
+          f"Images count alike, and the gradient is {factor:.3g} times what it should be.",
+          "The weights of all ranks, averaged, are 1: comm.size * len(images) / total.")
+    wrong("other-weights", True, "What do the weights add up to? They should add up to the number of ranks.",
+          "comm.size * len(images) / total, where total is the all_reduce of len(images).")
+
+
+def _same(got, wanted) -> bool:
+    return all(abs(a - b) < 1e-5 * (1 + abs(b)) for a, b in zip(got, wanted, strict=True))
+
+
+def _words(values, form="{:.3g}") -> str:
+    *first, last = (form.format(value) for value in values)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+EXERCISES = {"weight-the-batch": Exercise("weighted_loss", observe, judge, any_size=True)}

@@ -1,0 +1,172 @@
+"""Lesson 05: the interval of paired differences, judged on made-up errors of two rules; what its width is made of."""
+
+import math
+import random
+import statistics
+from itertools import product
+
+from dtlib.lab.checks.exercise import Exercise, rows
+from dtlib.lessons.l05 import intervals
+
+VERDICTS = ("lower", "higher", "not separated")
+# Seeds, the mean of a - b and its standard deviation. Seeds differ more than rules: in the first two pairs the rules'
+# own intervals overlap. The third and the fourth are not separated; the fourth would be if t were normal.
+PAIRS = ((6, -1.0, 0.4), (5, 0.9, 0.3), (8, -0.35, 0.7), (4, 1.4, 1.1), (32, 0.5, 0.8), (10, -2.0, 1.5))
+
+
+def _pairs():
+    chance = random.Random(58)
+    for seeds, apart, spread in PAIRS:
+        b = [6 + abs(chance.gauss(0, 3)) for _ in range(seeds)]
+        off = [chance.gauss(0, 1) for _ in b]
+        middle, scale = statistics.fmean(off), spread / statistics.stdev(off)
+        yield [error + apart + scale * (each - middle) for error, each in zip(b, off, strict=True)], b
+
+
+ERRORS = list(_pairs())  # of a and of b in %, seed by seed
+
+
+def observe(paired_interval, comm):
+    """For each pair what was returned: two numbers and a text, or a text that says what it was."""
+    return [_read(paired_interval(list(a), list(b))) for a, b in ERRORS]
+
+
+def _read(returned):
+    try:
+        low, high, verdict = returned
+        return float(low), float(high), " ".join(str(verdict).split())
+    except (TypeError, ValueError, RuntimeError):
+        return f"{returned!r:.60}"
+
+
+def judge(observations) -> None:
+    """The ends are those of the mean of the paired differences, and the verdict follows from them."""
+    seen = observations[0]
+    for got in seen:
+        rows(None)("type", isinstance(got, str), "three things: low, high, verdict", f"{got}",
+                   "Return the two ends of the interval and the verdict.", "return low, high, verdict")
+    for (low, high, _), (a, b) in zip(seen, ERRORS, strict=True):
+        ends = intervals.difference(a, b)[1:]
+        if not _same((low, high), ends):
+            few = [", ".join(f"{error:.1f}" for error in errors[:3]) for errors in (a, b)]
+            _judge_ends([one[:2] for one in seen], f"{ends[0]:.3f} to {ends[1]:.3f} for {len(a)} seeds "
+                        f"(a = [{few[0]}, ...], b = [{few[1]}, ...])", f"{low:.3f} to {high:.3f}")
+    for low, high, verdict in seen:
+        right = "lower" if high < 0 else "higher" if low > 0 else "not separated"
+        wrong = rows(None, f'"{right}" for an interval from {low:.2f} to {high:.2f}', f'"{verdict:.40}"')
+        wrong("other-words", verdict not in VERDICTS, "The verdict is one of three texts.",
+              '"lower", "higher" or "not separated", in small letters.')
+        wrong("separated-too-soon", right == "not separated" and verdict != right,
+              "0 is in this interval: may the true difference be 0, or have the other sign?",
+              'Look at the ends, not at the mean: with low <= 0 <= high the verdict is "not separated".')
+        wrong("not-separated-too-often", verdict == "not separated" != right,
+              "Only the interval of the difference decides. Is 0 in it?",
+              "Do not compare each rule's own interval: with high < 0 or low > 0 the rules are separated.")
+        wrong("other-way-round", verdict != right, "The verdict is about a, and the difference is a - b.",
+              "If the interval lies below 0, a is lower than b.")
+
+
+def _same(got, wanted) -> bool:
+    """Are both ends right, to a small part of the interval's width?"""
+    return all(abs(x - y) <= 2e-4 * abs(wanted[1] - wanted[0]) for x, y in zip(got, wanted, strict=True))
+
+
+def _all(seen, sample) -> bool:
+    """Are these the intervals of another sample that is made of a and b?"""
+    return all(_same(ends, intervals.mean(sample(a, b))[1:]) for ends, (a, b) in zip(seen, ERRORS, strict=True))
+
+
+def _minus(a, b):
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+SUBTRACT = "Take a[i] - b[i] for each seed, in the order of the lists."
+SAMPLES = (
+    ("wrong-sign", lambda a, b: _minus(b, a), "This is the interval of b - a.",
+     "a - b is below 0 where a has the lower error."),
+    ("one-rule", lambda a, b: a, "This is the interval of a alone.", SUBTRACT),
+    ("one-rule", lambda a, b: b, "This is the interval of b alone.", SUBTRACT),
+    ("sorted", lambda a, b: _minus(sorted(a), sorted(b)), "The errors were sorted, so a pair is of different seeds.",
+     SUBTRACT),
+    ("absolute", lambda a, b: [abs(d) for d in _minus(a, b)], "Each difference has lost its sign.", SUBTRACT),
+    ("relative", lambda a, b: [(x - y) / y for x, y in zip(a, b, strict=True)],
+     "These are fractions of b; points are asked for.", SUBTRACT),
+)  # fmt: skip
+
+
+def _judge_ends(seen, expected: str, got: str) -> None:
+    """Which sample it is, or what half the width is made of."""
+    from scipy import stats
+
+    truths = [intervals.difference(a, b) for a, b in ERRORS]
+    wrong = rows(None, expected, got)
+    wrong("no-number", not all(math.isfinite(end) for ends in seen for end in ends),
+          "This is no number: print what goes into it.", "n differences have n - 1 degrees of freedom; n is len(a).")
+    wrong("swapped-ends", all(_same(ends[::-1], truth[1:]) for ends, truth in zip(seen, truths, strict=True)),
+          "Which end is the lower one?", "The quantile at 0.975 is positive: return middle - half, middle + half.")
+    for mistake, sample, *hints in SAMPLES:
+        wrong(mistake, _all(seen, sample), *hints)
+    close = all(abs(x - y) < 0.06 for ends, truth in zip(seen, truths, strict=True)
+                for x, y in zip(ends, truth[1:], strict=True))
+    wrong("rounded", close and all(round(end, 3) == end for ends in seen for end in ends),
+          "These are rounded: return all digits.", "Round where you print, not in what is returned.")
+    middles = all(abs(sum(ends) / 2 - truth[0]) < 1e-4 for ends, truth in zip(seen, truths, strict=True))
+    wrong("wrong-middle", not middles,
+          "The middle of the interval is not the mean of the differences.",
+          "The middle is the mean of a[i] - b[i]; the ends are middle - half and middle + half.")
+    wrong("unpaired", all(_same(ends, stats.ttest_ind(a, b, equal_var=False).confidence_interval())
+                          for ends, (a, b) in zip(seen, ERRORS, strict=True)), *HINTS["unpaired"])
+    for mistakes, halves in sorted(_halves(), key=lambda made: len(made[0])):
+        if all(_same(((low - high) / 2, (high - low) / 2), (-half, half))
+               for (low, high), half in zip(seen, halves, strict=True)):
+            wrong(mistakes[0], True, *HINTS[mistakes[0]])
+    wrong("other-width", True, "The middle is right, and the width is not. Which factors is half of it made of?",
+          "half = stats.t.ppf(0.975, n - 1) * (standard deviation of the differences) / sqrt(n).")
+
+
+HINTS = {
+    "unpaired": ("This is as wide as if the runs were not paired.",
+                 "Subtract first, seed by seed; then take the standard deviation of the differences."),
+    "variance": ("A variance is in squared points.", "Take its square root, the standard deviation."),
+    "of-one-run": ("Single differences spread so far. The mean of many is more certain.",
+                   "Divide the standard deviation by the square root of the number of seeds."),
+    "divided-by-n": ("With four times the seeds an interval is half as wide, not a quarter.",
+                     "Divide the standard deviation by sqrt(n), not by n."),
+    "population": ("The mean comes from the same data, so these squares are a little too small.",
+                   "Divide the sum of squares by n - 1: statistics.stdev, or ddof=1 in numpy."),
+    "normal": ("With few seeds the standard deviation is uncertain, too. The normal distribution leaves that out.",
+               "Take Student's t: stats.t.ppf(0.975, n - 1)."),
+    "one-sided": ("This leaves 5 % out at each end, so it is an interval for 90 %.",
+                  "95 % in the middle leaves 2.5 % at each end: stats.t.ppf(0.975, n - 1)."),
+    "degrees": ("How many degrees of freedom have n differences, once their mean is known?",
+                "n - 1 degrees: stats.t.ppf(0.975, n - 1)."),
+    "no-quantile": ("One standard error at each end holds the true value in about 68 of 100 experiments.",
+                    "Multiply by stats.t.ppf(0.975, n - 1)."),
+}  # fmt: skip
+
+
+def _halves() -> list[tuple[list[str], list[float]]]:
+    """Half the width for each pair, and the mistakes in it: every product of a spread, a divisor and a quantile."""
+    from scipy import stats
+
+    stdev, pstdev, variance = statistics.stdev, statistics.pstdev, statistics.variance
+    spreads = (
+        ("", lambda a, b: stdev(_minus(a, b))), ("population", lambda a, b: pstdev(_minus(a, b))),
+        ("variance", lambda a, b: variance(_minus(a, b))), ("unpaired", lambda a, b: math.hypot(stdev(a), stdev(b))),
+        ("unpaired", lambda a, b: math.hypot(pstdev(a), pstdev(b))), ("unpaired", lambda a, b: stdev(a) + stdev(b)),
+    )  # fmt: skip
+    divisors = (("", math.sqrt), ("of-one-run", lambda n: 1), ("divided-by-n", lambda n: n))
+    quantiles = [("", lambda n: stats.t.ppf(0.975, n - 1)), ("one-sided", lambda n: stats.t.ppf(0.95, n - 1))]
+    quantiles += [("degrees", lambda n, of=of: stats.t.ppf(0.975, of(n))) for of in (
+        lambda n: n, lambda n: n - 2, lambda n: n + 1, lambda n: 2 * n - 2, lambda n: 2 * n - 1)]
+    quantiles += [("normal", lambda n, z=z: z) for z in (1.96, stats.norm.ppf(0.975), 2)]
+    quantiles += [("one-sided", lambda n: 1.645), ("no-quantile", lambda n: 1)]
+    return [
+        ([mistake for mistake, _ in made if mistake],
+         [spread(a, b) / divisor(len(a)) * quantile(len(a)) for a, b in ERRORS])
+        for made in product(spreads, divisors, quantiles)
+        for (_, spread), (_, divisor), (_, quantile) in [made] if any(mistake for mistake, _ in made)
+    ]  # fmt: skip
+
+
+EXERCISES = {"paired-interval": Exercise("paired_interval", observe, judge, needs_ranks=False)}

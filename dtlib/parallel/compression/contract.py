@@ -1,0 +1,32 @@
+"""What states of plain.py refuse, which needs torch alone: on import, they learn it.
+
+Their group may also be a communicator of dtlib.
+"""
+
+from dtlib.comm import AnyCommunicator
+from dtlib.errors import DtlibError
+from dtlib.gradients.contract import around, group_and_communicator
+from dtlib.parallel.compression.plain import EightBitState, PowerSGDState, TopKState
+
+
+def _top_k(plainly, self, group: AnyCommunicator | None = None, fraction=0.01, feedback=True):
+    if not 0 < fraction <= 1:
+        raise DtlibError(f"TopKState(fraction={fraction}): give the part that is sent, above 0 and up to 1.")
+    plainly(self, group_and_communicator(group)[0], fraction, feedback)
+
+
+def _eight_bit(plainly, self, group: AnyCommunicator | None = None, block=256):
+    if block < 1:
+        raise DtlibError(f"EightBitState(block={block}): give the elements that share a scale, such as 256.")
+    plainly(self, group_and_communicator(group)[0], block)
+
+
+def _power_sgd(plainly, self, group: AnyCommunicator | None = None, matrix_approximation_rank=1, *rest, **named):
+    if matrix_approximation_rank < 1:
+        raise DtlibError(f"PowerSGDState(matrix_approximation_rank={matrix_approximation_rank}): give 1 or more.")
+    plainly(self, group_and_communicator(group)[0], matrix_approximation_rank, *rest, **named)
+
+
+around(TopKState, "__init__", _top_k)
+around(EightBitState, "__init__", _eight_bit)
+around(PowerSGDState, "__init__", _power_sgd)

@@ -1,0 +1,51 @@
+"""The contracts of plain.py, which needs torch alone: on import, its layers learn to refuse what lies outside.
+
+Their group may also be a communicator of dtlib.
+"""
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from dtlib.comm import AnyCommunicator, Communicator
+from dtlib.errors import DtlibError
+from dtlib.gradients.contract import around, beforehand, check_input, group_and_communicator
+from dtlib.gradients.shard_info import note
+from dtlib.parallel.tensor.plain import ColumnParallelLinear, RowParallelLinear
+
+
+def _construct(plainly, self, in_features, out_features, group: AnyCommunicator | None = None):
+    by_columns = isinstance(self, ColumnParallelLinear)
+    (group, comm), features = group_and_communicator(group), (in_features, out_features)
+    check_features(comm, features[by_columns], features[not by_columns])
+    plainly(self, in_features, out_features, group)
+    for parameter in [self.weight, self.bias] if by_columns else [self.weight]:
+        note(parameter, tensor=comm.members)  # norms of its gradients need the other ranks
+    self.comm = comm
+
+
+def check_features(comm: Communicator, cut: int, whole: int) -> None:
+    """Refuse, on every rank, a layer whose features cannot be cut into equal slices."""
+    if len(sizes := set(comm.all_gather_object((cut, whole)))) > 1:
+        raise DtlibError(f"Ranks make layers of sizes {sizes}: make the same on all ranks.")
+    if cut % comm.size:
+        raise DtlibError(f"{cut} features make no {comm.size} equal slices: see layers.py for others.")
+
+
+def check_same_input(comm: Communicator, x: Tensor) -> None:
+    """Refuse, on every rank, batches that differ: their sums over ranks would mean nothing."""
+    mine = torch.tensor([x.numel(), zlib.crc32(x.detach().cpu().contiguous().view(torch.uint8).numpy().data)])
+    if (comm.all_gather(mine.new_empty(comm.size, 2), mine) != mine).any():
+        raise DtlibError("Ranks have different inputs: give all ranks of this communicator the same batch.")
+
+
+def _check_column_input(self, x: Tensor) -> None:
+    check_same_input(self.comm, x)
+    check_input(x, self.weight, "ColumnParallelLinear")
+
+
+around(ColumnParallelLinear, "__init__", _construct)
+around(RowParallelLinear, "__init__", _construct)
+beforehand(ColumnParallelLinear, "forward", _check_column_input)
+beforehand(RowParallelLinear, "forward", lambda self, x: check_input(x, self.weight, "RowParallelLinear"))
