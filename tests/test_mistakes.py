@@ -137,6 +137,10 @@ ALONE = {
     "sync_every": ("sync_every",
                    lambda world: LocalSGD(world.comm, model := net(), sgd(model), by_rank(world, 4, 3))),
     "fraction": ("fraction", compressed),
+    "accumulation": (
+        "train_batch_size differs",
+        lambda world: engine_of(gradient_accumulation_steps=1 + world.rank),
+    ),
     "a step left out": ("backward pass", a_step_left_out),
 }  # fmt: skip
 
@@ -228,18 +232,38 @@ def experts_twice(world):
     MixtureOfExperts(6, experts, world.comm)
 
 
+def data_then_stage_2(world):
+    model = net()
+    engine_of(model)
+    engine_of(model, zero_optimization={"stage": 2})
+
+
+def stage_3_then_1(world):
+    model = net()
+    engine_of(model, zero_optimization={"stage": 3})
+    engine_of(model, zero_optimization={"stage": 1})
+
+
 TWICE = {
     "experts": ("in a MixtureOfExperts already", experts_twice),
+    "data, then stage 2": ("averaged already", data_then_stage_2),
+    "stage 3, then 1": ("has put shards", stage_3_then_1),
     "engine copied": ("copied", lambda world: copy.deepcopy(engine_of())),
     "experts copied": ("copied", lambda world: copy.deepcopy(MixtureOfExperts(6, [nn.Linear(6, 6)], world.comm))),
     "context copied": ("copied", lambda world: copy.deepcopy(ContextParallel(Attention(), world.comm))),
-    "state saved": ("saved", lambda world: torch.save(TopKState(world.comm), "/dev/null")),
+    "experts saved": (
+        "saved",
+        lambda world: torch.save(MixtureOfExperts(6, [nn.Linear(6, 6)], world.comm), "/dev/null"),
+    ),
 }
 
 
 @on_ranks(2)
 def test_the_same_thing_twice_and_copies(world):
     all_refuse(world, TWICE)
+    for stage in range(3):
+        copied = copy.deepcopy(engine_of(zero_optimization={"stage": stage}).module)
+        assert apart(copied(X), net()(X)) == 0
     for again in (copy.deepcopy, lambda norm: sum_over_ranks(norm, world.comm)):
         norm = again(sum_over_ranks(nn.LayerNorm(4), world.comm))
         norm(torch.eye(4)).sum().backward()

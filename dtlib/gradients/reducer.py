@@ -31,7 +31,7 @@ from dtlib.comm.waiting import Handle, advance_all, progress_thread
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.same_model import PASSES, bits_of
-from dtlib.gradients.shard_info import give_kind, info_of
+from dtlib.gradients.shard_info import give_kind, hooks_of_others, info_of
 from dtlib.gradients.tokens import refuse_weights
 
 if TYPE_CHECKING:
@@ -157,13 +157,13 @@ class Reducer:
     def _check_flags(self, on_any: list, on_all: list) -> None:
         """Refuse what differs between ranks; all ranks call it."""
         differs = [some != every for some, every in zip(on_any, on_all, strict=True)]
-        self._compared += 1
         if any(differs[2:]):
             raise DtlibError(
                 "Values of the model's parameters differ between ranks, as after load_state_dict() or another "
                 "optimizer's step on one rank alone: load them on all ranks, or before the model is wrapped, which "
                 "gives all ranks those of rank 0, and make the same optimizer on all."
             )
+        self._compared += 1
         if any(differs[1:2]):
             forwards, self.owner.forwards = self.owner.forwards, 0  # type: ignore[attr-defined]
             raise DtlibError(
@@ -392,6 +392,16 @@ def check_dense(gradient: torch.Tensor | None) -> None:
     """Flat memory has room for every element."""
     if gradient is not None and gradient.is_sparse:
         raise DtlibError("A gradient is sparse, and only dense ones are averaged: build embeddings with sparse=False.")
+
+
+def refuse_averaged(named: dict) -> None:
+    """Refuse parameters, by name, whose gradients another reducer takes during the backward pass."""
+    for name, parameter in named.items():
+        if any(isinstance(getattr(hook, "__self__", None), Reducer) for hook in hooks_of_others(parameter)):
+            raise DtlibError(
+                f"Gradients of {name} are averaged already, by a DataParallel, or by a ZeroOptimizer at stage 2: build "
+                "the model from scratch, and wrap it once."
+            )
 
 
 def progress_for(comm: Communicator, tensors: Iterable[torch.Tensor], wanted: str | None, who: str) -> str:

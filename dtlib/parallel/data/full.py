@@ -16,9 +16,9 @@ from torch import nn
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FIRST_BUCKET, LEAST_BUCKET, bucket_bytes, buckets_of
-from dtlib.gradients.reducer import AllReduce, Bucket, Reducer, RootBuffers, progress_for
+from dtlib.gradients.reducer import AllReduce, Bucket, Reducer, RootBuffers, progress_for, refuse_averaged
 from dtlib.gradients.same_model import check_same_model
-from dtlib.gradients.shard_info import hooks_of_others, info_of
+from dtlib.gradients.shard_info import info_of
 from dtlib.parallel.data.hooks import CommHook
 from dtlib.world import init
 
@@ -238,10 +238,4 @@ def _check_parameters(named: dict, modules, comm, bucket_cap_mb) -> None:
                 "twice, over other ranks: wrap the model once, over all axes, as by mesh['data', 'expert']."
             )
     check_same_model(named, comm, "DataParallel")
-    for name, parameter in named.items():
-        owners = [getattr(hook, "__self__", None) for hook in hooks_of_others(parameter)]
-        if any(isinstance(owner, Reducer) for owner in owners):
-            raise DtlibError(
-                f"Gradients of {name} are averaged already, by a ZeroOptimizer or a DataParallel of another module: "
-                "build the model from scratch, and wrap it once."
-            )
+    refuse_averaged(named)

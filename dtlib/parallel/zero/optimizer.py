@@ -32,7 +32,7 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import bucket_bytes, buckets_of
 from dtlib.gradients.local_gradient import drop_placeholder, is_gone
 from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_shards
-from dtlib.gradients.reducer import Reducer, ReduceScatter, progress_for
+from dtlib.gradients.reducer import Reducer, ReduceScatter, progress_for, refuse_averaged
 from dtlib.gradients.same_model import check_same_model
 from dtlib.parallel.zero.arguments import check_arguments
 from dtlib.parallel.zero.sharded_bucket import ShardedBucket, WholeGradients, names_of
@@ -155,6 +155,8 @@ class ZeroOptimizer(optim.Optimizer):
             for parameter in bucket.parameters:
                 if parameter in _hooks:  # of an earlier optimizer of the same parameter
                     _hooks[parameter].remove()
+                if self.stage == 2:
+                    refuse_averaged({self._names[parameter]: parameter})
                 _hooks[parameter] = parameter.register_post_accumulate_grad_hook(keep)
 
     # Gradients
