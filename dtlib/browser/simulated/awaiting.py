@@ -6,7 +6,8 @@ from types import CodeType
 
 from dtlib.browser.simulated.communicator import OPERATIONS
 
-TAKE_TURNS = (*OPERATIONS, "wait", "done")  # methods before which `await` is put
+SINGLE = "reduce_scatter_single", "all_gather_single", "all_to_all_single"  # names of torch.distributed
+TAKE_TURNS = (*OPERATIONS, *SINGLE, "wait", "done")  # methods before which `await` is put
 
 
 def compiled(source: str, file: str, take_turns: set) -> tuple[CodeType, tuple[int, ...]]:
