@@ -32,5 +32,5 @@ FAULTS = [
 ]  # fmt: skip
 
 if __name__ == "__main__":
-    mutations.MUTATIONS[:] = FAULTS
+    mutations.MUTATIONS[:], mutations.TIERS = FAULTS, "not nightly"
     sys.exit(mutations.main())

@@ -291,6 +291,7 @@ def test_buffers_are_those_of_rank_0(world, tmp_path):
 
 @on_ranks(4)
 def test_random_numbers_go_on_on_as_many_ranks(world, tmp_path):
+    torch.manual_seed(0)
     model = nn.Linear(2, 2)
     torch.manual_seed(world.rank)
     torch.rand(3)

@@ -17,10 +17,16 @@ from tests.test_parity import TABLE
 # They use classes, futures or graphs of torch, which know no such device.
 ELSEWHERE = "torch", "hook", "ContextParallel", "Replicator, one graph", "on other communicators"
 ROWS = [name for name in TABLE if not name.startswith(ELSEWHERE) and not name.endswith(("torch", "all_reduce"))]
+# One of each kind in the fast tier.
+FAST = {
+    "DataParallelNaive", "SyncBatchNorm", "plain Stage3", "fully_shard, kept", "pipeline, plain", "tensor, plain",
+    "MixtureOfExperts, plain", "attention, zigzag",
+}  # fmt: skip
+MARKED = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in ROWS]
 
 
 @on_ranks(2, device="fake")
-@pytest.mark.parametrize("strategy", ROWS)
+@pytest.mark.parametrize("strategy", MARKED)
 def test_parity_on_a_fake_gpu(world, strategy):
     """Values of one process, while each tensor travels as a GPU's does."""
     with all_cases() as case:

@@ -46,7 +46,8 @@ class Holding:
 
     ``written`` is what this rank writes of it. ``master`` has the same elements in float32, or on another device; None
     where the value is its own master. ``key`` is what the optimizer knows it as; None if it is not trained. An
-    ``expert`` is one that other ranks need not have.
+    ``expert`` is one that other ranks need not have; ``replicated``, one of which each rank writes a slice, because all
+    have the same values.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Holding:
     master: torch.Tensor | None = None
     key: torch.Tensor | None = None
     expert: bool = False
+    replicated: bool = False
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """What this rank writes of a tensor with the same elements as ``value``: flat, in host memory."""
@@ -103,7 +105,7 @@ def holdings_of(
             held[-1].written = Slice(slice_.shape, 0, 0)
     slices = Shards([holding.slice.shape for holding in replicated], comm.rank, comm.size).slices
     for holding, slice_ in zip(replicated, slices, strict=True):
-        holding.written = slice_
+        holding.written, holding.replicated = slice_, True
     for name, buffer in model.named_buffers():
         owner, _, attribute = name.rpartition(".")
         if attribute not in model.get_submodule(owner)._non_persistent_buffers_set:

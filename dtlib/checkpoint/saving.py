@@ -27,6 +27,7 @@ from dtlib.checkpoint.folder import (
 from dtlib.checkpoint.holdings import aliases_of, holdings_of, local, names_of_groups, settings_of, states_of
 from dtlib.comm import as_communicator
 from dtlib.gradients.precision import MasterWeights
+from dtlib.gradients.same_model import digest_of
 from dtlib.world import init
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _is_committed(folder: Path, mark: str) -> bool:
 def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict, dict]:
     """Tensors by their key in this rank's file, and what the index has to know about them."""
     held = holdings_of(model, optimizer, masters, comm)
-    tensors, pieces, numbers = random_states(), [], {}
+    tensors, pieces, numbers, digests = random_states(), [], {}, {}
     for holding in held:
         roles = {"value": holding.value}
         if holding.master is not None and holding.master.dtype != holding.value.dtype:
@@ -97,6 +98,8 @@ def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict
         roles.update((f"state/{what}", state) for what, state in states.items())
         if counters and holding.counts(comm.rank):
             numbers[holding.name] = counters
+        if holding.replicated:
+            digests[holding.name] = digest_of(roles.values())
         written = holding.written
         for role, tensor in roles.items():
             kind = str(tensor.dtype).removeprefix("torch.")
@@ -118,7 +121,7 @@ def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict
     name = None if optimizer is None else type(local(optimizer)).__name__
     return tensors, {
         "pieces": pieces, "numbers": numbers, "groups": groups, "class": name, "aliases": aliases_of(model),
-        "extra": extra,
+        "extra": extra, "digests": digests,
     }  # fmt: skip
 
 
@@ -147,6 +150,18 @@ def _index(everyones: list[dict], mark: str) -> dict:
                 )
             if start < stop:
                 entry["pieces"][file_name(rank, mark)] = f"{start}:{stop}"
+    for rank, summary in enumerate(everyones):
+        if lacking := sorted(first["digests"].keys() ^ summary["digests"].keys()):
+            raise CheckpointError(
+                f"{lacking[0]} is on rank {0 if lacking[0] in first['digests'] else rank} and not on rank "
+                f"{rank if lacking[0] in first['digests'] else 0}, as if ranks had other stages of a pipeline: save "
+                "each stage in a folder of its own, with comm= the ranks that have it, or by engine.save_checkpoint()."
+            )
+        if apart := [name for name, digest in first["digests"].items() if summary["digests"][name] != digest]:
+            raise CheckpointError(
+                f"Values or optimizer states of {apart[0]} differ between ranks 0 and {rank}, and each would save its "
+                "own part: average them before, as by LocalSGD.finish(), or save on each rank with comm.split(rank)."
+            )
     for name, tensor in tensors.items():
         for role, entry in tensor["roles"].items():
             check_pieces(f"{name}/{role}", tensor["shape"], entry)

@@ -4,7 +4,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from math import prod
 from operator import index
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
@@ -43,6 +43,12 @@ class ObjectOperations:
         size = self.broadcast(np.array([mine.size]), root)
         data = mine.copy() if self.rank == root else np.zeros(size[0], dtype=np.uint8)
         return _unpickled(self.broadcast(data, root), root)
+
+    def __reduce__(self) -> NoReturn:
+        raise CommunicationError(
+            "A communicator can neither be copied nor saved, because its ranks would have to agree: copy the module "
+            "inside of its wrapper, or save a state_dict()."
+        )
 
     def _check_whole(self, whole, count, chunk, chunk_count, operation):
         if types.dtype_name(whole.dtype) != types.dtype_name(chunk.dtype) or count != self.size * chunk_count:

@@ -166,11 +166,11 @@ def clip_by_norm(
     ordinary = [gradient.as_subclass(torch.Tensor) for gradient in gradients if gradient is not None]
     counted = ordinary if counted is None else [gradient.as_subclass(torch.Tensor) for gradient in counted]
     norms = [torch.linalg.vector_norm(one, norm_type) for one in counted if one.numel()]
-    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.float64)
     if comm is not None and norm_type == float("inf"):
-        norm = comm.all_reduce(norm.double(), op="max").to(norm.dtype)
+        norm = comm.all_reduce(norm.double(), op="max")
     elif comm is not None:
-        norm = comm.all_reduce(norm.double() ** norm_type).pow(1 / norm_type).to(norm.dtype)
+        norm = comm.all_reduce(norm.double() ** norm_type).pow(1 / norm_type)
     if ordinary:
         torch._foreach_mul_(ordinary, float(torch.clamp(largest / (norm + 1e-6), max=1.0)))
     return float(norm)

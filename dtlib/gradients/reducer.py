@@ -30,7 +30,8 @@ import torch
 from dtlib.comm.waiting import Handle, advance_all, progress_thread
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
-from dtlib.gradients.shard_info import give_kind, info_of
+from dtlib.gradients.same_model import PASSES, bits_of
+from dtlib.gradients.shard_info import give_kind, hooks_of_others, info_of
 from dtlib.gradients.tokens import refuse_weights
 
 if TYPE_CHECKING:
@@ -44,15 +45,17 @@ class Reducer:
 
     Args:
         buckets: in the order of their launch.
-        collective: ``launch(bucket, weight, sized)`` starts to send a bucket. ``collect(buckets, sized)`` waits for
-            all; it returns for each bucket which parameters any rank has used, and whether any and all were ``sized``.
-            ``weight`` is what this rank's gradients are multiplied with, None where the collective takes the mean;
-            ``weighs``, whether it takes others.
+        collective: ``launch(bucket, weight, flags)`` starts to send a bucket. ``collect(buckets, flags)`` waits for
+            all; it returns for each bucket which parameters any rank has used, and for each of ``flags`` whether it
+            was set on any rank, and on all. ``weight`` is what this rank's gradients are multiplied with, None where
+            the collective takes the mean; ``weighs``, whether it takes others.
         owner: if its ``batch_size`` is not None, this rank's gradients are weighted by it; on all ranks, or on none.
+            ``forwards``, if it counts forward passes, has to be odd on all ranks, or even.
         progress: who moves messages on: ``"inline"`` the hooks of the backward pass, or a ``"thread"``.
         names: of the parameters, for errors.
         by_call: the pass ends when ``end()`` is called, not with ``backward()``: several backward passes may be one.
         root_buffers: are to be broadcast again after each pass.
+        values: parameters that have to be equal on all ranks; the first passes compare them.
 
     The number of all samples is known only at the end. So ranks weight by their samples over a guess, and what has
     arrived is multiplied by the guess over the true number. The guess is a power of two, which rounds nothing, near the
@@ -60,7 +63,8 @@ class Reducer:
     """
 
     def __init__(self, buckets: Sequence, collective: AllReduce | ReduceScatter, owner: object, progress: str,
-                 names: dict, by_call: bool = False, root_buffers: RootBuffers | None = None):  # fmt: skip
+                 names: dict, by_call: bool = False, root_buffers: RootBuffers | None = None,
+                 values: Sequence[torch.Tensor] = ()):  # fmt: skip
         self.buckets, self.collective, self.owner, self.progress = buckets, collective, owner, progress
         self.names, self.by_call, self.root_buffers = names, by_call, root_buffers
         self.synchronising = True  # else gradients stay where they are
@@ -69,6 +73,7 @@ class Reducer:
         self._missing: list[set] = []  # for each bucket the parameters whose gradient is not ready in this pass
         self._launched, self._under_way = 0, False
         self._guess = 64.0
+        self._values, self._compared = values, 0
         self._background = ExitStack()  # the progress thread while buckets travel
 
     def check(self) -> None:
@@ -116,6 +121,9 @@ class Reducer:
         if self._samples is not None:
             refuse_weights(self.names, self._samples)
             self._weight = self._samples / self._guess
+        self._flags = [self._samples is not None, getattr(self.owner, "forwards", 0) % 2 == 1]
+        if self._values and self._compared < PASSES:
+            self._flags += bits_of(self._values)
 
     @torch.no_grad()  # backward(create_graph=True) records what hooks do
     def _launch_next(self) -> None:
@@ -123,7 +131,7 @@ class Reducer:
             self._background.enter_context(progress_thread())
         bucket = self.buckets[self._launched]
         bucket.complete()
-        self.collective.launch(bucket, self._weight, self._samples is not None)
+        self.collective.launch(bucket, self._weight, self._flags)
         self._launched += 1
 
     @torch.no_grad()
@@ -136,21 +144,40 @@ class Reducer:
         if self.root_buffers:
             self.root_buffers.stale = True  # on all ranks, whatever goes wrong from here on
         try:
-            used, any_sized, all_sized = self.collective.collect(self.buckets, self._samples is not None)
+            used, on_any, on_all = self.collective.collect(self.buckets, self._flags)
         finally:
             self._background.close()
         self._launched, self._under_way = 0, False  # everything has arrived, so all may continue after an error
-        if any_sized and not self.collective.weighs:
+        self._check_flags(on_any, on_all)
+        factor = self._correction() if on_all[0] else None
+        for bucket, its_used in zip(self.buckets, used, strict=True):
+            bucket.finish(factor, its_used)
+        self.passes += 1
+
+    def _check_flags(self, on_any: list, on_all: list) -> None:
+        """Refuse what differs between ranks; all ranks call it."""
+        differs = [some != every for some, every in zip(on_any, on_all, strict=True)]
+        if any(differs[2:]):
+            raise DtlibError(
+                "Values of the model's parameters differ between ranks, as after load_state_dict() or another "
+                "optimizer's step on one rank alone: load them on all ranks, or before the model is wrapped, which "
+                "gives all ranks those of rank 0, and make the same optimizer on all."
+            )
+        self._compared += 1
+        if any(differs[1:2]):
+            forwards, self.owner.forwards = self.owner.forwards, 0  # type: ignore[attr-defined]
+            raise DtlibError(
+                f"This backward pass is of forward pass {forwards} here, and of another one on another rank: a rank "
+                "has left one out, as by `continue`, or has called the model once more. Skip a step on all ranks or on "
+                "none, and call the model for other purposes in eval() and no_grad()."
+            )
+        if on_any[0] and not self.collective.weighs:
             raise DtlibError("batch_size weights gradients, and a communication hook does not: leave one out.")
-        if any_sized and not all_sized:
+        if differs[0]:
             raise DtlibError(
                 f"batch_size is {self._samples} here, and set on some ranks only: set it on all of them before the "
                 "backward pass, or on none."
             )
-        factor = self._correction() if all_sized else None
-        for bucket, its_used in zip(self.buckets, used, strict=True):
-            bucket.finish(factor, its_used)
-        self.passes += 1
 
     def _correction(self) -> float:
         """The factor by which sums of weighted gradients are off; all ranks call it."""
@@ -289,7 +316,7 @@ class GradientShard(Bucket):
 
 class AllReduce:
     """Every rank gets the average. Behind the gradients of a bucket travels a number for each parameter, whether this
-    rank has used it, and one that says whether ``batch_size`` is set."""
+    rank has used it, and one for each flag."""
 
     weighs = True
 
@@ -297,17 +324,19 @@ class AllReduce:
         self.comm, self.algorithm = comm, algorithm
         self.weight: float | None = 1 / comm.size
 
-    def launch(self, bucket: Bucket, weight: float | None, sized: bool) -> None:
-        flags = torch.tensor([*bucket.used, sized])
-        bucket.buffer = bucket.fill(weight, len(flags))
-        bucket.buffer.tail.copy_(flags)
+    def launch(self, bucket: Bucket, weight: float | None, flags: list[bool]) -> None:
+        tail = torch.tensor([*bucket.used, *flags])
+        bucket.buffer = bucket.fill(weight, len(tail))
+        bucket.buffer.tail.copy_(tail)
         bucket.handle = self.comm.all_reduce(bucket.buffer.flat, async_op=True, algorithm=self.algorithm)
 
-    def collect(self, buckets: Sequence[Bucket], sized: bool) -> tuple[list, bool, bool]:
+    def collect(self, buckets: Sequence[Bucket], flags: list[bool]) -> tuple[list, list, list]:
         for bucket in buckets:
             bucket.handle.wait()
-        flags = [bucket.buffer.tail.tolist() for bucket in buckets]
-        return [used for *used, _ in flags], flags[0][-1] > 0, flags[0][-1] == self.comm.size
+        tails = [bucket.buffer.tail.tolist() for bucket in buckets]
+        counts = tails[0][-len(flags) :]
+        used = [tail[: -len(flags)] for tail in tails]
+        return used, [count > 0 for count in counts], [count == self.comm.size for count in counts]
 
 
 class ReduceScatter:
@@ -319,13 +348,13 @@ class ReduceScatter:
         self.comm = comm
         self._travels: tuple | None = None  # a bucket, and whether it is weighted
 
-    def launch(self, bucket: GradientShard, weight: float | None, sized: bool) -> None:
+    def launch(self, bucket: GradientShard, weight: float | None, flags: list[bool]) -> None:
         self._collect_last()
         whole = bucket.flat_gradients(weight)
         own = whole.new_empty(bucket.shards.length)
         op = "mean" if weight is None else "sum"
         bucket.handle = self.comm.reduce_scatter(own, whole, op, async_op=True, overwrite=True)
-        self._travels = bucket, sized
+        self._travels = bucket, flags[0]
 
     def _collect_last(self) -> None:
         if self._travels:
@@ -334,12 +363,12 @@ class ReduceScatter:
             self._travels = None
             del bucket.handle
 
-    def collect(self, buckets: Sequence[GradientShard], sized: bool) -> tuple[list, bool, bool]:
+    def collect(self, buckets: Sequence[GradientShard], flags: list[bool]) -> tuple[list, list, list]:
         self._collect_last()
-        flags = [sized, not sized, *(used for bucket in buckets for used in bucket.used)]
-        some, some_not, *used = self.comm.all_reduce(torch.tensor(flags, dtype=torch.int8), op="max").tolist()
-        rest = iter(used)
-        return [[next(rest) for _ in bucket.parameters] for bucket in buckets], some > 0, some_not == 0
+        mine = [*flags, *(not flag for flag in flags), *(used for bucket in buckets for used in bucket.used)]
+        rest = iter(self.comm.all_reduce(torch.tensor(mine, dtype=torch.int8), op="max").tolist())
+        on_any, on_all = [next(rest) > 0 for _ in flags], [next(rest) == 0 for _ in flags]
+        return [[next(rest) for _ in bucket.parameters] for bucket in buckets], on_any, on_all
 
 
 def _is_alone(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -363,6 +392,16 @@ def check_dense(gradient: torch.Tensor | None) -> None:
     """Flat memory has room for every element."""
     if gradient is not None and gradient.is_sparse:
         raise DtlibError("A gradient is sparse, and only dense ones are averaged: build embeddings with sparse=False.")
+
+
+def refuse_averaged(named: dict) -> None:
+    """Refuse parameters, by name, whose gradients another reducer takes during the backward pass."""
+    for name, parameter in named.items():
+        if any(isinstance(getattr(hook, "__self__", None), Reducer) for hook in hooks_of_others(parameter)):
+            raise DtlibError(
+                f"Gradients of {name} are averaged already, by a DataParallel, or by a ZeroOptimizer at stage 2: build "
+                "the model from scratch, and wrap it once."
+            )
 
 
 def progress_for(comm: Communicator, tensors: Iterable[torch.Tensor], wanted: str | None, who: str) -> str:

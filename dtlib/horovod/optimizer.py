@@ -43,17 +43,17 @@ class _Compressed(AllReduce):
         self.weight = 1 / size() if op == Average else None
         self._short: dict[Bucket, tuple] = {}  # what travels, and how to decompress it
 
-    def launch(self, bucket: Bucket, weight: float | None, sized: bool) -> None:
+    def launch(self, bucket: Bucket, weight: float | None, flags: list[bool]) -> None:
         bucket.buffer = bucket.fill(weight, 0, free=False)
         self._short[bucket] = short, _ = self.compression.compress(bucket.buffer.flat)
         bucket.handle = communicator().all_reduce(short, COMM_OPS[self.op], async_op=True)
 
-    def collect(self, buckets: Sequence[Bucket], sized: bool) -> tuple[list, bool, bool]:
+    def collect(self, buckets: Sequence[Bucket], flags: list[bool]) -> tuple[list, list, list]:
         for bucket in buckets:
             bucket.handle.wait()
             short, context = self._short.pop(bucket)
             bucket.buffer.flat.copy_(self.compression.decompress(short, context))
-        return [bucket.used for bucket in buckets], False, False
+        return [bucket.used for bucket in buckets], flags, flags
 
 
 _hooks = WeakTensorKeyDictionary()

@@ -53,7 +53,8 @@ class Engine:
         self._loader = loader
         self._batches = loader.forever() if loader is not None else None
         self._norm = None
-        self._trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        self._backwards = 0  # since the last step()
         self._stepping = _guard(self.optimizer, self._masters)
         fp16 = config.fp16
         self._scale = LossScale()
@@ -71,6 +72,8 @@ class Engine:
 
     def backward(self, loss: Tensor) -> Tensor:
         """Gradients of this micro-batch's mean loss; at the last one of a step they are averaged over all ranks."""
+        self._refuse_lost()
+        self._backwards += 1
         scaled = loss * (self._scale.scale / self.gradient_accumulation_steps())
         with nullcontext() if self.is_gradient_accumulation_boundary() else self._strategy.no_sync():
             scaled.backward()
@@ -78,11 +81,26 @@ class Engine:
 
     def step(self) -> None:
         """After each ``backward``. At a boundary: unscale, clip, step the optimizer and the schedule."""
-        boundary = self.is_gradient_accumulation_boundary()
+        if not self._backwards:
+            raise DtlibError(
+                "step() found no gradients of engine.backward(loss), which scales the loss: call that before each "
+                "step(), in place of loss.backward()."
+            )
+        boundary, self._backwards = self.is_gradient_accumulation_boundary(), 0
         self.micro_steps += 1
         if not boundary:
             return
         self._update()
+
+    def _refuse_lost(self) -> None:
+        """Refuse to go on with a step whose first gradients are gone."""
+        done = self.micro_steps % self.gradient_accumulation_steps()
+        known = [p for group in self.optimizer.param_groups for p in group["params"]] + self._masters.parameters
+        if done and all(parameter.grad is None for parameter in known):
+            raise DtlibError(
+                f"Gradients of {done} micro-batches of this step are gone, as after zero_grad(): leave zero_grad() "
+                "out, because the engine calls it after the last micro-batch of a step."
+            )
 
     def _update(self) -> None:
         """What happens at a boundary."""
@@ -101,6 +119,11 @@ class Engine:
         self._scale.update(overflow)
         if overflow:
             self.skipped_steps += 1
+            if not self._scale.dynamic and self.comm.rank == 0:
+                warnings.warn(
+                    f"Gradients overflow in float16, and the step is skipped: fp16.loss_scale is "
+                    f"{self._scale.scale:g}, a fixed number. Give a lower one, or 0 for one that adapts.", stacklevel=3,
+                )  # fmt: skip
         else:
             if self.config.gradient_clipping:
                 self._norm = self._clip(gradients)
@@ -118,12 +141,13 @@ class Engine:
         return clip_by_norm(gradients, self.config.gradient_clipping, self._strategy.shards_on)
 
     def _refuse_unfrozen(self) -> None:
-        now = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        if unfrozen := now - self._trainable:
-            raise DtlibError(
-                f"{min(unfrozen)} was unfrozen after initialize(), and would not be trained: call initialize() on a "
-                "new model with what is to be trained."
-            )
+        for name, parameter in self.module.named_parameters():
+            known = self._trainable.get(name)
+            if parameter.requires_grad and known is not parameter and not hasattr(known, "full_tensor"):  # FSDP2's
+                raise DtlibError(
+                    f"{name} was unfrozen or replaced after initialize(), and would not be trained: call initialize() "
+                    "on a new model with what is to be trained."
+                )
 
     def train_batch(self, data_iter: Iterator | None = None, loss_fn: Callable | None = None) -> Tensor:
         """A whole step from ``gradient_accumulation_steps`` micro-batches; returns their mean loss over all ranks.
@@ -152,7 +176,7 @@ class Engine:
                 total += loss.detach().double().cpu() / steps
                 self.step()
         except BaseException:
-            self.micro_steps = first
+            self.micro_steps, self._backwards = first, 0
             self.zero_grad()
             raise
         return self.comm.all_reduce(total, op="mean")
@@ -244,10 +268,18 @@ class Engine:
             if self.comm.rank == 0:
                 warnings.warn(f"{load_dir} has no file {LATEST!r}: nothing was loaded; pass tag=.", stacklevel=2)
             return None, None
-        folder = self._place(load_dir, _name_of(tag, self._everyone))
+        tag = _name_of(tag, self._everyone)
+        folder = self._place(load_dir, tag)
+        stages = sorted({path.name.partition("of")[2] for path in Path(load_dir, tag).glob("stage*of*")})
+        if stages and not (folder / "index.json").exists():
+            raise DtlibError(
+                f"{Path(load_dir, tag)} was saved by a pipeline of {' or '.join(stages)} stages, and each has a "
+                "checkpoint of its own: go on with as many stages."
+            )
         extra = checkpoint.load(folder, check=partial(self._check_extra, folder, load_lr_scheduler_states), **saved)
         assert isinstance(extra, dict)
         self.zero_grad()
+        self._backwards = 0
         if load_lr_scheduler_states and self.lr_scheduler is not None and "scheduler" in extra:
             self.lr_scheduler.load_state_dict(extra["scheduler"])
         if self._scale.dynamic and extra["kinds"]["dynamic"]:

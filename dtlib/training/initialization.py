@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from dtlib.comm import Communicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import refuse_shards
+from dtlib.gradients.shard_info import info_of
 from dtlib.parallel.pipeline import PipelineModule
 from dtlib.training import config as configuration
 from dtlib.training.config import AnyConfig, ConfigError
@@ -79,6 +80,7 @@ def initialize(
     if runtime == "deepspeed":
         comm = data_ranks(model, comm)
     settings = configuration.read(config, comm.size, comm.rank)
+    _check_same(comm, {"runtime": runtime, **vars(settings)})
     if settings.bf16.enabled or settings.fp16.enabled:
         model.to(torch.bfloat16 if settings.bf16.enabled else torch.float16)
     if model_parameters is None and isinstance(optimizer, torch.optim.Optimizer):
@@ -103,6 +105,11 @@ def initialize(
         check_pipeline(model, settings, runtime)
     if settings.gradient_clipping:
         refuse_shards(model.parameters(), f"gradient_clipping is {settings.gradient_clipping:g}")
+    if settings.fp16.enabled and any(info_of(parameter).differs() for parameter in model.parameters()):
+        raise ConfigError(
+            "fp16.enabled is true, and ranks have different shards or experts, whose gradients overflow in different "
+            "steps: use bf16."
+        )
     if stage == 3 and isinstance(optimizer, torch.optim.Optimizer):
         raise DtlibError(
             "This optimizer was made for whole parameters, which stage 3 replaces by shards: pass a function that "
@@ -116,8 +123,10 @@ def initialize(
                 "with dtlib.checkpoint or engine.load_checkpoint()."
             )
         optimizer.load_state_dict(comm.broadcast_object(optimizer.state_dict() if comm.rank == 0 else None))
-    if _stages.get(model) == ("dtlib", 2) and (stage == 0 or runtime == "torch"):
-        raise DtlibError("An initialize() at stage 2 takes this model's gradients as they come: build the model anew.")
+    before = _stages.get(model)
+    if before == ("dtlib", 3) or (before == ("dtlib", 2) and (stage == 0 or runtime == "torch")):
+        what = "takes this model's gradients as they come" if before[1] == 2 else "has put shards in this model"
+        raise DtlibError(f"An initialize() at stage {before[1]} {what}: build the model anew.")
     _stages[model] = runtime, stage
 
     def trained():
@@ -160,6 +169,16 @@ def pipeline_of(
     if data_comm is not None and everyone is not None:
         module.data_comm, module.everyone = data_comm, everyone
     return module
+
+
+def _check_same(comm, settings: dict) -> None:
+    """Refuse a config that differs between ranks."""
+    everyones = comm.all_gather_object({key: repr(value) for key, value in settings.items()})
+    for key in settings:
+        if len(values := sorted({one[key] for one in everyones})) > 1:
+            raise ConfigError(
+                f"{key} differs between ranks: {' and '.join(values)}. Give the same config on all ranks."
+            )
 
 
 def _the_config(args, config):

@@ -139,6 +139,12 @@ class _Training:
         torch.manual_seed(1000 * run.seed + comm.rank)
         if resume and pointed_to(Path(self.save) / LATEST, comm) is not None:
             self.engine.load_checkpoint(self.save)
+        elif resume and (others := sorted(Path(save).glob(f"**/{LATEST}"))):
+            raise DtlibError(
+                f"{self.save} has no checkpoint, and there is {others[0]}, of another tensor_parallel.autotp_size: go "
+                "on with that one, or take another folder."
+            )
+        if resume:
             found = sorted(set(comm.all_gather_object(self.engine.global_steps)))
             if len(found) > 1:
                 raise DtlibError(f"{save} has checkpoints after steps {found[0]} and {found[-1]}: take another folder.")

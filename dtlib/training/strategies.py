@@ -115,6 +115,13 @@ class Zero(Replicated):
         self.optimizer = ZeroOptimizer(groups, type(plain), comm, zero.stage, **options, **_settings_of(plain))
         self.forward, self.no_sync, self.shards_on = model, nullcontext, comm
         self.masters = self.optimizer.masters
+        optimizer = self.optimizer
+
+        def count(module, inputs):  # a function, as a copy of the model must not copy the optimizer
+            if module is model and module.training and torch.is_grad_enabled():
+                optimizer.forwards += 1
+
+        model.register_forward_pre_hook(count)
 
     def reduce(self, scale: float) -> list:
         self.buffers.stale = True

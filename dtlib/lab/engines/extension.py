@@ -9,7 +9,6 @@ from typing import NoReturn
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
-from dtlib import lab
 from dtlib.errors import DtlibError
 from dtlib.lab import last_outputs
 
@@ -43,6 +42,5 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         shell.input_transformers_cleanup.append(magic_first)
     if "px" not in shell.magics_manager.magics["cell"]:
         shell.register_magics(MagicsBeforeEngines)
-    shell.user_ns.setdefault("lab", lab)  # known after a restart, too
     if kernel := getattr(shell, "kernel", None):
         last_outputs.install(kernel)

@@ -87,12 +87,18 @@ optimizer.zero_grad()  # the gradients in 32 bits do not stay
 # %%px
 P = sum(parameter.numel() for parameter in net.parameters())
 stay = [*net.parameters(), *(parameter.grad for parameter in net.parameters()), *master]
-stay += [mean for state in optimizer.state.values() for mean in (state["exp_avg"], state["exp_avg_sq"])]
+for state in optimizer.state.values():
+    stay += [state["exp_avg"], state["exp_avg_sq"]]  # the two running means
 counted = P, sum(tensor.nbytes for tensor in stay) / P, counter.get_total_flops() / P / len(samples)
 
 # %%
-rows = [(rank, f"{p:,}", f"{size:.2f}", f"{work:.2f}") for rank, (p, size, work) in enumerate(lab.values("counted"))]
-lab.table(rows, ("rank", "parameters", "bytes per parameter", "operations per parameter and sample"))
+counts = lab.values("counted")  # one of each rank
+rows = [
+    (rank, f"{parameters:,}", f"{size:.2f}", f"{work:.2f}")
+    for rank, (parameters, size, work) in enumerate(counts)
+]
+headers = ("rank", "parameters", "bytes per parameter", "operations per parameter and sample")
+lab.table(rows, headers)
 
 # %% tags=["statement"]
 # "Both rules hold on each rank, whatever the width."

@@ -8,7 +8,7 @@ KINDS = ("uneven", "regrouped", "short")  # in the last one the last rank has no
 def images_of(rank: int, kind: str, ranks: int) -> int:
     if kind == "short":
         return 2 * (rank < ranks - 1 or ranks == 1)
-    return rank + 1 if kind == "uneven" else 2 * (ranks - rank) + 1
+    return rank + 2 if kind == "uneven" else 2 * (ranks - rank) + 1
 
 
 def observe(weighted_loss, comm):
@@ -79,12 +79,13 @@ def _judge_weights(kind, counts, got, right, where) -> None:
     size, total = len(counts), sum(counts)
     expected = f"the mean losses of {where} with weights {_words(right)}"
     wrong = rows(None, expected, f"weights {_words(got)}")
-    wrong("ranks-with-images", kind == "short", "One rank has no image here, and the average is over all ranks.",
+    wrong("ranks-with-images", kind == "short",
+          "The last rank has no image: it counts as a rank in the average, and adds 0 to the total.",
           "comm.size * len(images) / total, with comm.size as it is.")
     wrong("weight-remembered", kind == "regrouped",
           "The first batch was right, and in this one the ranks have other numbers of images.",
           "Ask in every call: all_reduce torch.tensor(len(images)).")
-    wrong("unweighted", _same(got, [1] * size),
+    wrong("unweighted", _same(got, [1] * size) or _same(got, [1 / size] * size),
           "Each rank counts alike, so an image of a rank with few images counts more.",
           "How many images has this rank, and how many have all? The second number takes an all_reduce.")
     wrong("average-forgotten", _same(got, [count / total for count in counts]),

@@ -110,7 +110,8 @@ of_all_seeds = {run: [error for one in every for error in one[run]] for run in m
 # %% tags=["nbval-ignore-output"]
 errors = lab.values("of_all_seeds")[0]
 runs = [(batch, rule) for batch in (256, 512) for rule in ("k^0.5", "k^0.75", "k")]
-lab.table([(*run, f"{sum(errors[run]) / 32:.1f}") for run in runs], ("batch", "rule", "mean error (%)"))
+means = [(*run, f"{sum(errors[run]) / 32:.1f}") for run in runs]
+lab.table(means, ("batch", "rule", "mean error (%)"))
 
 # %% [markdown]
 # Do these means differ for certain, or would other seeds turn the order round? Write `paired_interval(a, b)`:
@@ -177,12 +178,13 @@ for batch in (256, 512):
         a, b = errors[batch, "k^0.75"], errors[batch, other]
         for seeds in (8, 32):
             low, high, verdict = paired_interval(a[:seeds], b[:seeds])
-            rows.append((batch, f"k^0.75 against {other}", seeds, f"{low:.1f} to {high:.1f}", verdict))
-lab.table(rows, ("batch", "rules", "seeds", "points", "k^0.75 is"))
+            rows.append((batch, other, seeds, f"{low:.1f} to {high:.1f}", verdict))
+lab.table(rows, ("batch", "k^0.75 against", "seeds", "points", "k^0.75 is"))
 
 a, b = errors[256, "k^0.75"], errors[256, "k^0.5"]
-pairs = statistics.variance(x - y for x, y in zip(a, b, strict=True))
-print(f"Without pairs this takes {(statistics.variance(a) + statistics.variance(b)) / pairs:.1f} times as many seeds.")
+paired = statistics.variance(x - y for x, y in zip(a, b, strict=True))
+apart = statistics.variance(a) + statistics.variance(b)
+print(f"Without pairs this takes {apart / paired:.1f} times as many seeds.")
 
 # %% tags=["statement"]
 # "At batch 512 k^0.75 is lower than both other rules"

@@ -9,17 +9,18 @@ from dtlib.lab.checks.exercise import Exercise, rows
 from dtlib.lessons.l05 import intervals
 
 VERDICTS = ("lower", "higher", "not separated")
-# Seeds, the mean of a - b and its spread. Seeds differ more than rules: in the first two pairs the rules' own intervals
-# overlap. The means of the third and the fourth are on either side of 0, and neither is separated.
-PAIRS = ((6, -1.0, 0.4), (5, 0.9, 0.3), (8, -0.35, 1.2), (4, 0.4, 1.1), (32, 0.5, 0.8), (10, -2.0, 1.5))
+# Seeds, the mean of a - b and its standard deviation. Seeds differ more than rules: in the first two pairs the rules'
+# own intervals overlap. The third and the fourth are not separated; the fourth would be if t were normal.
+PAIRS = ((6, -1.0, 0.4), (5, 0.9, 0.3), (8, -0.35, 0.7), (4, 1.4, 1.1), (32, 0.5, 0.8), (10, -2.0, 1.5))
 
 
 def _pairs():
     chance = random.Random(58)
     for seeds, apart, spread in PAIRS:
         b = [6 + abs(chance.gauss(0, 3)) for _ in range(seeds)]
-        off = [chance.gauss(0, spread) for _ in b]
-        yield [error + apart + each - statistics.fmean(off) for error, each in zip(b, off, strict=True)], b
+        off = [chance.gauss(0, 1) for _ in b]
+        middle, scale = statistics.fmean(off), spread / statistics.stdev(off)
+        yield [error + apart + scale * (each - middle) for error, each in zip(b, off, strict=True)], b
 
 
 ERRORS = list(_pairs())  # of a and of b in %, seed by seed
@@ -95,6 +96,8 @@ SAMPLES = (
 
 def _judge_ends(seen, expected: str, got: str) -> None:
     """Which sample it is, or what half the width is made of."""
+    from scipy import stats
+
     truths = [intervals.difference(a, b) for a, b in ERRORS]
     wrong = rows(None, expected, got)
     wrong("no-number", not all(math.isfinite(end) for ends in seen for end in ends),
@@ -111,6 +114,8 @@ def _judge_ends(seen, expected: str, got: str) -> None:
     wrong("wrong-middle", not middles,
           "The middle of the interval is not the mean of the differences.",
           "The middle is the mean of a[i] - b[i]; the ends are middle - half and middle + half.")
+    wrong("unpaired", all(_same(ends, stats.ttest_ind(a, b, equal_var=False).confidence_interval())
+                          for ends, (a, b) in zip(seen, ERRORS, strict=True)), *HINTS["unpaired"])
     for mistakes, halves in sorted(_halves(), key=lambda made: len(made[0])):
         if all(_same(((low - high) / 2, (high - low) / 2), (-half, half))
                for (low, high), half in zip(seen, halves, strict=True)):

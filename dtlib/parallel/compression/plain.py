@@ -65,7 +65,8 @@ def eight_bit_hook(state: EightBitState, bucket: GradBucket) -> torch.futures.Fu
 
 def rounded(blocks: torch.Tensor) -> torch.Tensor:
     """Of each block, in the last dimension, the 4 bytes of its scale, then whole numbers from -127 to 127."""
-    scales = (blocks.abs().amax(-1, keepdim=True) / 127).float().clamp(min=1e-38)
+    blocks = blocks.float()  # in float16 a small scale would be rounded to a subnormal number
+    scales = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-38)
     return torch.cat([scales.view(torch.int8), (blocks / scales).round().to(torch.int8)], -1)
 
 

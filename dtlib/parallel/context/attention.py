@@ -6,6 +6,7 @@ those that travel too.
 """
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -85,10 +86,24 @@ def _wide(x) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+C = TypeVar("C", bound=Callable)
+
+
+def _exact(function: C) -> C:
+    """Without autocast: scores are computed in float32, as inside of torch's attention."""
+
+    def computed(ctx, first, *rest):
+        with torch.autocast(first.device.type, enabled=False):
+            return function(ctx, first, *rest)
+
+    return computed  # type: ignore[return-value]  # it has the same signature
+
+
 class _Ring(torch.autograd.Function):
     """q of (batch, key heads, queries a key head, tokens, width); k and v of (batch, key heads, 1, tokens, width)."""
 
     @staticmethod
+    @_exact
     def forward(ctx, q, k, v, sequence, scale):
         out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=_wide(q), device=q.device)
         lse = out.new_full(q.shape[:-1], -torch.inf)
@@ -111,6 +126,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_exact
     def backward(ctx, d_out):
         (q, k, v, out, lse), (sequence, scale) = ctx.saved_tensors, ctx.rest
         d_out = d_out.to(out.dtype)
@@ -139,6 +155,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: f
     ``q`` is (batch, heads, tokens, width); ``k`` and ``v`` have as many heads or a divisor, and v may be of k's width
     alone. ``scale`` is by default 1 / sqrt(width).
     """
+    if torch.is_autocast_enabled(q.device.type):  # as torch's attention
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     groups = k.shape[1]
     grouped = q.unflatten(1, (groups, q.shape[1] // groups))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -161,7 +179,7 @@ class _Exchange(torch.autograd.Function):
             come = x.new_empty(mine * sequence.length)
             comm.all_to_all(come, pieces.flatten(), [mine * n for n in lengths], [mine * here] * comm.size)
             parts = [
-                part.view(batch, -1, n, width)
+                part.view(batch, heads // comm.size, n, width)
                 for part, n in zip(come.split([mine * n for n in lengths]), lengths, strict=True)
             ]
             return torch.cat(parts, 2)[:, :, place.argsort()]

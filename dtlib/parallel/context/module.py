@@ -1,6 +1,8 @@
 """A module whose sequences are shared by ranks: its attention is computed in a ring, or by exchanges of heads."""
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.same_model import check_same_values
+from dtlib.gradients.same_model import PASSES, check_same_values, digest_of
 from dtlib.gradients.shard_info import note
 from dtlib.parallel.context.attention import Sequence, ring_attention, ulysses_attention
 from dtlib.parallel.context.order import ORDERS, positions_of
@@ -18,8 +20,10 @@ from dtlib.parallel.context.order import ORDERS, positions_of
 METHODS = {"ring": ring_attention, "ulysses": ulysses_attention}
 # They look at other tokens, and know nothing of other ranks.
 MIX_TOKENS = (
-    nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.modules.batchnorm._BatchNorm, nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer, nn.MultiheadAttention,
+    nn.RNNBase, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm,
+    nn.modules.pooling._AvgPoolNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._LPPoolNd,
+    nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd, nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer, nn.MultiheadAttention, torch.jit.ScriptModule,
 )  # fmt: skip
 _hooks: WeakKeyDictionary = WeakKeyDictionary()  # of each module that is wrapped
 
@@ -47,6 +51,11 @@ class ContextParallel(nn.Module):
     Torch's attention is replaced while ``model(x)`` runs, in this thread, by a ``TorchFunctionMode``. Activation
     checkpointing calls a part of the module again in the backward pass: the parts have hooks that replace attention
     then, too. So what is checkpointed has to be a module, as in ``checkpoint(block, x, use_reentrant=False)``.
+
+    Limits that nothing refuses: functions that look at other tokens, such as a mean, a shift, ``cumsum``,
+    ``functional.conv1d`` or ``group_norm`` over them; an attention other than torch's beside it, also by
+    ``torch.ops.aten`` or inside of a checkpointing ``autograd.Function``; slices cut by hand in another order;
+    positions inside of the module that ``torch.arange`` did not make. Forward passes leave ``torch.compile`` out.
 
     Raises:
         DtlibError: for modules that look at other tokens in another way, and where ranks ask for different things; in
@@ -78,14 +87,15 @@ class ContextParallel(nn.Module):
         for parameter in module.parameters():
             note(parameter, sequences=self.comm.members)
         self._length: tuple[torch.Size, int] | None = None
-        self._calls = 0
+        self._calls = self._passes = 0
+        self._lengths_vary = False  # within a forward pass
         self._mode = _AttentionReplaced(self._attention)
         self._running: list[bool] = []  # for each call of a part, the innermost last: did it begin with gradients on?
         for handle in _hooks.get(module, ()):  # of an earlier wrapper of the same module
             handle.remove()
         # Torch's own modules call no attention. Functions, as a copy of the module must not copy this one.
         parts = [part for part in module.modules() if not type(part).__module__.startswith("torch.nn.")]
-        begins, ends = lambda *_: self._part_begins(), lambda *_: self._part_ends()
+        begins, ends = lambda part, _: self._part_begins(part), lambda *_: self._part_ends()
         _hooks[module] = [part.register_forward_pre_hook(begins, prepend=True) for part in parts]
         _hooks[module] += [part.register_forward_hook(ends, always_call=True) for part in parts]
 
@@ -113,9 +123,12 @@ class ContextParallel(nn.Module):
             check_same_values(self, list(self.module.parameters()), self.comm, "parameters")
         # An interrupt of a backward pass leaves calls in the list; autograd itself has left the mode.
         self._length, self._calls, self._running = None, 0, []
+        self._passes += 1
+        self._mode.ranges.clear()
         self._begin()
         try:
-            out = self.module(*args, **kwargs)
+            with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
+                out = self.module(*args, **kwargs)
         finally:
             while self._running:
                 self._end()
@@ -136,8 +149,14 @@ class ContextParallel(nn.Module):
         if not self._running:
             self._mode.__exit__(None, None, None)
 
-    def _part_begins(self) -> None:
-        if self._running or torch._C._current_graph_task_id() != -1:  # in the backward pass: it is computed again
+    def _part_begins(self, part) -> None:
+        alone = part is self.module and not self._running and not _in_backward()
+        if alone and part.training and torch.is_grad_enabled():
+            raise DtlibError(
+                "The module inside of a ContextParallel was called by itself, and its attention would see this "
+                "rank's tokens alone: call the ContextParallel."
+            )
+        if self._running or _in_backward():  # it is computed again
             self._begin()
 
     def _part_ends(self) -> None:
@@ -151,6 +170,7 @@ class ContextParallel(nn.Module):
             "a mask" if attn_mask is not None else f"dropout_p={dropout_p}" if dropout_p
             else f"queries of {tuple(query.shape)} and keys of {tuple(key.shape)}"
             if query.dim() != 4 or query.shape[-2] != key.shape[-2] or value.shape != key.shape
+            or query.shape[0] != key.shape[0]
             or query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1]
             or (query.shape[1] != key.shape[1] and not enable_gqa) else None
         )  # fmt: skip
@@ -165,23 +185,51 @@ class ContextParallel(nn.Module):
                 "checkpoint(function, use_reentrant=True): pass use_reentrant=False, and a module as the function."
             )
         self._calls += 1
-        sequence = Sequence(self.comm, self._whole_length(query), self.order, is_causal, self.overlap)
+        length = self._whole_length(query, is_causal, scale)
+        sequence = Sequence(self.comm, length, self.order, is_causal, self.overlap)
         return METHODS[self.method](query, key, value, sequence, scale)
 
-    def _whole_length(self, query) -> int:
-        """All ranks' tokens; asked once a forward pass, in which all layers have the same."""
-        if self._length is None or self._length[0] != query.shape:
-            shapes = self.comm.all_gather_object((tuple(query.shape), str(query.dtype)))
+    def _whole_length(self, query, *settings) -> int:
+        """All ranks' tokens; asked once a forward pass, in which most modules have one length. The first passes ask for
+        each attention, whether ranks agree in that."""
+        shape, before = query.shape, self._length
+        if before and shape[2] != before[0][2] and not self._lengths_vary and self._passes > PASSES:
+            raise DtlibError(
+                f"ContextParallel: attention over {before[0][2]} and over {shape[2]} tokens in one forward pass, which "
+                f"had one length in the first {PASSES} passes: use another ContextParallel for the other length."
+            )
+        if not before or before[0] != shape or self._lengths_vary or self._passes <= PASSES:
+            mine = digest_of([query]) if self._passes <= PASSES and shape[2] > 1 else None
+            mine = mine if mine and bool((query != query[:, :, :1]).any()) else None
+            ours = tuple(shape), str(query.dtype), settings, mine, set(self._mode.ranges)
+            asked = self.comm.all_gather_object(ours)
+            shapes = [(shape, dtype) for shape, dtype, *_ in asked]
             if len({(shape[:2], shape[3:], dtype) for shape, dtype in shapes}) > 1:
                 raise DtlibError(f"ContextParallel: ranks have queries of {shapes}: give all the same batch.")
+            if len(different := {one[2] for one in asked}) > 1:
+                raise DtlibError(f"ContextParallel: ranks ask for (is_causal, scale) {different}: give all the same.")
             lengths = [shape[2] for shape, _ in shapes]
+            if self.comm.size > 1 and mine and len({one[3] for one in asked}) == 1:
+                raise DtlibError(
+                    f"ContextParallel: all ranks have the same queries, of {lengths[0]} tokens, as if each had "
+                    "whole sequences: give each rank its tokens, as by x = model.split(x)."
+                )
+            widths = {shape[-1], shape[-1] // 2} if len(set(lengths)) == 1 else set()  # as of rotary frequencies
+            made = [n > 1 and n in one[4] - widths for n, one in zip(lengths, asked, strict=True)]
+            if self.comm.size > 1 and all(made):
+                raise DtlibError(
+                    f"ContextParallel: the module called torch.arange for {lengths} tokens, as for positions, and each "
+                    "rank would begin at 0: pass model.positions(length) to the module."
+                )
             cut = [len(positions_of(rank, self.comm.size, sum(lengths), self.order)) for rank in range(self.comm.size)]
             if lengths != cut:
                 raise DtlibError(
                     f"ContextParallel: ranks have {lengths} tokens, and in order {self.order} they have {cut}: cut "
                     "sequences by split()."
                 )
-            self._length = query.shape, sum(lengths)
+            self._lengths_vary |= before is not None and before[1] != sum(lengths)
+            self._length = shape, sum(lengths)
+        assert self._length
         return self._length[1]
 
 
@@ -191,6 +239,7 @@ class _AttentionReplaced(TorchFunctionMode):
     def __init__(self, attention: Callable):
         super().__init__()
         self._attention = attention
+        self.ranges: list[int] = []  # lengths of torch.arange from 0, of this forward pass
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -201,4 +250,10 @@ class _AttentionReplaced(TorchFunctionMode):
                 "ContextParallel: multi_head_attention_forward has an attention of its own, which would see this "
                 "rank's tokens alone: call torch.nn.functional.scaled_dot_product_attention."
             )
+        if func is torch.arange and (len(args) == 1 or (len(args) == 2 and args[0] == 0)):
+            self.ranges.append(int(args[-1]))
         return func(*args, **kwargs)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

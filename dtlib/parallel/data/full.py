@@ -16,7 +16,7 @@ from torch import nn
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FIRST_BUCKET, LEAST_BUCKET, bucket_bytes, buckets_of
-from dtlib.gradients.reducer import AllReduce, Bucket, Reducer, RootBuffers, progress_for
+from dtlib.gradients.reducer import AllReduce, Bucket, Reducer, RootBuffers, progress_for, refuse_averaged
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shard_info import info_of
 from dtlib.parallel.data.hooks import CommHook
@@ -59,13 +59,15 @@ class DataParallel(nn.Module):
                  device_ids: list | None = None, output_device: torch.device | int | str | None = None,
                  find_unused_parameters: bool = True, gradient_as_bucket_view: bool = True):  # fmt: skip
         super().__init__()
+        for hook in _hooks.pop(module, ()):  # of an earlier wrapper of the same module
+            hook.remove()
         self.module = module
         _check_devices(module, [*(device_ids or []), *([] if output_device is None else [output_device])])
         self.comm = as_communicator(init().comm if comm is None else comm)
         self.batch_size: int | None = None
         self.broadcast_buffers = broadcast_buffers
         named = {name: p for name, p in module.named_parameters() if p.requires_grad and not self._is_an_experts(p)}
-        _check_parameters(named, module.named_modules(), self.comm, bucket_cap_mb)
+        _check_parameters(named, dict(module.named_modules()), self.comm, bucket_cap_mb)
         names = {parameter: name for name, parameter in named.items()}
         self.progress = progress_for(self.comm, names, progress, "DataParallel")
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -78,13 +80,13 @@ class DataParallel(nn.Module):
         self.buckets = [Bucket([parameters[i] for i in group]) for group in groups]
         self._root_buffers = RootBuffers(module, self.comm)
         self._collective = AllReduce(self.comm, algorithm)
+        self.forwards = 0  # in training, whose backward passes average
+        same = [parameter for parameter in module.parameters() if not self._is_an_experts(parameter)]
         self._reducer = Reducer(
-            self.buckets, self._collective, self, self.progress, names, root_buffers=self._root_buffers
+            self.buckets, self._collective, self, self.progress, names, root_buffers=self._root_buffers, values=same
         )
         self._trained = {parameter: (parameter.dtype, parameter.device) for parameter in parameters}
         self._join: list[int] | None = None  # in join(): which ranks still have batches
-        for hook in _hooks.get(module, ()):  # of an earlier wrapper of the same module
-            hook.remove()
         _hooks[module] = [p.register_post_accumulate_grad_hook(self._reducer.gradient_is_ready) for p in parameters]
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -92,7 +94,8 @@ class DataParallel(nn.Module):
         for parameter in self.module.parameters():
             if parameter.requires_grad and parameter not in self._trained and not self._is_an_experts(parameter):
                 raise DtlibError(
-                    "A parameter was unfrozen after the model was wrapped: wrap it anew with DataParallel."
+                    "A parameter was unfrozen or replaced after the model was wrapped: wrap it anew with DataParallel, "
+                    "and make the optimizer."
                 )
             if parameter in self._trained and self._trained[parameter] != (parameter.dtype, parameter.device):
                 raise DtlibError(
@@ -100,6 +103,7 @@ class DataParallel(nn.Module):
                     "DataParallel, and make the optimizer."
                 )
         if self.training and torch.is_grad_enabled() and self._reducer.synchronising:
+            self.forwards += 1
             if self._join is not None:
                 self._join = self._announce(True)
             if self.broadcast_buffers:
@@ -183,6 +187,7 @@ class DataParallel(nn.Module):
         for parameter in self._trained:
             parameter.grad = None
         self._reducer.check()
+        self.forwards += 1
         self._reducer.end()
         for parameter in self._trained:
             parameter.grad = None
@@ -224,7 +229,13 @@ def _check_parameters(named: dict, modules, comm, bucket_cap_mb) -> None:
         )
     if bucket_cap_mb is not None and bucket_cap_mb <= 0:
         raise DtlibError(f"DataParallel(bucket_cap_mb={bucket_cap_mb}): give a size above 0, such as 25.")
-    for name, module in modules:
+    for name, module in modules.items():
         if getattr(module, "sparse", False):
             raise DtlibError(f"DataParallel averages dense gradients: build {name or 'the module'} with sparse=False.")
+        if isinstance(module, DataParallel | nn.parallel.DistributedDataParallel):
+            raise DtlibError(
+                f"{name or 'This model'} is in a {type(module).__name__} already, and its gradients would be averaged "
+                "twice, over other ranks: wrap the model once, over all axes, as by mesh['data', 'expert']."
+            )
     check_same_model(named, comm, "DataParallel")
+    refuse_averaged(named)

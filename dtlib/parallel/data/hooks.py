@@ -61,17 +61,20 @@ class CommHook(AllReduce):
         if not callable(hook):
             raise DtlibError(f"register_comm_hook(state, {hook!r:.40}): give a function hook(state, bucket).")
         self.name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
-        names = before.comm.all_gather_object(self.name)
-        if len(set(names)) > 1:
-            raise DtlibError(f"register_comm_hook: ranks gave {', '.join(names)}: give all ranks the same hook.")
+        ours = type(state).__module__.startswith(("dtlib.", "torch."))
+        kept = getattr(state, "__dict__", {}) if ours else {}
+        numbers = {key: one for key, one in kept.items() if isinstance(one, int | float)}
+        asked = before.comm.all_gather_object(f"{self.name} with {numbers}" if numbers else self.name)
+        if len(set(asked)) > 1:
+            raise DtlibError(f"register_comm_hook: ranks gave {', '.join(asked)}: give all ranks the same hook.")
         super().__init__(before.comm.split(0))
         self.state, self.hook, self.buckets = state, hook, buckets
         self._futures: dict[Bucket, torch.futures.Future] = {}
 
-    def launch(self, bucket: Bucket, weight: float | None, sized: bool) -> None:
+    def launch(self, bucket: Bucket, weight: float | None, flags: list[bool]) -> None:
         """Call the hook. Flags are apart, as it may resize the memory of gradients."""
         buffer = bucket.buffer = bucket.fill(None, 0)
-        buffer.tail = torch.tensor([*bucket.used, sized], dtype=buffer.flat.dtype, device=buffer.flat.device)
+        buffer.tail = torch.tensor([*bucket.used, *flags], dtype=buffer.flat.dtype, device=buffer.flat.device)
         bucket.handle = self.comm.all_reduce(buffer.tail, async_op=True)
         b = self.buckets.index(bucket)
         future = self.hook(self.state, GradBucket(b, bucket is self.buckets[-1], bucket.parameters, buffer))
@@ -82,9 +85,9 @@ class CommHook(AllReduce):
             )
         self._futures[bucket] = future
 
-    def collect(self, buckets: Sequence[Bucket], sized: bool) -> tuple[list, bool, bool]:
+    def collect(self, buckets: Sequence[Bucket], flags: list[bool]) -> tuple[list, list, list]:
         """Write averages into the buckets' memory."""
-        arrived = super().collect(buckets, sized)
+        arrived = super().collect(buckets, flags)
         for bucket in buckets:
             average, flat = self._futures.pop(bucket).wait(), bucket.buffer.flat
             average = average[0] if isinstance(average, list | tuple) else average
@@ -95,4 +98,6 @@ class CommHook(AllReduce):
                 )
             if average.data_ptr() != flat.data_ptr() or average.dtype != flat.dtype:
                 flat.copy_(average.view(-1))
+        for used, bucket in zip(arrived[0], buckets, strict=True):  # error feedback of earlier steps counts, too
+            used[:] = [some or bool(view.any()) for some, view in zip(used, bucket.buffer.views, strict=True)]
         return arrived

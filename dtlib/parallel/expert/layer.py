@@ -63,6 +63,11 @@ class MixtureOfExperts(nn.Module):
         self.top, self.capacity, self.jitter, self.count = top, capacity, jitter, len(experts) * self.comm.size
         shapes = tuple((name, tuple(p.shape)) for e in experts for name, p in e.named_parameters())
         self._check(width, shapes, len(experts))
+        if any(info_of(parameter).experts for expert in experts for parameter in expert.parameters()):
+            raise DtlibError(
+                "MixtureOfExperts: these experts are in a MixtureOfExperts already, and their gradients would be "
+                "divided twice: make new ones, also where a cell is run again."
+            )
         first = self.comm.rank * len(experts)
         self.experts = nn.ModuleDict({str(first + number): expert for number, expert in enumerate(experts)})
         self.gate, self.shared = nn.Linear(width, self.count, bias=False), shared
@@ -133,7 +138,8 @@ class MixtureOfExperts(nn.Module):
         if self.training and self.jitter:
             tokens = tokens * torch.empty_like(tokens).uniform_(1 - self.jitter, 1 + self.jitter)
         wide = torch.promote_types(tokens.dtype, torch.float32)  # a softmax of 16 bits would choose otherwise
-        return functional.linear(tokens.to(wide), self.gate.weight.to(wide))
+        with torch.autocast(tokens.device.type, enabled=False):
+            return functional.linear(tokens.to(wide), self.gate.weight.to(wide))
 
     def _take_losses(self, logits, probabilities, chosen) -> None:
         """Means over the tokens of all ranks, of which this rank has so many; gradients are averaged over ranks."""

@@ -12,6 +12,7 @@ Streaming DiLoCo: A. Douillard et al., arXiv:2501.18512. Arguments as in torchft
 """
 
 from contextlib import ExitStack
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from dtlib.comm import AnyCommunicator, as_communicator, progress_thread
 from dtlib.comm.waiting import Handle, advance_all
 from dtlib.errors import DtlibError
 from dtlib.gradients.reducer import progress_for
-from dtlib.gradients.same_model import check_same_model
+from dtlib.gradients.same_model import check_same_model, digest_of
 
 
 class DiLoCo:
@@ -43,7 +44,8 @@ class DiLoCo:
             they are idle; by default by the device of the parameters.
 
     Floating-point buffers are averaged with the last fragment; others stay each rank's own. ``steps`` are done, and
-    ``rounds`` counts fragments that have arrived.
+    ``rounds`` counts fragments that have arrived. Within a round ranks differ: call ``finish()`` after the last step,
+    and before ``dtlib.checkpoint.save``.
 
     Raises:
         DtlibError: on all ranks, for models that differ, or arguments that do not fit together.
@@ -57,6 +59,12 @@ class DiLoCo:
         self.sync_every, self.delay, self.alpha = sync_every, fragment_sync_delay, fragment_update_alpha
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         check_same_model(named, self.comm, self._who)
+        asked = sync_every, fragments, fragment_sync_delay, fragment_update_alpha
+        if len(everyones := set(self.comm.all_gather_object(asked))) > 1:
+            raise DtlibError(
+                f"{self._who}: ranks ask for (sync_every, fragments, fragment_sync_delay, fragment_update_alpha) of "
+                f"{' and '.join(map(str, sorted(everyones)))}: give the same on all ranks."
+            )
         self._check(named, fragments)
         self._progress = progress_for(self.comm, named.values(), progress, self._who)
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -69,14 +77,45 @@ class DiLoCo:
         self._handle: Handle | None = None
         self._sent: torch.Tensor | None = None  # of the fragment that is under way: what this rank has sent
         self._background = ExitStack()
+        self._stepping = False
+        _guard(self)
 
     def step(self) -> None:
         """A step of the inner optimizer; at its turn, a fragment leaves or arrives."""
-        self.inner_optimizer.step()
+        if not self.steps:
+            self._begin()
+        self._stepping = True
+        try:
+            self.inner_optimizer.step()
+        finally:
+            self._stepping = False
         self.steps += 1
         if self.steps % self._gap == 0:
             self._sent = self._own()
         self._go_on()
+
+    def finish(self) -> None:
+        """After the last step: exchange what the last round has not, so that all ranks have the same parameters. All
+        ranks call it."""
+        alpha, self.alpha = self.alpha, 0.0
+        if self._handle is not None:
+            self._handle.wait()
+            self._arrive(self._mean)
+        if self.steps % self.sync_every or len(self.fragments) > 1 or self.delay or alpha:
+            for _ in self.fragments:
+                self._arrive(self.comm.all_reduce(self._own(), op="mean"))
+        self.alpha = alpha
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """The first round starts from what the model has now: weights may have been loaded since it was wrapped."""
+        if len(set(self.comm.all_gather_object(digest_of(self.trained)))) > 1:
+            raise DtlibError(
+                f"{self._who}: parameters differ between ranks before the first step, as after load_state_dict() on "
+                "one rank alone: load them on all ranks, or before this object is made."
+            )
+        for parameter, start in self.starts.items():
+            start.copy_(parameter)
 
     def state_dict(self) -> dict:
         """Of this rank; save it beside the model and the inner optimizer, which are each rank's own within a round."""
@@ -192,6 +231,26 @@ class LocalSGD(DiLoCo):
                  progress: str | None = None):  # fmt: skip
         rest = fragments, fragment_sync_delay, fragment_update_alpha, progress
         super().__init__(comm, model, optimizer, None, sync_every, *rest)
+
+
+_guards: WeakKeyDictionary = WeakKeyDictionary()  # of each inner optimizer, a hook
+
+
+def _guard(local: DiLoCo) -> None:
+    """Have the inner optimizer refuse steps that are not counted."""
+    optimizer, itself = local.inner_optimizer, ref(local)
+
+    def refuse(*_) -> None:
+        if (alive := itself()) is not None and not alive._stepping:
+            raise DtlibError(
+                f"{alive._who} counts steps, and exchanges parameters at the end of a round: call its step() in place "
+                "of that of the inner optimizer."
+            )
+
+    if optimizer in _guards:  # of an earlier object with the same optimizer
+        _guards.pop(optimizer).remove()
+    if hasattr(optimizer, "register_step_pre_hook"):
+        _guards[optimizer] = optimizer.register_step_pre_hook(refuse)
 
 
 def _parts(parameters: list, number: int) -> list[list]:

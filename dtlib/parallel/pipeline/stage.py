@@ -53,6 +53,12 @@ class PipelineStage:
                 "torch's DistributedDataParallel would not average the gradients of a stage, as it decides that in the "
                 "forward pass: wrap it in dtlib.parallel.data.DataParallel."
             )
+        averaged = getattr(getattr(submodule, "comm", None), "members", ()) if hasattr(submodule, "no_sync") else ()
+        if len(both := sorted({*averaged} & {*self.comm.members})) > 1:
+            raise DtlibError(
+                f"{type(submodule).__name__} averages over ranks {both}, which are ranks of the pipeline and have "
+                "other stages: wrap the stage over the data axis alone, as by mesh['data']."
+            )
         parameter = next(submodule.parameters(), None)
         self.device = torch.device(device or (parameter.device if parameter is not None else "cpu"))
 

@@ -12,6 +12,10 @@ rank needs nothing from the others, as the activation works element by element:
     f    forward: X as it is            backward: all_reduce of the gradient of X
     g    forward: all_reduce            backward: the gradient of Z as it is
 
+All ranks of the tensor axis need the same batch, and the same random numbers outside of these layers (dropout): give
+them one seed, and one part of the data. Nothing compares their inputs: another batch on each rank mixes outputs, and
+the layers outside train apart.
+
 Attention is cut the same way by heads, and the embedding and the loss by words. functions.py has f and g, layers.py
 what is cut by columns, rows and words, cross_entropy.py the loss, blocks.py the perceptron and attention, whole.py a
 model in shards seen as one.

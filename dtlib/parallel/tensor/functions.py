@@ -24,6 +24,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
@@ -89,9 +90,19 @@ def scatter_tokens(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
 def sum_over_ranks(module: nn.Module, comm: Communicator) -> nn.Module:
     """Parameters that every rank has, and uses for its tokens alone (a layer norm's): their gradients are added up over
     ``comm`` in each backward pass. Returns the module."""
-    for parameter in module.parameters():
-        parameter.register_hook(lambda gradient: with_operations(comm).all_reduce(gradient.clone()))
+    _add_up(module, comm)
+    module.register_forward_pre_hook(lambda module, _: _add_up(module, comm))  # a copy of the module has it, too
     return module
+
+
+_added_up = WeakTensorKeyDictionary()
+
+
+def _add_up(module, comm) -> None:
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter not in _added_up:
+            _added_up[parameter] = True
+            parameter.register_hook(lambda gradient: with_operations(comm).all_reduce(gradient.clone()))
 
 
 def _one_of_a_pair(x, comm, there, back):

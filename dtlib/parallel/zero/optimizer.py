@@ -32,7 +32,7 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import bucket_bytes, buckets_of
 from dtlib.gradients.local_gradient import drop_placeholder, is_gone
 from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_shards
-from dtlib.gradients.reducer import Reducer, ReduceScatter, progress_for
+from dtlib.gradients.reducer import Reducer, ReduceScatter, progress_for, refuse_averaged
 from dtlib.gradients.same_model import check_same_model
 from dtlib.parallel.zero.arguments import check_arguments
 from dtlib.parallel.zero.sharded_bucket import ShardedBucket, WholeGradients, names_of
@@ -89,7 +89,7 @@ class ZeroOptimizer(optim.Optimizer):
     ):  # fmt: skip
         check_arguments(optimizer_class, stage, bucket_cap_mb, progress)
         self.comm = as_communicator(init().comm if comm is None else comm)
-        self.stage, self.batch_size = stage, None
+        self.stage, self.batch_size, self.forwards = stage, None, 0
         self._offload, self._wanted_progress = offload, progress
         self._cap_mb = bucket_cap_mb
         self._buckets: list[ShardedBucket] = []
@@ -147,13 +147,16 @@ class ZeroOptimizer(optim.Optimizer):
         """Have autograd tell of gradients."""
         self.progress = progress_for(self.comm, self._shard_of, self._wanted_progress, "ZeroOptimizer")
         self._reducer = Reducer(
-            self._buckets, ReduceScatter(self.comm), self, self.progress, self._names, by_call=self.stage == 1
-        )
+            self._buckets, ReduceScatter(self.comm), self, self.progress, self._names, by_call=self.stage == 1,
+            values=list(self._names),
+        )  # fmt: skip
         for bucket in self._buckets:
             keep = bucket.keep if isinstance(bucket, WholeGradients) else self._reducer.gradient_is_ready
             for parameter in bucket.parameters:
                 if parameter in _hooks:  # of an earlier optimizer of the same parameter
                     _hooks[parameter].remove()
+                if self.stage == 2:
+                    refuse_averaged({self._names[parameter]: parameter})
                 _hooks[parameter] = parameter.register_post_accumulate_grad_hook(keep)
 
     # Gradients

@@ -101,6 +101,56 @@ def decays_weights(comm, model, images, labels):
     return summed(model, images, labels) * comm.size / total_of(comm, images) + 0.01 * decay
 
 
+def whole_numbers(comm, model, images, labels):
+    return summed(model, images, labels) * (comm.size * len(images) // total_of(comm, images)) / max(1, len(images))
+
+
+def ranks_are_counted_by_hand(comm, model, images, labels):
+    """As if rank r had r + 1 images, as in the cell below the exercise."""
+    total = sum(range(1, comm.size + 1))
+    return summed(model, images, labels) / max(1, len(images)) * comm.size * (comm.rank + 1) / total
+
+
+def at_least_one_image(comm, model, images, labels):
+    total = comm.all_reduce(torch.tensor(float(max(1, len(images))))).item()
+    return summed(model, images, labels) * comm.size / total
+
+
+def own_images_alone(comm, model, images, labels):
+    """Takes a rank's images for all images."""
+    return summed(model, images, labels) / max(1, comm.size * len(images))
+
+
+def smooths_labels(comm, model, images, labels):
+    loss = cross_entropy(model(images), labels, reduction="sum", label_smoothing=0.1)
+    return loss * comm.size / total_of(comm, images)
+
+
+def one_loss_an_image(comm, model, images, labels):
+    return cross_entropy(model(images), labels, reduction="none") * comm.size / total_of(comm, images)
+
+
+def divides_by_most(comm, model, images, labels):
+    return summed(model, images, labels) * comm.size / total_of(comm, images, "max")
+
+
+def averages_the_loss(comm, model, images, labels):
+    """The value is right, and has no graph."""
+    return comm.all_reduce(summed(model, images, labels).detach()) / total_of(comm, images)
+
+
+def skips_the_sum_without_images(comm, model, images, labels):
+    if not len(images):
+        return model(images).sum()
+    return summed(model, images, labels) * comm.size / total_of(comm, images)
+
+
+def weight_of_the_others(comm, model, images, labels):
+    total = total_of(comm, images)
+    weight = comm.size * (total - len(images)) / total / (comm.size - 1)
+    return summed(model, images, labels) / max(1, len(images)) * weight
+
+
 WRONG = {
     "weight-the-batch": {
         as_it_was: "unweighted",
@@ -117,6 +167,16 @@ WRONG = {
         counts_ranks_with_images: "ranks-with-images",
         returns_a_number: "type",
         returns_none: "type",
+        whole_numbers: "other-weights",
+        ranks_are_counted_by_hand: "other-weights",
+        at_least_one_image: "ranks-with-images",
+        own_images_alone: "unweighted",
+        smooths_labels: "other-values",
+        one_loss_an_image: "type",
+        divides_by_most: "largest",
+        averages_the_loss: "no-graph",
+        skips_the_sum_without_images: "waited",
+        weight_of_the_others: "other-weights",
         weight_squared: "other-weights",
         decays_weights: "other-values",
     },

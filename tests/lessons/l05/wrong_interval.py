@@ -136,6 +136,57 @@ def by_the_mean(a, b):
     return low, high, "lower" if low + high < 0 else "higher"
 
 
+def verdict_by_normal(a, b):
+    """The ends are right; the verdict is by 1.96 standard errors."""
+    (low, high, _), (low_by, high_by, _) = right(a, b), normal_for_t(a, b)
+    return low, high, word(low_by, high_by)
+
+
+def by_p_of_two_samples(a, b):
+    low, high, verdict = right(a, b)
+    return low, high, verdict if stats.ttest_ind(a, b).pvalue < 0.05 else "not separated"
+
+
+def bootstrap(a, b):
+    d = minus(a, b)
+    found = stats.bootstrap((d,), statistics.fmean, n_resamples=999, method="percentile", rng=0).confidence_interval
+    return found.low, found.high, word(found.low, found.high)
+
+
+def one_sided_test(a, b):
+    found = stats.ttest_rel(a, b, alternative="less").confidence_interval()
+    return found.low, found.high, word(found.low, found.high)
+
+
+def normal_for_many(a, b):
+    """From 30 seeds on, as an old rule says."""
+    return normal_for_t(a, b) if len(a) >= 30 else right(a, b)
+
+
+def drops_the_extremes(a, b):
+    kept = sorted(minus(a, b))[1:-1]
+    return right(kept, [0] * len(kept))
+
+
+def welch(a, b):
+    found = stats.ttest_ind(a, b, equal_var=False).confidence_interval()
+    return found.low, found.high, word(found.low, found.high)
+
+
+def first_five_seeds(a, b):
+    return right(a[:5], b[:5])
+
+
+def capital_letters(a, b):
+    low, high, verdict = right(a, b)
+    return low, high, verdict.capitalize()
+
+
+def or_for_and(a, b):
+    low, high, verdict = right(a, b)
+    return low, high, "not separated" if low <= 0 or high >= 0 else verdict
+
+
 def by_own_intervals(a, b):
     low, high, _ = right(a, b)
     (low_a, high_a, _), (low_b, high_b, _) = of_a_alone(a, b), of_a_alone(b, a)
@@ -178,6 +229,16 @@ WRONG = {
         degrees_of_nothing: "no-number",
         by_the_mean: "separated-too-soon",
         by_own_intervals: "not-separated-too-often",
+        verdict_by_normal: "separated-too-soon",
+        by_p_of_two_samples: "not-separated-too-often",
+        bootstrap: "wrong-middle",
+        one_sided_test: "no-number",
+        normal_for_many: "other-width",
+        drops_the_extremes: "wrong-middle",
+        welch: "unpaired",
+        first_five_seeds: "wrong-middle",
+        capital_letters: "other-words",
+        or_for_and: "not-separated-too-often",
         higher_for_lower: "other-way-round",
         says_separated: "other-words",
     },

@@ -33,7 +33,8 @@ def fully_shard(module: nn.Module, comm: AnyCommunicator | None = None, reshard_
     """Make ``module`` a unit of stage 3, in place, with those of its parameters that are in no unit yet; returns it.
 
     Call it on the blocks of a model first, then on the model. Between steps the model's parameters are this rank's
-    shards: one-dimensional, maybe empty. Make the optimizer afterwards, of these. All values are rank 0's.
+    shards: one-dimensional, maybe empty. Make the optimizer afterwards, of these: one that was made before has the
+    whole parameters, and trains nothing, without an error. All values are rank 0's.
 
         for layer in model.layers:
             fully_shard(layer, comm)

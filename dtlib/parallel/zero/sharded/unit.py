@@ -51,6 +51,9 @@ class Unit:
             policy.cast_around(module)
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward, always_call=True)
+        for part in own_modules(module):
+            if part is not module and part._parameters:
+                part.register_forward_pre_hook(self._refuse_alone, prepend=True)
 
     def start_gathering(self) -> None:
         """Begin to make all parameters whole."""
@@ -89,6 +92,13 @@ class Unit:
         self.gather()
         if self.prefetch and not _in_backward():
             plan.prefetch(self, +1)
+
+    def _refuse_alone(self, part, inputs) -> None:
+        if any(flat.is_free() and not flat.summoned for flat in self.flats):
+            raise DtlibError(
+                f"A {type(part).__name__} of a model of fully_shard was called by itself, and has this rank's shards "
+                "of its parameters: call the whole model, or a part that fully_shard was called on."
+            )
 
     def _after_forward(self, module, inputs, output) -> None:
         if self._is_summoned():  # refused, so that nothing has begun
