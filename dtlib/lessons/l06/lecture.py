@@ -96,7 +96,7 @@ assert kept == [[2, 2, 12], [2, 2, 12, 4], [2, 2, 4, 12, 4], [2, 4, 2, 4, 12, 4]
 lab.read(plain)
 
 # %%
-lab.read(plain.Unit, plain.Stage1.__init__)
+lab.read(plain.Unit, plain.Stage1.__init__, plain.Stage1.gradient_is_ready)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # The parameters of a *unit* travel together: `unit.flat` holds them, padded by `unit.padding`; `unit.shard` is this
