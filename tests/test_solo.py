@@ -8,6 +8,7 @@ import torch
 from dtlib.comm import solo
 from dtlib.comm.watch.recorder import recording
 from dtlib.errors import CommunicationError
+from dtlib.parallel.data import DataParallel
 from tests.cases import for_each
 from tests.ranks import on_ranks
 
@@ -102,3 +103,11 @@ def test_it_needs_no_mpi():
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_a_model_trains_beside_ranks_that_do_not_exist():
+    """Flags of gradients that would come from others are zeros, and no sign of a mistake."""
+    model = DataParallel(torch.nn.Linear(4, 4), solo(0, 64))
+    for _ in range(4):
+        model(torch.ones(2, 4)).sum().backward()
+    assert torch.isfinite(model.module.weight.grad).all()
