@@ -328,8 +328,8 @@ torch.manual_seed(0)
 tokens = torch.randn(4, 16, 8).double()  # of four ranks; the first four of each are for expert 0
 my_expert = nn.Linear(8, 8, bias=False).double()
 mine, counts = tokens[comm.rank].clone().requires_grad_(), [4, 4, 4, 4]
-arrived = expert_plain.Rows.apply(mine, comm, counts, counts)
-returned = expert_plain.Rows.apply(my_expert(arrived), comm, counts, counts)
+arrived = expert_plain.Rows.apply(mine, comm.group, counts, counts)
+returned = expert_plain.Rows.apply(my_expert(arrived), comm.group, counts, counts)
 returned.square().mean().backward()
 on_ranks, my_expert.weight.grad = my_expert.weight.grad, None
 
