@@ -392,8 +392,8 @@ sent_bytes = {(stage, m): sent_in_a_step(stage, m) for stage in range(4) for m i
 from dtlib.theory import zero as theory
 
 sent = lab.values("sent_bytes")[0]
-# With gradients 7 numbers travel: whether each of 6 parameters has one, and a flag for batch sizes.
-flat = {0: parameters + 7, 1: parameters, 2: parameters, 3: [8320, 16512, 1290]}
+# With gradients 16 flags travel: whether each of 6 parameters has one, and 10 that compare the ranks.
+flat = {0: parameters + 16, 1: parameters, 2: parameters, 3: [8320, 16512, 1290]}
 
 
 def row(stage, micro_steps=1):
@@ -416,7 +416,7 @@ assert [round(one, 2) for one in units.values()] == [2, 2, 2, 3]
 
 # %% [markdown]
 # Stages 1 and 2 send what data parallelism sends; stage 3 sends half as much again, because parameters travel twice.
-# (2.001: seven numbers travel with the gradients.)
+# (2.001: sixteen flags travel with the gradients.)
 #
 # **Predict.** Now the batch is cut into four *micro-batches*, whose gradients add up before one step. Stage 1 sends
 # them once per step. Stage 2 frees them, so it sends in every backward pass. How many units does stage 2 send?
