@@ -174,7 +174,7 @@ def test_in_a_notebook(capsys):
     tried = asked("llama3-8b", 16, batch=256, seq=4096)[1]
     picture, first = what_fits.drawn(tried), next(each for each in tried if each.fits)
     assert "meshes fit" in capsys.readouterr().out
-    bounds = "–".join(report.bounds_of(first)) + " s"
+    bounds = f"{first.said(first.low)}–{first.said(first.high)} s"
     assert f">{bounds}<" in picture.svg and f"{bounds}, {first.memory.total / GIB:.0f}" in str(picture)
     tried = asked("llama3-70b", 16, batch=256, seq=4096)[1]
     large = what_fits.drawn([each for each in tried if not each.fits])

@@ -221,7 +221,7 @@ def test_progress_and_scores_of_a_learner(learners_folder, capsys):
 
 def test_a_score_is_kept_by_the_check_itself(monkeypatch):
     kept = []
-    monkeypatch.setattr(checks.course, "scored", lambda *score, ranks: kept.append((*score, ranks)))
+    monkeypatch.setattr(checks.course, "scored", lambda *score: kept.append(score))
     monkeypatch.setattr(checks, "show", lambda *arguments: None)
     monkeypatch.setattr(checks, "_tries", {})
     checks._tell(checks._verdict("schedule-puzzle", [["F0-7 B0-7"] * 4], ("puzzle", "")))
