@@ -12,7 +12,11 @@ from dtlib.world.launch import start_ranks
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "how-to" / "use_torch_on_mpi_ranks.md").read_text()
-SCRIPTS = {text.split("\n")[0].removeprefix("# "): text for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}
+SCRIPTS = {
+    text.split("\n")[0].removeprefix("# "): text
+    for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    if text.startswith("# ")
+}
 NEEDS = {"ddp": (), "trainer": ("transformers", "accelerate"), "lightning": ("lightning",), "torchrun": ()}
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 

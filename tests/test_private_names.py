@@ -99,10 +99,7 @@ KNOWN = {
     },
     "comm/torch/group_work.py": {"_get_backend": 1},
     "gradients/contract.py": {"torch.autograd.Variable._execution_engine": 1},
-    "gradients/local_gradient.py": {
-        "torch.Tensor._make_subclass": 1,
-        "torch._C.DisableTorchFunctionSubclass": 1,
-    },
+    "gradients/local_gradient.py": {"torch.Tensor._make_subclass": 1, "torch._C.DisableTorchFunctionSubclass": 1},
     "gradients/precision.py": {"_version": 4, "torch._foreach_mul_": 1},
     "gradients/reducer.py": {
         "_cdata": 1,
@@ -117,7 +114,13 @@ KNOWN = {
     "measure/storages.py": {"_cdata": 1},
     "parallel/context/module.py": {
         "torch._C._current_graph_task_id": 1,
-        "torch.nn.modules.batchnorm._BatchNorm": 1,
+        "torch.nn.modules.batchnorm._NormBase": 1,
+        "torch.nn.modules.conv._ConvNd": 1,
+        "torch.nn.modules.pooling._AdaptiveAvgPoolNd": 1,
+        "torch.nn.modules.pooling._AdaptiveMaxPoolNd": 1,
+        "torch.nn.modules.pooling._AvgPoolNd": 1,
+        "torch.nn.modules.pooling._LPPoolNd": 1,
+        "torch.nn.modules.pooling._MaxPoolNd": 1,
     },
     "parallel/data/batch_norm.py": {"_buffers": 1, "_modules": 2, "torch.nn.modules.batchnorm._BatchNorm": 2},
     "parallel/data/plain.py": {"torch.autograd.Variable._execution_engine": 1},
@@ -151,7 +154,7 @@ KNOWN = {
     "parallel/zero/sharded/policy.py": {"torch.utils._pytree": 1},
     "parallel/zero/sharded/unit.py": {
         "_backward_hooks": 2,
-        "_parameters": 2,
+        "_parameters": 3,
         "torch._C._current_graph_task_id": 1,
         "torch.autograd.Variable._execution_engine": 1,
         "torch.utils._pytree": 1,

@@ -118,7 +118,9 @@ def test_what_the_lecture_shows_of_experts_is_what_it_says(world):
     torch.manual_seed(0)
     tokens, expert = torch.randn(n, 2 * n, 5).double(), torch.nn.Linear(5, 5, bias=False).double()
     each = [2] * n
-    back = expert_plain.Rows.apply(expert_plain.Rows.apply(tokens[comm.rank], comm.group, each, each), comm.group, each, each)
+    back = expert_plain.Rows.apply(
+        expert_plain.Rows.apply(tokens[comm.rank], comm.group, each, each), comm.group, each, each
+    )
     assert torch.equal(back, tokens[comm.rank])
     there = expert_plain.Rows.apply(tokens[comm.rank].clone().requires_grad_(), comm.group, each, each)
     expert_plain.Rows.apply(expert(there), comm.group, each, each).square().mean().backward()
