@@ -313,10 +313,14 @@ def cells():
         for version, mistake in (("learner", stub), ("solved", "")):
             book = made(notebooks()["07_pipelines_exercises"], version)
             px = "%%px\n"
-            sources = [cell.source.removeprefix(px) for cell in book.cells if cell.source.startswith(f"{px}def ")]
-            given = next(source for source in sources if source.startswith("def in_turn("))
+            sources = [
+                cell.source.removeprefix(px)
+                for cell in book.cells
+                if cell.source.startswith(px) and "\ndef " in cell.source
+            ]
+            given = next(source for source in sources if "def in_turn(" in source)
             begins = f"def {EXERCISES[exercise].name}("
-            found += [(exercise, f"{given}\n\n{source}", mistake) for source in sources if source.startswith(begins)]
+            found += [(exercise, f"{given}\n\n{source}", mistake) for source in sources if begins in source]
     assert len(found) == 8
     return found
 

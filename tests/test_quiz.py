@@ -227,7 +227,7 @@ def test_a_score_is_kept_by_the_check_itself(monkeypatch):
     checks._tell(checks._verdict("schedule-puzzle", [["F0-7 B0-7"] * 4], ("puzzle", "")))
     checks._tell(Verdict("first-sum", "total", 3))
     assert kept == [("schedule-puzzle", 33, 33, "forward passes", 0)]
-    golf = {"accuracy": 0.96, "bytes": 70, "seconds": 1, "loads": 0}
+    golf = {"right": 96, "images": 100, "unknown": [], "bytes": 70, "loads": 0}
     seen = [{"par": {**golf, "bytes": 60}, "mine": golf} for _ in range(3)]
     verdict = checks._verdict("byte-golf", seen, ("golf", ""))
     assert verdict.mistake == "over-par" and verdict.scored == (210, 180, "bytes") and not verdict.score
