@@ -223,7 +223,7 @@ class Stream:
     """Work in order: ``pending`` copies, how much was launched, and what other streams it has waited for."""
 
     def __init__(self, device=None, **_):
-        self.pending, self.count, self.waited = [], 0, {}
+        self.pending, self.count, self.ended, self.waited = [], 0, 0, {}
 
     def launches(self) -> None:
         self.count += 1
@@ -238,7 +238,7 @@ class Stream:
 
     def knows(self, tensor) -> bool:
         by, count = _written.get(address(tensor), (self, 0))
-        return by is self or self.waited.get(by, 0) >= count
+        return by is self or max(self.waited.get(by, 0), by.ended) >= count
 
     def wait_stream(self, other) -> None:
         self.waited[other] = other.count
@@ -253,7 +253,9 @@ class Stream:
             self.pending.pop(0)()
 
     def synchronize(self) -> None:
+        """The host waits, so what any stream is given from here on comes after this one's work."""
         self.run_pending()
+        self.ended = self.count
 
     def query(self) -> bool:
         return not self.pending

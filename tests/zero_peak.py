@@ -5,6 +5,8 @@ from dataclasses import replace
 
 from dtlib.theory.zero import Scheme, _ceil, _checked, _shard, zero_bytes
 
+COMPARED = 10  # flags behind a bucket: of batch_size, of the pass, and of values in the first passes
+
 
 def zero_peak_bytes(
     buckets: Sequence[Sequence[int]], ranks: int, stage: int, scheme: str | Scheme = "mixed_adam", rank: int = 0
@@ -34,7 +36,7 @@ def zero_peak_bytes(
     scheme, _, _ = _checked(flat, ranks, stage, scheme, ())
     g, padded, shards = scheme.gradients, [_ceil(n, ranks) * ranks for n in sizes], [_ceil(n, ranks) for n in sizes]
     states = zero_bytes(flat, ranks, stage, scheme if stage == 1 else replace(scheme, gradients=0), rank)
-    flags = [sum(bucket) + len(bucket) + 1 for bucket in buckets]  # data parallelism's buckets, with their flags
+    flags = [sum(bucket) + len(bucket) + COMPARED for bucket in buckets]  # data parallelism's buckets, with their flags
     backward, step = [], []
     for i, bucket in enumerate(buckets):
         if stage == 0:

@@ -46,18 +46,16 @@ def announced(group: ProcessGroup, source: int, device: torch.device) -> torch.T
 
 def arriving(group: ProcessGroup, source: int, like: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
     """So many tensors from a neighbour, in their order. The next is asked for before this one is worked on."""
-    asked_for = []
-    for m in range(-1, count):
-        if m < count - 1:
-            tensor = like.new_empty(like.shape)
-            asked_for.append((tensor, dist.irecv(tensor, group_src=source, group=group)))
-            del tensor
-        if m >= 0:
-            tensor, work = asked_for.pop(0)
-            work.wait()
-            del work
-            yield tensor
-            del tensor  # from here on only the caller keeps it
+
+    def ask() -> tuple:
+        tensor = like.new_empty(like.shape)
+        return tensor, dist.irecv(tensor, group_src=source, group=group)
+
+    asked_for = [ask()]
+    for left in reversed(range(count)):
+        asked_for += [ask()] if left else []
+        asked_for[0][1].wait()
+        yield asked_for.pop(0)[0]  # from here on only the caller keeps it
 
 
 def step(group: ProcessGroup | None, stage: torch.nn.Module, inputs: torch.Tensor | None, targets: torch.Tensor | None,
