@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from dtlib.comm.field_mpi import FieldComm
+from dtlib.comm.mpi4py_comm import Mpi4pyComm
 from dtlib.lab.lesson_files import notebooks
 
 OURS = {
@@ -27,7 +27,7 @@ def api_of(call: ast.Call) -> str | None:
     if owner in ("dist", "torch.distributed"):
         return "torch.distributed"
     if owner.endswith(("comm.mpi", "COMM_WORLD")) or owner == "mpi":
-        return "mpi4py" if hasattr(FieldComm, name) and not name.startswith("Get_") else None
+        return "mpi4py" if hasattr(Mpi4pyComm, name) and not name.startswith("Get_") else None
     return "dtlib" if name in OURS and COMMUNICATORS.search(owner) else None
 
 

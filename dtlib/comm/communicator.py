@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from torch.distributed import ProcessGroup
 
-    from dtlib.comm.field_mpi import FieldComm
+    from dtlib.comm.mpi4py_comm import Mpi4pyComm
 
 
 class Communicator(ObjectOperations):
@@ -80,11 +80,11 @@ class Communicator(ObjectOperations):
         return self.members[self.rank]
 
     @property
-    def mpi(self) -> FieldComm:
-        """mpi4py's communicator of the same ranks: ``comm.mpi.Allreduce(MPI.IN_PLACE, array)`` (field_mpi.py)."""
-        from dtlib.comm.field_mpi import FieldComm
+    def mpi(self) -> Mpi4pyComm:
+        """mpi4py's communicator of the same ranks: ``comm.mpi.Allreduce(MPI.IN_PLACE, array)`` (mpi4py_comm.py)."""
+        from dtlib.comm.mpi4py_comm import Mpi4pyComm
 
-        return FieldComm(self)
+        return Mpi4pyComm(self)
 
     @property
     def group(self) -> ProcessGroup:

@@ -392,7 +392,7 @@ sent_bytes = {(stage, m): sent_in_a_step(stage, m) for stage in range(4) for m i
 from dtlib.theory import zero as theory
 
 sent = lab.values("sent_bytes")[0]
-# With gradients 16 flags travel: whether each of 6 parameters has one, and 10 that compare the ranks.
+# 16 flags travel with gradients: one for each of 6 parameters, and 10 that compare the ranks.
 flat = {0: parameters + 16, 1: parameters, 2: parameters, 3: [8320, 16512, 1290]}
 
 

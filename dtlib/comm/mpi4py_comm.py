@@ -25,7 +25,7 @@ REDUCTIONS = ((MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MAX, "max"), (MPI.MIN, 
 UNCOUNTED = "mpi4py"  # the algorithm of its collectives in records: nobody can tell what MPI sends for them
 
 
-class FieldComm(MPI.Intracomm):
+class Mpi4pyComm(MPI.Intracomm):
     """What ``comm.mpi`` is. Messages are counted; of collectives, only that they were called.
 
     Not under our waits: ``Waitall`` and its like, persistent requests, and windows. An emulated network slows none of
@@ -34,7 +34,7 @@ class FieldComm(MPI.Intracomm):
 
     comm: Any = None  # a Communicator; None for what MPI makes of this, such as Dup()
 
-    def __new__(cls, comm: object = None) -> FieldComm:
+    def __new__(cls, comm: object = None) -> Mpi4pyComm:
         raw: Any = getattr(comm, "_mpi", comm)
         made = super().__new__(cls, raw)
         if hasattr(comm, "_mpi"):
@@ -198,7 +198,7 @@ def _collective(name: str):
 for _lower in OPERATIONS:
     for _name in (_lower, _lower.capitalize()):
         if hasattr(MPI.Intracomm, _name) and hasattr(MPI.Intracomm, f"I{_lower}"):
-            setattr(FieldComm, _name, _collective(_name))
+            setattr(Mpi4pyComm, _name, _collective(_name))
 
 
 def _array(content):
