@@ -283,7 +283,7 @@ LIMITS = {
     "a batch from file to engine": (17, 88, 370, 35),
     "torch's all-reduce": (10, 60, 240, 25),
     "a checkpoint": (13, 75, 365, 30),
-    "a prediction": (9, 26, 100, 5),
+    "a prediction": (9, 26, 105, 5),
     FAULT: (13, 85, 430, 30),
 }
 
