@@ -22,8 +22,8 @@ def judge(observations) -> None:
             step = plan[0].step
             wrong("no-exchange", True, f"{name}: in each step ranks add up their gradients, by all_reduce on comm",
                   f"comm.all_reduce was not called in step {step}, so that nobody died in it",
-                  "Each rank computes its part of the batch: how do the others get its gradient?",
-                  "comm.all_reduce(parameter.grad), on the communicator that train was given, or that shrunk gave.")
+                  "The check lets a rank die inside comm.all_reduce. Which call adds the gradients up here?",
+                  "comm.all_reduce(parameter.grad), on the communicator that train got, or that shrunk returned.")
         off = [rank for rank, case in living.items() if not _close(case["parameters"], right)]
         if off:
             _explain(name, living, off[0])

@@ -169,7 +169,9 @@ def right_choice(plans, limit, sample, latency, bandwidth, mistake: str = ""):
 
     def key(name):
         seconds = seconds_of(plans[name], sample, latency, bandwidth, mistake)
-        of_others = {"slowest": -seconds, "the-first": 0, "smallest": plans[name]["held"]}
+        computing, *sending = _parts(plans[name], sample, latency, bandwidth)
+        hidden = max(computing, sum(sending))
+        of_others = {"slowest": -seconds, "the-first": 0, "smallest": plans[name]["held"], "overlapped": hidden}
         return of_others.get(mistake, seconds)
 
     if mistake == "looks-afterwards":
@@ -192,6 +194,7 @@ HINTS = {
     "looks-afterwards": ("The fastest of all may not fit. What of those that do?", _FITTING),
     "the-first": ("Several plans fit. Which of them is chosen?", _FITTING),
     "smallest": ("Which is wanted: the plan that holds least, or the shortest step?", _FITTING),
+    "overlapped": ("Is a step the sum of its parts, or the longest one?", "Nothing is hidden: add all three."),
     "slowest": ("Which one is wanted, the longest or the shortest step?", "min(...)"),
     **{mistake: hints for mistake, (_, *hints) in SECONDS.items() if hints},
 }
@@ -216,7 +219,7 @@ def judge_choice(observations) -> None:
     wrong = rows(None, expected)
     for mistake, hints in HINTS.items():
         wrong(mistake, seen == [right_choice(*task, mistake=mistake) for task in TASKS.values()], said, *hints)
-    wrong("other-choice", True, said, "Compute both by hand: which part do you count otherwise?",
+    wrong("other-choice", True, said, "Compute both plans by hand: which of the three parts differs?",
           "(micro_batches + stages - 1) * samples * sample / (stages * tensor) + messages * latency + sent / bandwidth")
 
 
