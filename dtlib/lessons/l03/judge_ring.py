@@ -118,7 +118,7 @@ def _judge_values(cases) -> None:
     everything = [_times(case["values"][i], i, size, dtype) for case in cases.values() for i in range(length)]
     wrong("other-values", None in everything, got,
           "This is no sum of the ranks' values: does a receive write over what is still to be added, or sent?",
-          "Receive into a tensor of its own, then add it to the chunk.")
+          "Receive into a separate tensor, then add it to the chunk.")
     wrong("written-over", any(max(times) > 1 and 0 in times for times in everything), got,
           "The first half writes over what it should add to: where is a chunk received?",
           "Receive into a new tensor, torch.empty_like(chunk), and add that: chunk += received.")

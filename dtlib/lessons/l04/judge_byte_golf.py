@@ -141,7 +141,7 @@ def judge_golf(observations) -> Score:
         if seen["mine"]["loads"]:
             raise Wrong("loads-digits", rank, "training on the images that golf gets, and on nothing else",
                         "all digits, loaded by this rank on its own",
-                        "Whoever has all images needs no other rank: the play is about what ranks tell one another.",
+                        "A rank with all images needs no other rank. The game is about what ranks send to one another.",
                         "Take x and y as they are, and let ranks send: gradients, weights, or images.")
     worst = min(range(len(observations)), key=lambda rank: observations[rank]["mine"]["right"])
     right, images, unknown = (observations[worst]["mine"][name] for name in ("right", "images", "unknown"))

@@ -124,7 +124,7 @@ def judge_steps(observations) -> None:
               "After all handles have been waited for, self.sent.clear(): the handles go, and the buckets with them.")
         wrong("outputs-kept", views and abs(grows - output) <= SPARE, growth,
               "A guess has ten numbers. How many bytes has the memory that it is a view of?",
-              "A view keeps its whole storage: keep output[0].detach().clone(), which has memory of its own.")
+              "A view keeps its whole storage: keep output[0].detach().clone(), which has separate memory.")
         wrong("outputs-elsewhere", abs(grows - output) <= SPARE, growth,
               "The guesses have memory of their own. In which other place does each step leave its whole output?",
               "A list, an attribute or a function has it, perhaps as an array or as numbers: the first row is enough.")

@@ -148,8 +148,7 @@ def _judge_gathering(case, rank: int, ranks: int) -> None:
         what = f"{wanted} bytes sent in call {call + 1}: each shard to the other ranks"
         wrong = rows(rank, what)
         wrong("too-many-bytes", sent > wanted + SPARE, f"{sent} bytes",
-              f"The values are right, but {sent / max(1, wanted):.1f} times the bytes travel. How often does a call "
-              "gather, and does it add up arrays where it could gather?",
+              f"The values are right. But {sent / max(1, wanted):.1f} times the bytes: how often does a call gather?",
               "One comm.all_gather(whole, own) in each call is enough, for weight and bias together.")
         wrong("nothing-gathered", sent < wanted / 2 and not case.get("uncounted"), f"{sent} bytes",
               "A rank that holds one shard must get the other shards in each call. Where do they come from here?",

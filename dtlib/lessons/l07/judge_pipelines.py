@@ -75,11 +75,10 @@ def _judge_places(cases) -> None:
         others = {entry[0] for entry in case["log"] if len(entry) == 3} - {"send", "recv"}
         wrong = rows(rank)
         wrong("collective-inside", others, "send and recv alone", ", ".join(sorted(others)),
-              "Activations and gradients go to the two neighbours. Does any other rank need them, or the loss?",
-              "No other rank does: use comm.send and comm.recv alone.")
+              "Does any rank but a neighbour need the loss?", "None does: use comm.send and comm.recv alone.")
         wrong("loss-elsewhere", rank < last and any(entry[0] == "L" for entry in case["log"]),
               f"loss_fn on rank {last} alone", f"a call of loss_fn on rank {rank}",
-              "Who has the output of the whole model?",
+              "Which rank has the output of the whole model?",
               "With more than two ranks there are some in the middle: they are neither first nor last, and "
               "receive and send in both directions.")
         neighbours = (rank - 1, rank + 1)

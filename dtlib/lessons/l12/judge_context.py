@@ -173,7 +173,7 @@ def observe_add_block(add_block, comm):
     return seen
 
 
-_RESCALED = "exp(top - new_top), once for total and once, with [:, None], for out"
+_RESCALED = "Rescale total and out (with [:, None]) by exp(top - new_top), and return new_top, total, out"
 
 
 def judge_add_block(observations) -> None:
@@ -197,8 +197,7 @@ def judge_add_block(observations) -> None:
                 continue
             wrong = rows(rank, expected)
             for mistake, hint in hints.items():
-                told = "Return the new score: new_top, total, out" if mistake == "top-not-carried" else _RESCALED
-                wrong(mistake, same(seen[what], taken_in(blocks, mistake)), "another average", hint, told)
+                wrong(mistake, same(seen[what], taken_in(blocks, mistake)), "another average", hint, _RESCALED)
             if not seen[what].isfinite().all():
                 first = size == 1
                 wrong("no-number" if first else "overflow", True, "NaN",

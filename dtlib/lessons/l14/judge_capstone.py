@@ -121,7 +121,7 @@ _TURNS = "How many turns has a step of p stages?", "micro_batches + stages - 1 t
 _SHARE = "How much of the model does a rank compute?", "A turn takes samples * sample / (stages * tensor)."
 _OF_A_STEP = (
     "Are messages and bytes those of a turn, of a micro-batch, or of a step?",
-    "messages and sent are of a whole step: they are added once, beside the turns.",
+    "messages and sent are of a whole step: they are added once, to the turns.",
 )
 # m micro-batches, p stages and t tensor ranks: how often a turn's computing counts, a step's latency, and its bytes
 SECONDS = {
@@ -168,11 +168,9 @@ def right_choice(plans, limit, sample, latency, bandwidth, mistake: str = ""):
         return {"ignores-the-limit": True, "below-the-limit": held < limit}.get(mistake, held <= limit)
 
     def key(name):
-        seconds = seconds_of(plans[name], sample, latency, bandwidth, mistake)
-        computing, *sending = _parts(plans[name], sample, latency, bandwidth)
-        hidden = max(computing, sum(sending))
-        of_others = {"slowest": -seconds, "the-first": 0, "smallest": plans[name]["held"], "overlapped": hidden}
-        return of_others.get(mistake, seconds)
+        first, *sending = _parts(plans[name], sample, latency, bandwidth, mistake)
+        others = {"slowest": -first - sum(sending), "the-first": 0, "smallest": plans[name]["held"]}
+        return {**others, "overlapped": max(first, sum(sending))}.get(mistake, first + sum(sending))
 
     if mistake == "looks-afterwards":
         return next((name for name in [min(plans, key=key)] if fits(name)), None)
