@@ -45,7 +45,9 @@ assert of_gpipe[:3] == eager[:3] and of_gpipe[3:] == [8] * 4 and eager[3:] == [4
 # %% [markdown]
 # ## Which cut, when?
 #
-# From top to bottom, stop where it fits (a *node* is a machine of several GPUs). `lab.chart()` asks four more questions, which lessons
+# A *node* is a machine of several GPUs.
+#
+# From top to bottom, stop where it fits. `lab.chart()` asks four more questions, which lessons
 # [08](../../lectures/08_tensor_and_hybrid.ipynb) and [12](../../lectures/12_sequences_and_experts.ipynb) explain.
 
 # %%
