@@ -40,7 +40,7 @@ from tests.ranks import RankWorld
 PACKAGE = os.path.dirname(dtlib.__file__) + os.sep
 REPEATS = 20
 IN_ITS_FUNCTION = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
-WAITING = ("Handle._wait", "Handle._show", "Handle._publish", "Queue.advance", "advance_all")
+WAITING = ("Operation._wait", "Operation._show", "Operation._publish", "Queue.advance", "advance_all")
 COUNTS = ("files", "functions", "lines", "returns")
 
 

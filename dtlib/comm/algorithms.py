@@ -105,9 +105,9 @@ def recursive_doubling_all_reduce(link: Link[Array], array: Array, combine: Comb
 
     Where N is no power of two the ranks beyond it first give their values to a partner and get the result at the end.
     """
-    received = link.scratch(array)
     whole = largest_power_of_two(link.size)
     yield from fold(link, array, whole, combine)
+    received = link.scratch(array)
     bit = 1 if link.rank < whole else whole
     while bit < whole:
         partner = link.rank ^ bit

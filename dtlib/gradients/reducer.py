@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtlib.comm.waiting import Handle, advance_all, progress_thread
+from dtlib.comm.waiting import Operation, advance_all, progress_thread
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.same_model import PASSES, bits_of
@@ -220,7 +220,7 @@ class Bucket:
     """Gradients of ``parameters`` that travel together, in ``dtype``; by default that of the parameters."""
 
     buffer: FlatBuffer  # from the launch to the end of the pass, as the handle
-    handle: Handle
+    handle: Operation
 
     def __init__(self, parameters: list, dtype: torch.dtype | None = None):
         self.parameters, self.dtype = parameters, dtype or parameters[0].dtype

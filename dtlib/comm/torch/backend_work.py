@@ -52,7 +52,7 @@ class GroupWork(dist._Work):
 
     def __init__(
         self,
-        handles: Sequence[waiting.Handle | _Inside],
+        handles: Sequence[waiting.Operation | _Inside],
         result: list,
         finish: Finish = None,
         limit: float | None = None,
@@ -186,7 +186,7 @@ class ReceivedFromAny(GroupWork):
         self,
         find: Callable[[], int | None],
         wait_until_found: Callable[[timedelta | None], int],
-        receive: Callable[[int], waiting.Handle],
+        receive: Callable[[int], waiting.Operation],
         result: list,
     ):
         super().__init__((), result)
