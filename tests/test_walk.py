@@ -275,14 +275,14 @@ FAULT = "a fault to the next good step"
 # and a fault by ShardInfo. A gradient in plain has risen by four, those of torch's group, an answer by the observer of
 # mpi4py's calls, a checkpoint, a batch and a fault by the comparison of values.
 LIMITS = {
-    "a gradient in plain": (10, 60, 255, 30),
-    "a gradient in full": (7, 45, 235, 15),
-    "a 1F1B micro-batch": (10, 85, 345, 35),
-    "an all-reduce": (4, 35, 150, 15),
-    "an answer that is checked": (15, 98, 398, 41),
-    "a batch from file to engine": (17, 88, 370, 35),
-    "torch's all-reduce": (10, 60, 240, 25),
-    "a checkpoint": (13, 75, 365, 30),
+    "a gradient in plain": (10, 57, 245, 22),
+    "a gradient in full": (7, 43, 235, 8),
+    "a 1F1B micro-batch": (10, 78, 325, 30),
+    "an all-reduce": (4, 28, 130, 4),
+    "an answer that is checked": (15, 96, 398, 36),
+    "a batch from file to engine": (17, 82, 365, 24),
+    "torch's all-reduce": (10, 50, 210, 15),
+    "a checkpoint": (13, 73, 358, 26),
     "a prediction": (9, 26, 105, 5),
     FAULT: (13, 85, 430, 30),
 }

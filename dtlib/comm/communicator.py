@@ -20,7 +20,7 @@ from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.selection import choose
 from dtlib.comm.types import AnyTensor, Name, No, Sizes, T, Yes, payload
 from dtlib.comm.verify import receive_message, send_message, verified
-from dtlib.comm.waiting import Awaited, IncomingLink, Link, Operation, Queue, Scratch
+from dtlib.comm.waiting import IncomingLink, Link, Operation, Queue, Scratch
 from dtlib.comm.watch.in_step import living
 from dtlib.errors import CommunicationError
 
@@ -105,6 +105,8 @@ class Communicator(ObjectOperations):
     ) -> None:
         """Wait for an mpi4py request of this communicator as the operations do: to be interrupted, and timed out; after
         ``time_limit`` seconds, if it is given, instead of the communicator's."""
+        from dtlib.comm.link import Awaited
+
         call, link = self._call(description, peers=self.members), Awaited(self._mpi)
         waited = Operation(call, link, iter([[request]]), lambda: None, buffers)
         waited.start(self, async_op=time_limit is not None, in_turn=False)
@@ -119,8 +121,7 @@ class Communicator(ObjectOperations):
         said[self.rank] = pickle.dumps((thing, garbage))
         link = self._side_link(self._next_tag())
         call = self._call(operation, None, self.members, self.collective_count)
-        steps = self._compared(call, lifetime.exchange(link, said))
-        Operation(call, link, steps, lambda: None, said).start(self)
+        Operation(call, link, self._compared(call, lifetime.exchange(link, said)), lambda: None, said).start(self)
         told = [pickle.loads(one) for one in said]
         lifetime.free({member: garbage for member, (_, garbage) in zip(self.members, told, strict=True)})
         return [thing for thing, _ in told]
@@ -203,7 +204,7 @@ class Communicator(ObjectOperations):
             return nccl.scatter(out, tensor, root, async_op)
         self._check_rank(root, "scatter", "root")
         mine = payload(out, "scatter", writes=True)
-        chunks = self._chunks(out, tensor, "scatter") if self.rank == root else None
+        chunks = self._cut(tensor, out, "scatter", writes=False)[1] if self.rank == root else None
         arguments = mine.flat, chunks, root
         return self._collective("scatter", out, arguments, mine.store, async_op, flat=mine.flat, peer=root)
 
@@ -219,7 +220,7 @@ class Communicator(ObjectOperations):
         mine = payload(tensor, "gather", writes=False)
         whole = chunks = None
         if self.rank == root:
-            whole, chunks = self._whole(out, tensor, "gather")
+            whole, chunks = self._cut(out, tensor, "gather", writes=True)
         finish = whole.store if whole else lambda: out
         arguments = chunks, mine.flat, root
         return self._collective("gather", tensor, arguments, finish, async_op, flat=mine.flat, peer=root)
@@ -265,7 +266,7 @@ class Communicator(ObjectOperations):
             return nccl.reduce_scatter(out, tensor, op, async_op)
         mine = payload(out, "reduce_scatter", writes=True)
         combine = types.combiner(out, op, "reduce_scatter")
-        chunks = self._chunks(out, tensor, "reduce_scatter")
+        chunks = self._cut(tensor, out, "reduce_scatter", writes=False)[1]
         overlap = any(np.may_share_memory(mine.flat, chunk) for chunk in chunks)
         if overlap and not same_memory(mine.flat, chunks[self.rank]):
             chunks = [chunk.copy() for chunk in chunks]  # the result must not overwrite what is still to be sent
@@ -287,7 +288,7 @@ class Communicator(ObjectOperations):
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
             return nccl.all_gather(out, tensor, async_op)
         mine = payload(tensor, "all_gather", writes=False)
-        whole, chunks = self._whole(out, tensor, "all_gather")
+        whole, chunks = self._cut(out, tensor, "all_gather", writes=True)
         if not same_memory(chunks[self.rank], mine.flat):
             chunks[self.rank][...] = mine.flat
         return self._collective("all_gather", tensor, (chunks,), whole.store, async_op, algorithm, whole.flat)
@@ -373,19 +374,13 @@ class Communicator(ObjectOperations):
 
     # Chunks of a whole
 
-    def _chunks(self, out, tensor, operation):
-        """``tensor`` as ``size`` chunks, each like ``out``."""
-        content = payload(tensor, operation, writes=False)
-        self._check_whole(tensor, content.flat.size, out, payload(out, operation, writes=False).flat.size, operation)
-        return chunks_of(content.flat, self.size)
+    def _cut(self, whole, part, operation, writes):
+        """``whole`` as a payload and as ``size`` chunks, each like ``part``."""
+        content = payload(whole, operation, writes)
+        self._check_whole(whole, content.flat.size, part, payload(part, operation, False).flat.size, operation)
+        return content, chunks_of(content.flat, self.size)
 
-    def _whole(self, out, tensor, operation):
-        """``out`` as a payload and as ``size`` chunks, each like ``tensor``."""
-        whole = payload(out, operation, writes=True)
-        self._check_whole(out, whole.flat.size, tensor, payload(tensor, operation, writes=False).flat.size, operation)
-        return whole, chunks_of(whole.flat, self.size)
-
-    # From the arguments of a call to a task under way
+    # From the arguments of a call to an operation under way
 
     def _next_tag(self) -> int:
         """A tag of its own for each collective, so that two that are under way cannot mix."""
@@ -421,8 +416,9 @@ class Communicator(ObjectOperations):
         ``op`` and ``peer`` of the call.
         """
         # What cannot be chosen is refused before anybody is told of it.
-        if algorithm == "mpi" and async_op:
-            raise CommunicationError(f"{operation}(algorithm='mpi') cannot be asynchronous, as MPI's own call blocks.")
+        if algorithm == "mpi" and (async_op or self.simulated):
+            why = "needs MPI, and solo does without" if self.simulated else "cannot be asynchronous: MPI's call blocks"
+            raise CommunicationError(f"{operation}(algorithm='mpi') {why}; leave algorithm= out.")
         steps = choose(operation, 0 if flat is None else flat.nbytes, self.size, algorithm)
         # A tag of its own keeps its messages apart from those of others that are under way.
         link = self._link(self._next_tag())
@@ -438,9 +434,7 @@ class Communicator(ObjectOperations):
 
     def _compared(self, call, steps):
         """``steps``, after a comparison of what all ranks call if this communicator is to make one."""
-        if not self.verify or self.size == 1:
-            return steps
-        return verified(self._side_link(NOTES_OF_COLLECTIVES), call, steps)
+        return verified(self._side_link(NOTES_OF_COLLECTIVES), call, steps) if self.verify and self.size > 1 else steps
 
     def _on_gpus(self, tensor, algorithm=None):
         """Who carries out a collective on this CUDA tensor: NCCL, or None where it goes through host memory."""

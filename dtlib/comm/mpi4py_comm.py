@@ -12,7 +12,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from dtlib.comm.waiting import Awaited, Operation
+from dtlib.comm.link import Awaited
+from dtlib.comm.waiting import Operation
 
 OPERATIONS = {
     "barrier": "barrier", "bcast": "broadcast", "reduce": "reduce", "allreduce": "all_reduce", "gather": "gather",

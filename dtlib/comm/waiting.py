@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from dtlib.comm.call import callers_line
@@ -34,11 +34,16 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from dtlib.comm.call import Call
+    from dtlib.comm.link_types import Request
 
 SPIN_SECONDS = 0.0005  # small collectives finish within this
 YIELD_SECONDS = 0.02  # and most large ones within this: until then others get the core only if they want it
+ELBOWED_SECONDS = 0.001  # a yield that takes longer met somebody who computes, and is not asked to yield back:
+AVOID_SECONDS = 0.2  # for so long naps of SHORTEST_NAP instead, as who wakes up gets the core before who computes
+SHORTEST_NAP = 0.00005
 NAPS = 0.1  # from then on naps: this times the square of the wait so far, so 1 % of it after a tenth of a second,
 LONGEST_NAP = 0.05  # and never more than this
+LOOKS = 10  # between two pieces of computing
 KEPT = 2**14  # bytes of scratch memory
 NOTICE_SECONDS = 3.0  # until a notebook shows whom everybody waits for
 V = TypeVar("V")  # what an operation returns
@@ -47,6 +52,7 @@ LOOK_SECONDS = 0.25  # from one look at the others to the next
 LARGEST = 2**30  # bytes: from here on messages are cut, as MPI counts what it sends in 31 bits
 
 crowded = False  # True where ranks outnumber cores: then whoever spins holds up the rank that it waits for
+_naps_until = 0.0  # while others compute on this rank's core, which yielding does not get back
 # How a notebook is told of a long wait: a function of one sentence, or of None once it is over.
 notice: Callable[[str | None], object] | None = None
 
@@ -55,13 +61,6 @@ _abandoned: list[Operation] = []
 _active: dict[Queue, None] = {}  # queues with tasks, in the order in which they got them
 _posted: dict[Operation, Queue] = {}  # sends and receives under way; here, because a handle may be thrown away unused
 _lock = threading.RLock()  # for the progress thread; without one nobody contends for it
-
-
-class Request(Protocol):
-    """MPI's, or one of ours that stands for several or for one that has not left yet."""
-
-    def Test(self, status: MPI.Status | None = None) -> bool: ...
-    def Cancel(self) -> None: ...
 
 
 class Link:
@@ -90,8 +89,10 @@ class Link:
     def _start(self, begin, array: np.ndarray, other: int):
         if array.nbytes < LARGEST:
             return begin(array, other, self._tag)
+        from dtlib.comm.pieces import Pieces
+
         self._cut = True
-        return _Pieces(lambda piece: begin(piece, other, self._tag), array)
+        return Pieces(lambda piece: begin(piece, other, self._tag), array, LARGEST)
 
     def all_done(self, requests: list) -> bool:
         """True once all these requests are complete. Does not wait."""
@@ -128,19 +129,23 @@ class Scratch:
 
     def like(self, array: np.ndarray, number: int) -> np.ndarray:
         """Room for an array like this one, and for each number another one."""
-        key, page = (array.dtype, number), mmap.PAGESIZE if array.nbytes > KEPT else 1
-        room = self._rooms.get(key)
-        if room is None or room.nbytes < array.nbytes + page - 1:
-            room = self._rooms[key] = _empty(array.nbytes + page - 1)
-            if array.nbytes <= KEPT:
-                self._kept[key] = room
+        key, nbytes = (array.dtype, number), array.nbytes
+        if nbytes <= KEPT:
+            room = self._kept.get(key)
+            if room is None or room.nbytes < nbytes:
+                room = self._kept[key] = _empty(nbytes).view(array.dtype)
+            return room[: array.size]
         # From page to page processors copy fastest, and large torch tensors begin on one.
+        room, page = self._rooms.get(key), mmap.PAGESIZE
+        if room is None or room.nbytes < nbytes + page - 1:
+            room = self._rooms[key] = _empty(nbytes + page - 1)
         start = -room.ctypes.data % page
-        return room[start : start + array.nbytes].view(array.dtype)
+        return room[start : start + nbytes].view(array.dtype)
 
     def held(self) -> list:
         """What is kept, as tensors."""
-        return [room.base for room in self._kept.values() if room.base is not None]
+        arrays = [room.base for room in self._kept.values()]
+        return [array.base for array in arrays if array is not None and array.base is not None]
 
 
 def _empty(size: int) -> np.ndarray:
@@ -150,34 +155,6 @@ def _empty(size: int) -> np.ndarray:
     import numpy as np
 
     return np.empty(size, dtype=np.uint8)
-
-
-class _Pieces:
-    """One message as several of ``LARGEST`` bytes and a shorter one, perhaps of none, by which its end is known."""
-
-    def __init__(self, start, array: np.ndarray):
-        flat = array.reshape(-1).view("u1")
-        self._requests = [start(flat[at : at + LARGEST]) for at in range(0, flat.size + 1, LARGEST)]
-        self.come = 0  # bytes of those that are complete, but for the last
-
-    def Test(self, status: MPI.Status | None = None) -> bool:
-        """True once all are complete; of a receive, whose ``status`` is given, also after a shorter one."""
-        from mpi4py import MPI
-
-        while self._requests[0].Test(status):
-            if len(self._requests) == 1:
-                return True
-            if status is not None and status.Get_count(MPI.BYTE) < LARGEST:
-                self.Cancel()
-                return True
-            del self._requests[0]
-            self.come += LARGEST
-        return False
-
-    def Cancel(self) -> None:
-        for request in self._requests:
-            if request:
-                request.Cancel()
 
 
 class IncomingLink:
@@ -212,21 +189,6 @@ class IncomingLink:
         return None if self._too_long else self._status.Get_count(self._mpi.BYTE) + getattr(self._arriving, "come", 0)
 
 
-class Awaited:
-    """Requests that somebody else has started: they are not counted, and cannot always be cancelled."""
-
-    messages = bytes = 0
-
-    def __init__(self, mpi: MPI.Comm):
-        self._mpi = mpi  # held: it is in use
-
-    def all_done(self, requests: list) -> bool:
-        return type(requests[0]).Testall(requests)
-
-    def give_up(self, requests: list) -> None:
-        pass
-
-
 class Operation(Generic[V]):
     """A use of an operation, from its arguments to its result; with ``async_op=True`` its caller gets it as a handle.
 
@@ -240,7 +202,7 @@ class Operation(Generic[V]):
     )  # fmt: skip
 
     def __init__(
-        self, call: Call, link: Link | IncomingLink | Awaited, steps: Iterator[list], finish: Callable[[], V],
+        self, call: Call, link: Any, steps: Iterator[list], finish: Callable[[], V],
         keep: object = None,
     ):  # fmt: skip
         self.call = call
@@ -342,7 +304,7 @@ class Operation(Generic[V]):
                 if time.monotonic() > deadline:
                     return False
                 if crowded:
-                    os.sched_yield()
+                    let_go()
         except BaseException:
             self._give_up("was interrupted")
             raise
@@ -388,7 +350,7 @@ class Operation(Generic[V]):
                 if waited < SPIN_SECONDS and not crowded:
                     continue
                 if waited < YIELD_SECONDS:
-                    os.sched_yield()
+                    let_go()
                     continue
                 if now - max(looked, last_round) > LOOK_SECONDS and not call.hidden:
                     looked = now
@@ -468,6 +430,18 @@ class Queue:
             self.broken = self.broken or why
 
 
+def let_go() -> None:
+    """Give the core to others for a moment: to those who yield it soon, or compute on it beside this rank."""
+    global _naps_until
+    now = time.monotonic()
+    if now < _naps_until:
+        time.sleep(SHORTEST_NAP)
+        return
+    os.sched_yield()
+    if time.monotonic() - now > ELBOWED_SECONDS:
+        _naps_until = now + AVOID_SECONDS
+
+
 def drop_abandoned() -> None:
     """Forget what was given up as far as MPI is done with it."""
     with _lock:
@@ -482,6 +456,18 @@ def advance_all() -> None:
         for task in list(_posted):
             if task.advance():
                 _posted.pop(task, None)
+
+
+def move_on() -> None:
+    """Between two pieces of computing: let what is under way go some steps on.
+
+    A message takes several looks, and the ranks that it goes to and comes from need a core meanwhile.
+    """
+    for _ in range(LOOKS):
+        advance_all()
+        if idle():
+            return
+        os.sched_yield()
 
 
 def idle() -> bool:
