@@ -552,6 +552,37 @@ def test_an_asynchronous_collective_sends_at_once_what_it_can(world):
         world.comm.mpi.Barrier()
 
 
+def test_who_gets_its_core_back_late_naps_for_a_while_and_then_yields_again(monkeypatch):
+    now, takes, done = [100.0], [0.0], []
+
+    def passes(what, seconds):
+        done.append(what)
+        now[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: passes("nap", seconds))
+    monkeypatch.setattr(waiting, "time", clock)
+    monkeypatch.setattr(waiting, "os", SimpleNamespace(sched_yield=lambda: passes("yield", takes[0])))
+    monkeypatch.setattr(waiting, "_naps_until", 0.0)
+    for takes[0] in (0.0, waiting.ELBOWED_SECONDS / 2, 2 * waiting.ELBOWED_SECONDS, 0.0, 0.0):
+        waiting.let_go()
+    assert done == ["yield"] * 3 + ["nap"] * 2
+    now[0] += waiting.AVOID_SECONDS
+    waiting.let_go()
+    assert done[-1] == "yield"
+
+
+def test_a_hook_looks_several_times_and_no_more_once_all_is_done(monkeypatch):
+    looks, enough = [], [3]
+    monkeypatch.setattr(waiting, "advance_all", lambda: looks.append(1))
+    monkeypatch.setattr(waiting, "idle", lambda: len(looks) >= enough[0])
+    waiting.move_on()
+    assert len(looks) == 3
+    looks.clear()
+    enough[0] = 1000
+    waiting.move_on()
+    assert len(looks) == waiting.LOOKS > 1
+
+
 def test_an_interrupted_wait_takes_its_task_away_only_under_the_lock():
     import threading
 
