@@ -275,14 +275,14 @@ FAULT = "a fault to the next good step"
 # and a fault by ShardInfo. A gradient in plain has risen by four, those of torch's group, an answer by the observer of
 # mpi4py's calls, a checkpoint, a batch and a fault by the comparison of values.
 LIMITS = {
-    "a gradient in plain": (10, 57, 245, 22),
-    "a gradient in full": (7, 43, 235, 8),
-    "a 1F1B micro-batch": (10, 78, 325, 30),
-    "an all-reduce": (4, 28, 130, 4),
-    "an answer that is checked": (15, 96, 398, 36),
-    "a batch from file to engine": (17, 82, 365, 24),
-    "torch's all-reduce": (10, 50, 210, 15),
-    "a checkpoint": (13, 73, 358, 26),
+    "a gradient in plain": (10, 60, 255, 25),
+    "a gradient in full": (7, 43, 235, 9),
+    "a 1F1B micro-batch": (10, 80, 330, 32),
+    "an all-reduce": (4, 30, 140, 6),
+    "an answer that is checked": (15, 98, 398, 40),
+    "a batch from file to engine": (17, 85, 370, 26),
+    "torch's all-reduce": (10, 55, 220, 18),
+    "a checkpoint": (13, 75, 365, 28),
     "a prediction": (9, 26, 105, 5),
     FAULT: (13, 85, 430, 30),
 }

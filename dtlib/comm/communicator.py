@@ -105,9 +105,7 @@ class Communicator(ObjectOperations):
     ) -> None:
         """Wait for an mpi4py request of this communicator as the operations do: to be interrupted, and timed out; after
         ``time_limit`` seconds, if it is given, instead of the communicator's."""
-        from dtlib.comm.link import Awaited
-
-        call, link = self._call(description, peers=self.members), Awaited(self._mpi)
+        call, link = self._call(description, peers=self.members), lifetime.Awaited(self._mpi)
         waited = Operation(call, link, iter([[request]]), lambda: None, buffers)
         waited.start(self, async_op=time_limit is not None, in_turn=False)
         if time_limit is not None:

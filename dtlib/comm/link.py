@@ -1,4 +1,4 @@
-"""Tags of messages, those that come from elsewhere, and an emulated network that is slower than this one."""
+"""Tags of messages, and an emulated network that is slower than this one."""
 
 from __future__ import annotations
 
@@ -21,21 +21,6 @@ CALLER_TAGS = 2**13
 FIRST_COLLECTIVE_TAG = 2 * CALLER_TAGS
 COLLECTIVE_TAGS = 2 * CALLER_TAGS - 2
 NOTES_OF_COLLECTIVES = 4 * CALLER_TAGS - 1
-
-
-class Awaited:
-    """Requests that somebody else has started: they are not counted, and cannot always be cancelled."""
-
-    messages = bytes = 0
-
-    def __init__(self, mpi: MPI.Comm):
-        self._mpi = mpi  # held: it is in use
-
-    def all_done(self, requests: list) -> bool:
-        return type(requests[0]).Testall(requests)
-
-    def give_up(self, requests: list) -> None:
-        pass
 
 
 class SlowLink(Link):

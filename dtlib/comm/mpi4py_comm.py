@@ -12,7 +12,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from dtlib.comm.link import Awaited
+from dtlib.comm.lifetime import Awaited
 from dtlib.comm.waiting import Operation
 
 OPERATIONS = {
