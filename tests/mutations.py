@@ -77,7 +77,7 @@ MUTATIONS = [
     ("pi/__init__.py", "min(a + block, stop)", "a + block", "test_pi.py"),
     ("lab/checks/checks.py", "key=lambda problem: problem.mistake == \"waited\"", "key=lambda problem: problem.mistake != \"waited\"", "test_check.py -k missing test_wrong_answers.py -k own_reason"),
     ("comm/types.py", "return np.asarray(_Memory(tensor, pointer, CODES[name], strides))", "return tensor.detach().numpy() if name == 'float32' else np.asarray(_Memory(tensor, pointer, CODES[name], strides))", "test_comm.py -k owners"),
-    ("comm/waiting.py", "range(0, flat.size + 1, LARGEST)", "range(0, flat.size, LARGEST)", "test_comm.py -k messages_that_are_cut"),
+    ("comm/pieces.py", "range(0, flat.size + 1, largest)", "range(0, flat.size, largest)", "test_comm.py -k messages_that_are_cut"),
     ("comm/waiting.py", "self._cut = True", "self._cut = False", "test_comm.py -k messages_that_are_cut"),
     ("comm/torch/reductions.py", "if tensor.is_conj():", "if False:", "test_backend.py -k conjugate"),
     ("comm/torch/backend_work.py", "self._future = _Future(self._complete_future, devices)", "self._future = torch.futures.Future(devices=devices)", "test_backend.py -k fsdp2_and_zero"),

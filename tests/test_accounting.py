@@ -127,7 +127,7 @@ NUMBERS = 64  # bytes: losses, flags of parameters, and messages about them have
 def nothing_arrives_early(patch):
     """Between waits no message moves, and what is sent stays until it is waited for: the most that can be alive. (An
     all-reduce begins at once, and is over if its messages are there: that of stage 0 needs a slow network.)"""
-    patch.setattr(reducer, "advance_all", lambda: None)
+    patch.setattr(reducer, "move_on", lambda: None)
     take = GradientShard.take
 
     def kept(kind):

@@ -412,9 +412,9 @@ def test_a_progress_thread_finishes_what_nobody_waits_for(world):
         tensor = torch.ones(1000)
         handle = slow.all_reduce(tensor, async_op=True, algorithm="ring")
         deadline = time.monotonic() + 50
-        while not handle._task.done and time.monotonic() < deadline:  # looked at, not driven
+        while not handle.complete and time.monotonic() < deadline:  # looked at, not driven
             time.sleep(0.01)
-        assert handle._task.done and (tensor == world.size).all()
+        assert handle.complete and (tensor == world.size).all()
         for _ in range(50):  # the thread and the caller drive the same things
             assert world.comm.all_reduce(torch.ones(100), async_op=True).wait()[0] == world.size
     assert world.comm.all_reduce(torch.ones(1)).item() == world.size
@@ -516,7 +516,7 @@ def test_an_interrupt_in_somebody_elses_task_does_not_finish_it(world):
 
     if world.rank == 0:
         interrupted = second.broadcast(torch.zeros(3), root=1, async_op=True)
-        interrupted._task._steps = (stop() for _ in range(1))
+        interrupted._steps = (stop() for _ in range(1))
     world.comm.mpi.Barrier()  # which drives none of our tasks
     if world.rank == 1:
         second.broadcast(torch.ones(3), root=1)
@@ -542,7 +542,7 @@ def test_an_asynchronous_collective_sends_at_once_what_it_can(world):
     comm = world.comm.split(0)
     if world.rank == 0:
         handle = comm.broadcast(torch.ones(4), root=0, async_op=True)
-        assert handle._task.rounds > 0  # it has begun
+        assert handle.rounds > 0  # it has begun
         world.comm.mpi.Barrier()  # nobody drives it
         world.comm.mpi.Barrier()
         handle.wait()
@@ -550,6 +550,37 @@ def test_an_asynchronous_collective_sends_at_once_what_it_can(world):
         world.comm.mpi.Barrier()
         assert (comm.broadcast(torch.zeros(4), root=0) == 1).all()
         world.comm.mpi.Barrier()
+
+
+def test_who_gets_its_core_back_late_naps_for_a_while_and_then_yields_again(monkeypatch):
+    now, takes, done = [100.0], [0.0], []
+
+    def passes(what, seconds):
+        done.append(what)
+        now[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: passes("nap", seconds))
+    monkeypatch.setattr(waiting, "time", clock)
+    monkeypatch.setattr(waiting, "os", SimpleNamespace(sched_yield=lambda: passes("yield", takes[0])))
+    monkeypatch.setattr(waiting, "_naps_until", 0.0)
+    for takes[0] in (0.0, waiting.ELBOWED_SECONDS / 2, 2 * waiting.ELBOWED_SECONDS, 0.0, 0.0):
+        waiting.let_go()
+    assert done == ["yield"] * 3 + ["nap"] * 2
+    now[0] += waiting.AVOID_SECONDS
+    waiting.let_go()
+    assert done[-1] == "yield"
+
+
+def test_a_hook_looks_several_times_and_no_more_once_all_is_done(monkeypatch):
+    looks, enough = [], [3]
+    monkeypatch.setattr(waiting, "advance_all", lambda: looks.append(1))
+    monkeypatch.setattr(waiting, "idle", lambda: len(looks) >= enough[0])
+    waiting.move_on()
+    assert len(looks) == 3
+    looks.clear()
+    enough[0] = 1000
+    waiting.move_on()
+    assert len(looks) == waiting.LOOKS > 1
 
 
 def test_an_interrupted_wait_takes_its_task_away_only_under_the_lock():
@@ -560,17 +591,17 @@ def test_an_interrupted_wait_takes_its_task_away_only_under_the_lock():
 
     queue, link = waiting.Queue(), solo(0, 1)._side_link(0)
     link.all_done, link.give_up = lambda requests: False, lambda requests: None
-    task = waiting.Task(iter([["a request"]]), link, lambda: None, Call("recv", None, 0))
-    queue.post(task)
-    handle = waiting.Handle(task, queue, None)
+    one = waiting.Operation(Call("recv", None, 0), link, iter([["a request"]]), lambda: None)
+    one._queue = queue
+    queue.post(one)
     with waiting._lock:
-        other = threading.Thread(target=handle._give_up, args=("was interrupted",))
+        other = threading.Thread(target=one._give_up, args=("was interrupted",))
         other.start()
         other.join(0.1)
-        assert task in waiting._posted and not task.done
+        assert one in waiting._posted and not one.complete
     other.join()
-    assert task not in waiting._posted and task.done
-    waiting._abandoned.remove(task)
+    assert one not in waiting._posted and one.complete
+    waiting._abandoned.remove(one)
 
 
 @on_ranks(2)

@@ -40,7 +40,7 @@ from tests.ranks import RankWorld
 PACKAGE = os.path.dirname(dtlib.__file__) + os.sep
 REPEATS = 20
 IN_ITS_FUNCTION = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
-WAITING = ("Handle._wait", "Handle._show", "Handle._publish", "Queue.advance", "advance_all")
+WAITING = ("Operation._wait", "Operation._show", "Operation._publish", "Queue.advance", "advance_all")
 COUNTS = ("files", "functions", "lines", "returns")
 
 
@@ -275,14 +275,14 @@ FAULT = "a fault to the next good step"
 # and a fault by ShardInfo. A gradient in plain has risen by four, those of torch's group, an answer by the observer of
 # mpi4py's calls, a checkpoint, a batch and a fault by the comparison of values.
 LIMITS = {
-    "a gradient in plain": (10, 60, 255, 30),
-    "a gradient in full": (7, 45, 235, 15),
-    "a 1F1B micro-batch": (10, 85, 345, 35),
-    "an all-reduce": (4, 35, 150, 15),
-    "an answer that is checked": (15, 98, 398, 41),
-    "a batch from file to engine": (17, 88, 370, 35),
-    "torch's all-reduce": (10, 60, 240, 25),
-    "a checkpoint": (13, 75, 365, 30),
+    "a gradient in plain": (10, 60, 255, 25),
+    "a gradient in full": (7, 43, 235, 9),
+    "a 1F1B micro-batch": (10, 80, 330, 32),
+    "an all-reduce": (4, 30, 140, 6),
+    "an answer that is checked": (15, 98, 398, 40),
+    "a batch from file to engine": (17, 85, 370, 26),
+    "torch's all-reduce": (10, 55, 220, 18),
+    "a checkpoint": (13, 75, 365, 28),
     "a prediction": (9, 26, 105, 5),
     FAULT: (13, 85, 430, 30),
 }

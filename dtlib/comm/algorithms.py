@@ -105,9 +105,10 @@ def recursive_doubling_all_reduce(link: Link[Array], array: Array, combine: Comb
 
     Where N is no power of two the ranks beyond it first give their values to a partner and get the result at the end.
     """
-    received = link.scratch(array)
     whole = largest_power_of_two(link.size)
-    yield from fold(link, array, whole, combine)
+    received = link.scratch(array)
+    if whole < link.size:
+        yield from fold(link, array, whole, combine)
     bit = 1 if link.rank < whole else whole
     while bit < whole:
         partner = link.rank ^ bit
@@ -116,7 +117,8 @@ def recursive_doubling_all_reduce(link: Link[Array], array: Array, combine: Comb
         first, second = (array, received) if link.rank < partner else (received, array)
         combine(first, second, array)
         bit *= 2
-    yield from unfold(link, array, whole)
+    if whole < link.size:
+        yield from unfold(link, array, whole)
 
 
 def largest_power_of_two(size: int) -> int:

@@ -8,21 +8,19 @@ travel through NCCL or through host memory (torch/nccl.py, types.py).
 from __future__ import annotations
 
 import pickle
-from functools import partial
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
 from dtlib.comm import lifetime, types
 from dtlib.comm.algorithms import chunks_of, pieces_of, same_memory
-from dtlib.comm.call import Call, callers_line
+from dtlib.comm.call import Call
 from dtlib.comm.link import CALLER_TAGS, COLLECTIVE_TAGS, FIRST_COLLECTIVE_TAG, NOTES_OF_COLLECTIVES, SlowLink, Wire
 from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.selection import choose
 from dtlib.comm.types import AnyTensor, Name, No, Sizes, T, Yes, payload
 from dtlib.comm.verify import receive_message, send_message, verified
-from dtlib.comm.waiting import Awaited, Handle, IncomingLink, Link, Queue, Scratch, Task, idle
-from dtlib.comm.watch import board, recorder
+from dtlib.comm.waiting import IncomingLink, Link, Operation, Queue, Scratch
 from dtlib.comm.watch.in_step import living
 from dtlib.errors import CommunicationError
 
@@ -43,7 +41,7 @@ class Communicator(ObjectOperations):
             ranks set it alike. Without it, ranks whose shapes or dtypes differ may get wrong values without a word.
 
     ``members[r]`` is rank r as the world counts it, and ``world_rank`` this one.
-    Every operation on tensors takes ``async_op=True`` and then returns a ``Handle`` with ``wait()`` and ``done()``.
+    Every operation on tensors takes ``async_op=True`` and then returns a handle with ``wait()`` and ``done()``.
     ``algorithm=`` overrides the choice that is made by size and ranks (selection.py); ``"mpi"`` is MPI's own, which
     cannot be interrupted. Counterparts: mpi4py's upper-case methods and the functions of ``torch.distributed``.
     """
@@ -107,12 +105,12 @@ class Communicator(ObjectOperations):
     ) -> None:
         """Wait for an mpi4py request of this communicator as the operations do: to be interrupted, and timed out; after
         ``time_limit`` seconds, if it is given, instead of the communicator's."""
-        call, link = self._call(description, peers=self.members), Awaited(self._mpi)
-        limited = time_limit is not None
-        handle = self._start(call, iter([[request]]), link, lambda: None, buffers, limited, self._queue.post)
-        if limited:
-            handle._time_limit = time_limit
-            handle.wait()
+        call, link = self._call(description, peers=self.members), lifetime.Awaited(self._mpi)
+        waited = Operation(call, link, iter([[request]]), lambda: None, buffers)
+        waited.start(self, async_op=time_limit is not None, in_turn=False)
+        if time_limit is not None:
+            waited._time_limit = time_limit
+            waited.wait()
 
     def meet(self, operation: str, thing: object = None) -> list:
         """Every rank's ``thing`` (which pickles), once all are here; what all have no more use for is freed."""
@@ -121,7 +119,7 @@ class Communicator(ObjectOperations):
         said[self.rank] = pickle.dumps((thing, garbage))
         link = self._side_link(self._next_tag())
         call = self._call(operation, None, self.members, self.collective_count)
-        self._start(call, lifetime.exchange(link, said), link, lambda: None, said, False, self._queue.append)
+        Operation(call, link, self._compared(call, lifetime.exchange(link, said)), lambda: None, said).start(self)
         told = [pickle.loads(one) for one in said]
         lifetime.free({member: garbage for member, (_, garbage) in zip(self.members, told, strict=True)})
         return [thing for thing, _ in told]
@@ -131,36 +129,38 @@ class Communicator(ObjectOperations):
     @overload
     def send(self, tensor: T, dest: int, tag: int = ..., async_op: No = ...) -> T: ...
     @overload
-    def send(self, tensor: T, dest: int, tag: int = ..., *, async_op: Yes) -> Handle[T]: ...
-    def send(self, tensor: T, dest: int, tag: int = 0, async_op: bool = False) -> T | Handle[T]:
+    def send(self, tensor: T, dest: int, tag: int = ..., *, async_op: Yes) -> Operation[T]: ...
+    def send(self, tensor: T, dest: int, tag: int = 0, async_op: bool = False) -> T | Operation[T]:
         """Send ``tensor`` to rank ``dest``, which calls ``recv`` with the same shape and dtype; returns it."""
         self._check_rank(dest, "send", "dest")
         content = payload(tensor, "send", writes=False)
         call = self._call("send", tensor, (self.members[dest],), peer=dest, tag=tag)
         link = self._link(tag)
         steps = send_message(link, content.flat, dest, call, self._notes(tag))
-        return self._point_to_point(call, steps, link, lambda: tensor, async_op, content)
+        self._messages += 1
+        return Operation(call, link, steps, lambda: tensor, content).start(self, async_op, in_turn=False)
 
     @overload
     def recv(self, tensor: T, source: int, tag: int = ..., async_op: No = ...) -> T: ...
     @overload
-    def recv(self, tensor: T, source: int, tag: int = ..., *, async_op: Yes) -> Handle[T]: ...
-    def recv(self, tensor: T, source: int, tag: int = 0, async_op: bool = False) -> T | Handle[T]:
+    def recv(self, tensor: T, source: int, tag: int = ..., *, async_op: Yes) -> Operation[T]: ...
+    def recv(self, tensor: T, source: int, tag: int = 0, async_op: bool = False) -> T | Operation[T]:
         """Receive from rank ``source`` into ``tensor``, in place; returns it."""
         self._check_rank(source, "recv", "source")
         content = payload(tensor, "recv", writes=True)
         call = self._call("recv", tensor, (self.members[source],), peer=source, tag=tag)
         link = self._incoming(tag)
         steps = receive_message(link, content.flat, source, call, self._notes(tag))
-        return self._point_to_point(call, steps, link, content.store, async_op, content)
+        self._messages -= 1
+        return Operation(call, link, steps, content.store, content).start(self, async_op, in_turn=False)
 
     # One to all, all to one
 
     @overload
     def broadcast(self, tensor: T, root: int = ..., async_op: No = ..., algorithm: Name = ...) -> T: ...
     @overload
-    def broadcast(self, tensor: T, root: int = ..., *, async_op: Yes, algorithm: Name = ...) -> Handle[T]: ...
-    def broadcast(self, tensor: T, root: int = 0, async_op: bool = False, algorithm: Name = None) -> T | Handle[T]:
+    def broadcast(self, tensor: T, root: int = ..., *, async_op: Yes, algorithm: Name = ...) -> Operation[T]: ...
+    def broadcast(self, tensor: T, root: int = 0, async_op: bool = False, algorithm: Name = None) -> T | Operation[T]:
         """Give every rank the values that ``tensor`` has on rank ``root``, in place; returns it."""
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
             return nccl.broadcast(tensor, root, async_op)
@@ -174,10 +174,10 @@ class Communicator(ObjectOperations):
     def reduce(self, tensor: T, root: int = ..., op: str = ..., async_op: No = ..., algorithm: Name = ...) -> T: ...
     @overload
     def reduce(self, tensor: T, root: int = ..., op: str = ..., *, async_op: Yes,
-        algorithm: Name = ...) -> Handle[T]: ...  # fmt: skip
+        algorithm: Name = ...) -> Operation[T]: ...  # fmt: skip
     def reduce(
         self, tensor: T, root: int = 0, op: str = "sum", async_op: bool = False, algorithm: Name = None
-    ) -> T | Handle[T]:
+    ) -> T | Operation[T]:
         """Like ``all_reduce``, but only rank ``root`` gets the result; the others keep their values."""
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
             return nccl.reduce(tensor, root, op, async_op)
@@ -186,32 +186,31 @@ class Communicator(ObjectOperations):
         combine = types.combiner(tensor, op, "reduce")
         # Partial results must not show in the caller's tensor.
         flat = content.flat if self.rank == root else content.flat.copy()
-
-        def finish():
-            return self._finish_mean(content, op) if self.rank == root else tensor
-
+        finish = content.finisher(op, self.size) if self.rank == root else lambda: tensor
         arguments = flat, root, combine
         return self._collective("reduce", tensor, arguments, finish, async_op, algorithm, flat, op=op, peer=root)
 
     @overload
     def scatter(self, out: T, tensor: AnyTensor | None = ..., root: int = ..., async_op: No = ...) -> T: ...
     @overload
-    def scatter(self, out: T, tensor: AnyTensor | None = ..., root: int = ..., *, async_op: Yes) -> Handle[T]: ...
-    def scatter(self, out: T, tensor: AnyTensor | None = None, root: int = 0, async_op: bool = False) -> T | Handle[T]:
+    def scatter(self, out: T, tensor: AnyTensor | None = ..., root: int = ..., *, async_op: Yes) -> Operation[T]: ...
+    def scatter(
+        self, out: T, tensor: AnyTensor | None = None, root: int = 0, async_op: bool = False
+    ) -> T | Operation[T]:
         """Give rank r chunk r of the ``tensor`` of rank ``root``, which has ``size`` equal chunks; returns ``out``."""
         if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out)):
             return nccl.scatter(out, tensor, root, async_op)
         self._check_rank(root, "scatter", "root")
         mine = payload(out, "scatter", writes=True)
-        chunks = self._chunks(out, tensor, "scatter") if self.rank == root else None
+        chunks = self._cut(tensor, out, "scatter", writes=False)[1] if self.rank == root else None
         arguments = mine.flat, chunks, root
         return self._collective("scatter", out, arguments, mine.store, async_op, flat=mine.flat, peer=root)
 
     @overload
     def gather(self, out: T, tensor: AnyTensor, root: int = ..., async_op: No = ...) -> T: ...
     @overload
-    def gather(self, out: T, tensor: AnyTensor, root: int = ..., *, async_op: Yes) -> Handle[T]: ...
-    def gather(self, out: T, tensor: AnyTensor, root: int = 0, async_op: bool = False) -> T | Handle[T]:
+    def gather(self, out: T, tensor: AnyTensor, root: int = ..., *, async_op: Yes) -> Operation[T]: ...
+    def gather(self, out: T, tensor: AnyTensor, root: int = 0, async_op: bool = False) -> T | Operation[T]:
         """The reverse: ``out`` on rank ``root`` gets every rank's ``tensor``, in rank order; None elsewhere will do."""
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor)):
             return nccl.gather(out, tensor, root, async_op)
@@ -219,7 +218,7 @@ class Communicator(ObjectOperations):
         mine = payload(tensor, "gather", writes=False)
         whole = chunks = None
         if self.rank == root:
-            whole, chunks = self._whole(out, tensor, "gather")
+            whole, chunks = self._cut(out, tensor, "gather", writes=True)
         finish = whole.store if whole else lambda: out
         arguments = chunks, mine.flat, root
         return self._collective("gather", tensor, arguments, finish, async_op, flat=mine.flat, peer=root)
@@ -229,8 +228,10 @@ class Communicator(ObjectOperations):
     @overload
     def all_reduce(self, tensor: T, op: str = ..., async_op: No = ..., algorithm: Name = ...) -> T: ...
     @overload
-    def all_reduce(self, tensor: T, op: str = ..., *, async_op: Yes, algorithm: Name = ...) -> Handle[T]: ...
-    def all_reduce(self, tensor: T, op: str = "sum", async_op: bool = False, algorithm: Name = None) -> T | Handle[T]:
+    def all_reduce(self, tensor: T, op: str = ..., *, async_op: Yes, algorithm: Name = ...) -> Operation[T]: ...
+    def all_reduce(
+        self, tensor: T, op: str = "sum", async_op: bool = False, algorithm: Name = None
+    ) -> T | Operation[T]:
         """Combine ``tensor`` over all ranks, element by element, in place; every rank gets the same result.
 
         ``op`` is ``sum``, ``mean``, ``max``, ``min`` or ``prod``; ``algorithm`` is ``ring``, ``recursive_doubling``,
@@ -240,7 +241,7 @@ class Communicator(ObjectOperations):
             return nccl.all_reduce(tensor, op, async_op)
         content = payload(tensor, "all_reduce", writes=True)
         arguments = content.flat, types.combiner(tensor, op, "all_reduce")
-        finish = partial(self._finish_mean, content, op)
+        finish = content.finisher(op, self.size)
         return self._collective("all_reduce", tensor, arguments, finish, async_op, algorithm, content.flat, op=op)
 
     @overload
@@ -248,11 +249,11 @@ class Communicator(ObjectOperations):
         algorithm: Name = ..., overwrite: bool = ...) -> T: ...  # fmt: skip
     @overload
     def reduce_scatter(self, out: T, tensor: AnyTensor, op: str = ..., *, async_op: Yes,
-        algorithm: Name = ..., overwrite: bool = ...) -> Handle[T]: ...  # fmt: skip
+        algorithm: Name = ..., overwrite: bool = ...) -> Operation[T]: ...  # fmt: skip
     def reduce_scatter(
         self, out: T, tensor: AnyTensor, op: str = "sum", async_op: bool = False, algorithm: Name = None,
         overwrite: bool = False,
-    ) -> T | Handle[T]:  # fmt: skip
+    ) -> T | Operation[T]:  # fmt: skip
         """Combine ``tensor`` over all ranks; rank r gets chunk r of the result in ``out``.
 
         ``tensor`` has ``size`` equal chunks and keeps its values, unless ``out`` is its chunk r: then its other chunks
@@ -263,21 +264,21 @@ class Communicator(ObjectOperations):
             return nccl.reduce_scatter(out, tensor, op, async_op)
         mine = payload(out, "reduce_scatter", writes=True)
         combine = types.combiner(out, op, "reduce_scatter")
-        chunks = self._chunks(out, tensor, "reduce_scatter")
+        chunks = self._cut(tensor, out, "reduce_scatter", writes=False)[1]
         overlap = any(np.may_share_memory(mine.flat, chunk) for chunk in chunks)
         if overlap and not same_memory(mine.flat, chunks[self.rank]):
             chunks = [chunk.copy() for chunk in chunks]  # the result must not overwrite what is still to be sent
         if overwrite and not overlap:
             algorithm = algorithm or "ring_over_input"
-        finish = partial(self._finish_mean, mine, op)
+        finish = mine.finisher(op, self.size)
         arguments = mine.flat, chunks, combine
         return self._collective("reduce_scatter", tensor, arguments, finish, async_op, algorithm, mine.flat, op=op)
 
     @overload
     def all_gather(self, out: T, tensor: AnyTensor, async_op: No = ..., algorithm: Name = ...) -> T: ...
     @overload
-    def all_gather(self, out: T, tensor: AnyTensor, *, async_op: Yes, algorithm: Name = ...) -> Handle[T]: ...
-    def all_gather(self, out: T, tensor: AnyTensor, async_op: bool = False, algorithm: Name = None) -> T | Handle[T]:
+    def all_gather(self, out: T, tensor: AnyTensor, *, async_op: Yes, algorithm: Name = ...) -> Operation[T]: ...
+    def all_gather(self, out: T, tensor: AnyTensor, async_op: bool = False, algorithm: Name = None) -> T | Operation[T]:
         """Put every rank's ``tensor`` one after the other, in rank order, into ``out`` on every rank.
 
         ``out`` has ``size`` times as many elements as ``tensor`` and the same dtype; returns ``out``.
@@ -285,7 +286,7 @@ class Communicator(ObjectOperations):
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
             return nccl.all_gather(out, tensor, async_op)
         mine = payload(tensor, "all_gather", writes=False)
-        whole, chunks = self._whole(out, tensor, "all_gather")
+        whole, chunks = self._cut(out, tensor, "all_gather", writes=True)
         if not same_memory(chunks[self.rank], mine.flat):
             chunks[self.rank][...] = mine.flat
         return self._collective("all_gather", tensor, (chunks,), whole.store, async_op, algorithm, whole.flat)
@@ -295,11 +296,11 @@ class Communicator(ObjectOperations):
                    async_op: No = ...) -> T: ...  # fmt: skip
     @overload
     def all_to_all(self, out: T, tensor: AnyTensor, output_split_sizes: Sizes = ..., input_split_sizes: Sizes = ...,
-                   *, async_op: Yes) -> Handle[T]: ...  # fmt: skip
+                   *, async_op: Yes) -> Operation[T]: ...  # fmt: skip
     def all_to_all(
         self, out: T, tensor: AnyTensor, output_split_sizes: Sizes = None, input_split_sizes: Sizes = None,
         async_op: bool = False,
-    ) -> T | Handle[T]:  # fmt: skip
+    ) -> T | Operation[T]:  # fmt: skip
         """Send chunk r of ``tensor`` to rank r; chunk r of ``out`` comes from it. Returns ``out``.
 
         Both have ``size`` equal chunks, unless counts are given, a number of rows (along the first dimension) for each
@@ -320,8 +321,8 @@ class Communicator(ObjectOperations):
     @overload
     def barrier(self, async_op: No = ...) -> None: ...
     @overload
-    def barrier(self, async_op: Yes) -> Handle[None]: ...
-    def barrier(self, async_op: bool = False) -> Handle[None] | None:
+    def barrier(self, async_op: Yes) -> Operation[None]: ...
+    def barrier(self, async_op: bool = False) -> Operation[None] | None:
         """Wait until every rank has arrived here."""
         return self._collective("barrier", None, (), lambda: None, async_op)
 
@@ -371,19 +372,13 @@ class Communicator(ObjectOperations):
 
     # Chunks of a whole
 
-    def _chunks(self, out, tensor, operation):
-        """``tensor`` as ``size`` chunks, each like ``out``."""
-        content = payload(tensor, operation, writes=False)
-        self._check_whole(tensor, content.flat.size, out, payload(out, operation, writes=False).flat.size, operation)
-        return chunks_of(content.flat, self.size)
+    def _cut(self, whole, part, operation, writes):
+        """``whole`` as a payload and as ``size`` chunks, each like ``part``."""
+        content = payload(whole, operation, writes)
+        self._check_whole(whole, content.flat.size, part, payload(part, operation, False).flat.size, operation)
+        return content, chunks_of(content.flat, self.size)
 
-    def _whole(self, out, tensor, operation):
-        """``out`` as a payload and as ``size`` chunks, each like ``tensor``."""
-        whole = payload(out, operation, writes=True)
-        self._check_whole(out, whole.flat.size, tensor, payload(tensor, operation, writes=False).flat.size, operation)
-        return whole, chunks_of(whole.flat, self.size)
-
-    # From the arguments of a call to a task under way
+    # From the arguments of a call to an operation under way
 
     def _next_tag(self) -> int:
         """A tag of its own for each collective, so that two that are under way cannot mix."""
@@ -412,25 +407,32 @@ class Communicator(ObjectOperations):
             raise CommunicationError(f"tag={tag!r}: tags are whole numbers from 0 to {CALLER_TAGS - 1}.")
         return self._side_link(tag + CALLER_TAGS) if self.verify else None
 
-    def _point_to_point(self, call, steps, link, finish, async_op, keep):
-        self._messages += 1 if call.operation == "send" else -1
-        return self._start(call, steps, link, finish, keep, async_op, self._queue.post)
-
     def _collective(self, operation, tensor, arguments, finish, async_op, algorithm=None, flat=None, **facts):
         """Start a collective: the chosen algorithm with ``(link, *arguments)``, after all others of this communicator.
 
         ``flat`` is the memory that counts for the choice; ``finish()`` gives what the operation returns; ``facts`` are
         ``op`` and ``peer`` of the call.
         """
-        if algorithm == "mpi" and async_op:
-            raise CommunicationError(f"{operation}(algorithm='mpi') cannot be asynchronous, as MPI's own call blocks.")
+        # What cannot be chosen is refused before anybody is told of it.
+        if algorithm == "mpi" and (async_op or self.simulated):
+            why = "needs MPI, and solo does without" if self.simulated else "cannot be asynchronous: MPI's call blocks"
+            raise CommunicationError(f"{operation}(algorithm='mpi') {why}; leave algorithm= out.")
         steps = choose(operation, 0 if flat is None else flat.nbytes, self.size, algorithm)
+        # A tag of its own keeps its messages apart from those of others that are under way.
         link = self._link(self._next_tag())
         members, number = self.members, self.collective_count
         call = Call(
             operation, tensor, members[self.rank], members, self.name, number, algorithm=algorithm or "", **facts
         )
-        return self._start(call, steps(link, *arguments), link, finish, flat, async_op, self._queue.append)
+        # In a notebook all ranks compare what they call before the first message of the algorithm leaves.
+        moving = steps(link, *arguments)
+        if self.verify:
+            moving = self._compared(call, moving)
+        return Operation(call, link, moving, finish, flat).start(self, async_op)
+
+    def _compared(self, call, steps):
+        """``steps``, after a comparison of what all ranks call if this communicator is to make one."""
+        return verified(self._side_link(NOTES_OF_COLLECTIVES), call, steps) if self.verify and self.size > 1 else steps
 
     def _on_gpus(self, tensor, algorithm=None):
         """Who carries out a collective on this CUDA tensor: NCCL, or None where it goes through host memory."""
@@ -441,39 +443,6 @@ class Communicator(ObjectOperations):
 
             self._nccl = nccl_communicator(self, tensor.device) or False
         return self._nccl or None
-
-    def _start(self, call, steps, link, finish, keep, async_op, enqueue):
-        """Start an operation, and wait for it unless it is asynchronous; ``enqueue`` says what comes before it."""
-        if self._queue.broken:
-            raise CommunicationError(
-                f"This communicator {self._queue.broken}, so ranks are out of step: call dtlib.reset() on all ranks."
-            )
-        watched, recorded = self.on_board and self.time_limit is not None, bool(recorder.recordings)
-        if watched or recorded or self.verify:
-            call.where = callers_line()
-        if call.number and self.verify and self.size > 1:
-            steps = verified(self._side_link(NOTES_OF_COLLECTIVES), call, steps)
-        task = Task(steps, link, finish, call, keep)
-        if recorded:
-            task.event = recorder.event_of(call, lane="background" if async_op else "main")
-            task.event.emulated, task.event.simulated = self.wire is not None, self.simulated
-        call.watched, call.hidden = watched, not self.on_board
-        if self.on_board:
-            board.last = call.operation, call.op, call.peer, call.algorithm, self.name, call.number, watched
-        if watched:
-            board.publish("started", call)
-        handle: Handle = Handle(task, self._queue, self.time_limit, not async_op)
-        if async_op:
-            enqueue(task)
-            return handle
-        if not idle() or not handle.finish_soon():
-            enqueue(task)
-        return handle.wait()
-
-    def _finish_mean(self, content, op):
-        if op == "mean":
-            types.divide(content.tensor, content.flat, self.size)
-        return content.store()
 
 
 def world_ranks(mpi: MPI.Comm) -> tuple[int, ...]:

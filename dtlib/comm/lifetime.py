@@ -97,3 +97,18 @@ def exchange(link: Link, said: list[bytes]) -> Iterator[list]:
     yield [link.recv(room, rank) for rank, room in rooms.items()] + [link.send(mine, rank) for rank in others]
     for rank, room in rooms.items():
         said[rank] = room.tobytes()
+
+
+class Awaited:
+    """Requests that somebody else has started: they are not counted, and cannot always be cancelled."""
+
+    messages = bytes = 0
+
+    def __init__(self, mpi: MPI.Comm):
+        self._mpi = mpi  # held: it is in use
+
+    def all_done(self, requests: list) -> bool:
+        return type(requests[0]).Testall(requests)
+
+    def give_up(self, requests: list) -> None:
+        pass

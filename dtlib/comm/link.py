@@ -7,11 +7,13 @@ from collections.abc import Callable
 from threading import RLock
 from typing import TYPE_CHECKING
 
-from dtlib.comm.waiting import Link, Request, Scratch
+from dtlib.comm.waiting import Link, Scratch
 
 if TYPE_CHECKING:
     import numpy as np
     from mpi4py import MPI
+
+    from dtlib.comm.link_types import Request
 
 
 # The tags that MPI guarantees: a quarter for callers, a quarter for notes about their messages, half for collectives.

@@ -1,7 +1,7 @@
-"""What algorithms.py asks of a link and of an array, for a type checker."""
+"""What algorithms.py asks of a link and of an array, and who waits of a request, for a type checker."""
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -10,6 +10,13 @@ from dtlib.comm.numbers import Numbers
 Array = TypeVar("Array", np.ndarray, Numbers)
 Combine = Callable[[Array, Array, Array], object]
 Steps = Iterator[list]  # of requests
+
+
+class Request(Protocol):
+    """MPI's, or one of ours that stands for several or for one that has not left yet."""
+
+    def Test(self, status: Any = None) -> bool: ...
+    def Cancel(self) -> None: ...
 
 
 class Link(Protocol[Array]):

@@ -12,7 +12,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from dtlib.comm.waiting import Awaited
+from dtlib.comm.lifetime import Awaited
+from dtlib.comm.waiting import Operation
 
 OPERATIONS = {
     "barrier": "barrier", "bcast": "broadcast", "reduce": "reduce", "allreduce": "all_reduce", "gather": "gather",
@@ -98,7 +99,8 @@ class Mpi4pyComm(MPI.Intracomm):
         comm._messages += 1 if sends else -1
         finish = getattr(request, "content", lambda: None)
         request.link = link
-        request.handle = comm._start(call, iter([[request]]), link, finish, content, True, comm._queue.post)
+        request.handle = Operation(call, link, iter([[request]]), finish, content)
+        request.handle.start(comm, async_op=True, in_turn=False)
         return request
 
 
@@ -188,8 +190,8 @@ def _collective(name: str):
             yield [started(raw, *args, **named) if started else raw.Ibarrier()]
 
         finish = (lambda: None) if started else partial(theirs, raw, *args, **named)
-        link = Awaited(comm._mpi)
-        return comm._start(what, steps(), link, finish, (args, named), False, comm._queue.append)
+        moving = comm._compared(what, steps())
+        return Operation(what, Awaited(comm._mpi), moving, finish, (args, named)).start(comm)
 
     call.__name__, call.__doc__ = name, theirs.__doc__
     return call

@@ -64,13 +64,6 @@ class SoloCommunicator(Communicator):
     def wait_for(self, request: object, buffers: object, description: str, time_limit: float | None = None) -> None:
         raise CommunicationError(f"{description} waits for MPI, and solo does without: use dtlib.init().comm.")
 
-    def _collective(self, operation, tensor, arguments, finish, async_op, algorithm=None, flat=None, **facts):
-        if algorithm == "mpi":
-            raise CommunicationError(
-                f"{operation}(algorithm='mpi') needs MPI, and solo does without: leave algorithm= out."
-            )
-        return super()._collective(operation, tensor, arguments, finish, async_op, algorithm, flat, **facts)
-
     def _link(self, tag):
         return SoloLink(self.rank, self.size)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -77,6 +77,20 @@ class Payload:
         if not isinstance(self.tensor, np.ndarray):
             _tell_autograd(self.tensor)
         return self.tensor
+
+    def finisher(self, op: str, size: int) -> Callable[[], AnyTensor]:
+        """What brings home the values of ``size`` ranks combined with ``op``."""
+        return partial(self._store_mean, size) if op == "mean" else self.store
+
+    def _store_mean(self, size):
+        if self.flat.dtype.kind == "f":
+            np.divide(self.flat, size, out=self.flat)
+        else:  # 16 bits
+            import torch
+
+            dtype: Any = self.tensor.dtype
+            torch.from_numpy(self.flat).view(dtype).div_(size)
+        return self.store()
 
 
 def _tell_autograd(tensor) -> None:
@@ -276,14 +290,3 @@ def _half_combiner(name: str, op: str):
         operate(a, b, out=out)
 
     return combine
-
-
-def divide(tensor: AnyTensor, flat: np.ndarray, by: int) -> None:
-    """Divide a payload of floats in place."""
-    if dtype_name(tensor.dtype) in ("float16", "bfloat16"):
-        import torch
-
-        dtype: Any = tensor.dtype
-        torch.from_numpy(flat.view(np.int16)).view(dtype).div_(by)
-    else:
-        np.divide(flat, by, out=flat)

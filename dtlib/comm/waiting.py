@@ -1,16 +1,15 @@
 """The messages of an operation, and the one place where a rank waits for others.
 
 A blocking MPI call cannot be interrupted: it does not see Ctrl-C, and it spins on a core until its peers come. So every
-operation is a task made of non-blocking sends and receives, and waiting means asking again and again whether they are
-done: first quickly, then with naps that leave the core to others.
+operation is made of non-blocking sends and receives, and waiting means asking again and again whether they are done:
+first quickly, then with naps that leave the core to others.
 
-    Link     the sends and receives of one operation: they are started, and asked whether they are done
-    Task     an operation under way: an algorithm's generator, which yields requests of its link
-    Queue    the collectives of one communicator, in their order
-    Handle   what the caller waits with
+    Link        the sends and receives of one operation: they are started, and asked whether they are done
+    Operation   an algorithm's generator, which yields requests of its link; the caller's handle, with which it waits
+    Queue       the collectives of one communicator, in their order
 
 Collectives of one communicator run one after the other, in the order in which they were started. Whoever waits, for
-whatever, drives all of them: a task that nobody waits for yet goes on meanwhile.
+whatever, drives all of them: an operation that nobody waits for yet goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from dtlib.comm.call import callers_line
@@ -35,11 +34,16 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from dtlib.comm.call import Call
+    from dtlib.comm.link_types import Request
 
 SPIN_SECONDS = 0.0005  # small collectives finish within this
 YIELD_SECONDS = 0.02  # and most large ones within this: until then others get the core only if they want it
+ELBOWED_SECONDS = 0.001  # a yield that takes longer met somebody who computes, and is not asked to yield back:
+AVOID_SECONDS = 0.2  # for so long naps of SHORTEST_NAP instead, as who wakes up gets the core before who computes
+SHORTEST_NAP = 0.00005
 NAPS = 0.1  # from then on naps: this times the square of the wait so far, so 1 % of it after a tenth of a second,
 LONGEST_NAP = 0.05  # and never more than this
+LOOKS = 10  # between two pieces of computing
 KEPT = 2**14  # bytes of scratch memory
 NOTICE_SECONDS = 3.0  # until a notebook shows whom everybody waits for
 V = TypeVar("V")  # what an operation returns
@@ -48,21 +52,15 @@ LOOK_SECONDS = 0.25  # from one look at the others to the next
 LARGEST = 2**30  # bytes: from here on messages are cut, as MPI counts what it sends in 31 bits
 
 crowded = False  # True where ranks outnumber cores: then whoever spins holds up the rank that it waits for
+_naps_until = 0.0  # while others compute on this rank's core, which yielding does not get back
 # How a notebook is told of a long wait: a function of one sentence, or of None once it is over.
 notice: Callable[[str | None], object] | None = None
 
 # Of a task that was interrupted, MPI may still write into the buffers: they are kept until it says that it is done.
-_abandoned: list[Task] = []
+_abandoned: list[Operation] = []
 _active: dict[Queue, None] = {}  # queues with tasks, in the order in which they got them
-_posted: dict[Task, Queue] = {}  # sends and receives under way; here, because a handle may be thrown away unused
+_posted: dict[Operation, Queue] = {}  # sends and receives under way; here, because a handle may be thrown away unused
 _lock = threading.RLock()  # for the progress thread; without one nobody contends for it
-
-
-class Request(Protocol):
-    """MPI's, or one of ours that stands for several or for one that has not left yet."""
-
-    def Test(self, status: MPI.Status | None = None) -> bool: ...
-    def Cancel(self) -> None: ...
 
 
 class Link:
@@ -91,8 +89,10 @@ class Link:
     def _start(self, begin, array: np.ndarray, other: int):
         if array.nbytes < LARGEST:
             return begin(array, other, self._tag)
+        from dtlib.comm.pieces import Pieces
+
         self._cut = True
-        return _Pieces(lambda piece: begin(piece, other, self._tag), array)
+        return Pieces(lambda piece: begin(piece, other, self._tag), array, LARGEST)
 
     def all_done(self, requests: list) -> bool:
         """True once all these requests are complete. Does not wait."""
@@ -129,19 +129,23 @@ class Scratch:
 
     def like(self, array: np.ndarray, number: int) -> np.ndarray:
         """Room for an array like this one, and for each number another one."""
-        key, page = (array.dtype, number), mmap.PAGESIZE if array.nbytes > KEPT else 1
-        room = self._rooms.get(key)
-        if room is None or room.nbytes < array.nbytes + page - 1:
-            room = self._rooms[key] = _empty(array.nbytes + page - 1)
-            if array.nbytes <= KEPT:
-                self._kept[key] = room
+        key, nbytes = (array.dtype, number), array.nbytes
+        if nbytes <= KEPT:
+            room = self._kept.get(key)
+            if room is None or room.nbytes < nbytes:
+                room = self._kept[key] = _empty(nbytes).view(array.dtype)
+            return room[: array.size]
         # From page to page processors copy fastest, and large torch tensors begin on one.
+        room, page = self._rooms.get(key), mmap.PAGESIZE
+        if room is None or room.nbytes < nbytes + page - 1:
+            room = self._rooms[key] = _empty(nbytes + page - 1)
         start = -room.ctypes.data % page
-        return room[start : start + array.nbytes].view(array.dtype)
+        return room[start : start + nbytes].view(array.dtype)
 
     def held(self) -> list:
         """What is kept, as tensors."""
-        return [room.base for room in self._kept.values() if room.base is not None]
+        arrays = [room.base for room in self._kept.values()]
+        return [array.base for array in arrays if array is not None and array.base is not None]
 
 
 def _empty(size: int) -> np.ndarray:
@@ -151,34 +155,6 @@ def _empty(size: int) -> np.ndarray:
     import numpy as np
 
     return np.empty(size, dtype=np.uint8)
-
-
-class _Pieces:
-    """One message as several of ``LARGEST`` bytes and a shorter one, perhaps of none, by which its end is known."""
-
-    def __init__(self, start, array: np.ndarray):
-        flat = array.reshape(-1).view("u1")
-        self._requests = [start(flat[at : at + LARGEST]) for at in range(0, flat.size + 1, LARGEST)]
-        self.come = 0  # bytes of those that are complete, but for the last
-
-    def Test(self, status: MPI.Status | None = None) -> bool:
-        """True once all are complete; of a receive, whose ``status`` is given, also after a shorter one."""
-        from mpi4py import MPI
-
-        while self._requests[0].Test(status):
-            if len(self._requests) == 1:
-                return True
-            if status is not None and status.Get_count(MPI.BYTE) < LARGEST:
-                self.Cancel()
-                return True
-            del self._requests[0]
-            self.come += LARGEST
-        return False
-
-    def Cancel(self) -> None:
-        for request in self._requests:
-            if request:
-                request.Cancel()
 
 
 class IncomingLink:
@@ -213,55 +189,75 @@ class IncomingLink:
         return None if self._too_long else self._status.Get_count(self._mpi.BYTE) + getattr(self._arriving, "come", 0)
 
 
-class Awaited:
-    """Requests that somebody else has started: they are not counted, and cannot always be cancelled."""
+class Operation(Generic[V]):
+    """A use of an operation, from its arguments to its result; with ``async_op=True`` its caller gets it as a handle.
 
-    messages = bytes = 0
-
-    def __init__(self, mpi: MPI.Comm):
-        self._mpi = mpi  # held: it is in use
-
-    def all_done(self, requests: list) -> bool:
-        return type(requests[0]).Testall(requests)
-
-    def give_up(self, requests: list) -> None:
-        pass
-
-
-class Task:
-    """An operation under way. ``steps`` yields lists of requests; ``finish()`` brings home and returns the result."""
+    ``steps`` yields lists of requests of ``link``; ``finish()`` brings home and returns the result; ``keep`` are
+    buffers that MPI reads or writes meanwhile.
+    """
 
     __slots__ = (
-        "_finish", "_keep", "_link", "_requests", "_steps", "call", "done", "error", "event", "rounds", "value",
+        "_blocking", "_finish", "_keep", "_link", "_queue", "_requests", "_steps", "_time_limit", "_value", "call",
+        "complete", "error", "event", "rounds",
     )  # fmt: skip
 
     def __init__(
-        self, steps: Iterator[list], link: Link | IncomingLink | Awaited, finish: Callable[[], object], call: Call,
+        self, call: Call, link: Any, steps: Iterator[list], finish: Callable[[], V],
         keep: object = None,
     ):  # fmt: skip
         self.call = call
-        self.done = False
+        self.complete = False  # well, or with an error
         self.error: BaseException | None = None
-        self.value: Any = None
         self.event: recorder.Event | None = None  # what the recorder keeps of it
         self.rounds = 0  # how often what it waited for has arrived
-        self._steps: Any = steps
         self._link = link
+        self._steps: Any = steps
         self._finish = finish
+        self._keep = keep
         self._requests: Any = []  # None: not known
-        self._keep = keep  # buffers that MPI reads or writes meanwhile
+        self._value: Any = None
+
+    def start(self, comm: Any, async_op: bool = False, in_turn: bool = True) -> Any:
+        """Start on a communicator, and wait for the result unless it is asynchronous: then return this handle.
+
+        ``in_turn``: after all that this communicator has started so, as a collective.
+        """
+        self._queue: Queue = comm._queue
+        self._time_limit = comm.time_limit
+        self._blocking = not async_op
+        if self._queue.broken:
+            raise CommunicationError(
+                f"This communicator {self._queue.broken}, so ranks are out of step: call dtlib.reset() on all ranks."
+            )
+        # The board, a recording and a comparison of calls want the caller's line; without them nobody looks for it.
+        call, on_board = self.call, comm.on_board
+        call.hidden = not on_board
+        call.watched = watched = on_board and self._time_limit is not None
+        if watched or recorder.recordings or comm.verify:
+            call.where = callers_line()
+        if recorder.recordings:
+            self.event = recorder.event_of(call, lane="background" if async_op else "main")
+            self.event.emulated, self.event.simulated = comm.wire is not None, comm.simulated
+        if on_board:
+            board.last = call.operation, call.op, call.peer, call.algorithm, call.group, call.number, watched
+        if watched:
+            board.publish("started", call)
+        # What is short and alone ends here, without a turn in the queue and a look at what else is under way.
+        if async_op or not idle() or not self._finish_soon():
+            (self._queue.append if in_turn else self._queue.post)(self)
+        return self if async_op else self.wait()
 
     def fail(self, error: BaseException) -> None:
-        """End without a result; whoever waits for this task gets the error."""
+        """End without a result; whoever waits for it gets the error."""
         self.error = error
-        self.done = True
+        self.complete = True
         with suppress(Exception):
             self._link.give_up(self._requests)
         drop_abandoned()
         _abandoned.append(self)
 
     def over(self) -> bool:
-        """True if a task that was given up has nothing under way any more."""
+        """True if what was given up has nothing under way any more."""
         try:
             return self._requests is not None and (not self._requests or self._link.all_done(self._requests))
         except Exception:
@@ -270,7 +266,7 @@ class Task:
     def advance(self) -> bool:
         """Do what can be done without waiting; True once all is done, or has failed."""
         try:
-            while not self.done:
+            while not self.complete:
                 if self._requests and not self._link.all_done(self._requests):
                     return False
                 self.rounds += 1
@@ -278,10 +274,10 @@ class Task:
                 self._requests = next(self._steps, None)
                 if self._requests is None:
                     self._requests = []
-                    self.value = self._finish()
-                    self.done = True
+                    self._value = self._finish()
+                    self.complete = True
                     self._steps = self._keep = None
-        except BaseException as error:  # whoever waits for this task is told, and not who happens to drive it
+        except BaseException as error:  # whoever waits for it is told, and not who happens to drive it
             if isinstance(error, DtlibError):
                 self._requests = []  # our own are raised where nothing is under way
             elif isinstance(error, Exception):
@@ -295,15 +291,112 @@ class Task:
             self.event.messages, self.event.bytes = self._link.messages, self._link.bytes
         return True
 
+    def done(self) -> bool:
+        """True once the operation is complete on this rank. Does not wait."""
+        advance_all()
+        return self.complete
+
+    def _finish_soon(self) -> bool:
+        """Drive it for as long as a small message takes; True if it is complete."""
+        deadline = time.monotonic() + SPIN_SECONDS
+        try:
+            while not self.advance():
+                if time.monotonic() > deadline:
+                    return False
+                if crowded:
+                    let_go()
+        except BaseException:
+            self._give_up("was interrupted")
+            raise
+        return True
+
+    def wait(self) -> V:
+        """Wait for the end and return what the operation returns.
+
+        Raises ``WaitTimeout`` after the communicator's ``time_limit``; Ctrl-C or Stop ends it at once. After either
+        the communicator is broken, and ``dtlib.reset()`` on all ranks gives a new one.
+        """
+        if self.complete and not (self.error or self.call.watched or recorder.recordings):
+            return self._value
+        if not self.complete:
+            self._publish("waits")
+        waits = recorder.event_of(self.call, "wait") if recorder.recordings and not self._blocking else None
+        if not self.complete:
+            self._wait()
+        if self.error:
+            self._publish(f"raised {type(self.error).__name__}")
+            self._queue.abandon(f"failed in {self.call}")
+            raise self.error
+        self._publish("finished")
+        if waits is not None:
+            waits.end = time.monotonic()
+        return self._value
+
+    def _wait(self) -> None:
+        call, limit = self.call, self._time_limit
+        started = last_round = told = looked = time.monotonic()
+        rounds = self.rounds
+        try:
+            while True:
+                advance_all()
+                if self.complete:
+                    return
+                now = time.monotonic()
+                if limit is not None and now - started > limit:
+                    raise WaitTimeout(in_vain.sentence(call, limit))
+                if self.rounds != rounds:
+                    rounds, last_round = self.rounds, now
+                waited = now - last_round
+                if waited < SPIN_SECONDS and not crowded:
+                    continue
+                if waited < YIELD_SECONDS:
+                    let_go()
+                    continue
+                if now - max(looked, last_round) > LOOK_SECONDS and not call.hidden:
+                    looked = now
+                    self._show()
+                    in_vain.look(call, waited)
+                if notice is not None and now - max(told, started + NOTICE_SECONDS - 1) > 1:
+                    told = now
+                    notice(f"{now - started:.0f} s in {call}: {in_vain.whom()}")
+                time.sleep(min(LONGEST_NAP, NAPS * waited**2))
+        except BaseException as error:
+            self._give_up("timed out" if isinstance(error, WaitTimeout | PeerFailed) else "was interrupted")
+            raise
+        finally:
+            board.waits = None
+            if told > started and notice is not None:
+                notice(None)
+
+    def _show(self) -> None:
+        """Let the others see a wait that takes long, whether its operation is watched from its start or not."""
+        call = self.call
+        if board.current is not None:
+            call.where = call.where or callers_line()
+            call.watched, board.waits = True, call
+            self._publish("waits")
+
+    def _publish(self, state: str) -> None:
+        if self.call.watched:
+            board.publish(state, self.call)
+
+    def _give_up(self, how: str) -> None:
+        self._publish(how)
+        with _lock:  # a progress thread may be driving it
+            if not self.complete:
+                self.fail(CommunicationError(f"{self.call} was interrupted. {RESET}"))
+            _posted.pop(self, None)
+            self._queue.abandon(f"was interrupted in {self.call}")
+
 
 class Queue:
     """The collectives of one communicator that are under way."""
 
     def __init__(self):
-        self._tasks: deque[Task] = deque()
+        self._tasks: deque[Operation] = deque()
         self.broken = None  # why this communicator cannot be used any more
 
-    def append(self, task: Task) -> None:
+    def append(self, task: Operation) -> None:
         """Start a collective, or let it wait for its turn."""
         with _lock:
             self._tasks.append(task)
@@ -311,7 +404,7 @@ class Queue:
             if len(self._tasks) == 1:
                 self.advance()
 
-    def post(self, task: Task) -> None:
+    def post(self, task: Operation) -> None:
         """Start a task that waits for no turn: a send or a receive."""
         with _lock:
             if not task.advance():
@@ -330,11 +423,23 @@ class Queue:
         with _lock:
             for task in [*self._tasks, *(task for task, queue in _posted.items() if queue is self)]:
                 _posted.pop(task, None)
-                if not task.done:
+                if not task.complete:
                     task.fail(CommunicationError(f"{task.call} was given up, as this communicator {why}. {RESET}"))
             self._tasks.clear()
             _active.pop(self, None)
             self.broken = self.broken or why
+
+
+def let_go() -> None:
+    """Give the core to others for a moment: to those who yield it soon, or compute on it beside this rank."""
+    global _naps_until
+    now = time.monotonic()
+    if now < _naps_until:
+        time.sleep(SHORTEST_NAP)
+        return
+    os.sched_yield()
+    if time.monotonic() - now > ELBOWED_SECONDS:
+        _naps_until = now + AVOID_SECONDS
 
 
 def drop_abandoned() -> None:
@@ -351,6 +456,18 @@ def advance_all() -> None:
         for task in list(_posted):
             if task.advance():
                 _posted.pop(task, None)
+
+
+def move_on() -> None:
+    """Between two pieces of computing: let what is under way go some steps on.
+
+    A message takes several looks, and the ranks that it goes to and comes from need a core meanwhile.
+    """
+    for _ in range(LOOKS):
+        advance_all()
+        if idle():
+            return
+        os.sched_yield()
 
 
 def idle() -> bool:
@@ -379,116 +496,3 @@ def progress_thread(every: float = 0.0002) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-class Handle(Generic[V]):
-    """An operation that was started with ``async_op=True``."""
-
-    __slots__ = ("_blocking", "_queue", "_task", "_time_limit")
-
-    def __init__(self, task: Task, queue: Queue, time_limit: float | None, blocking: bool = False):
-        self._task = task
-        self._queue = queue
-        self._time_limit = time_limit
-        self._blocking = blocking
-
-    def done(self) -> bool:
-        """True once the operation is complete on this rank. Does not wait."""
-        advance_all()
-        return self._task.done
-
-    def finish_soon(self) -> bool:
-        """Drive a task that is the only one, for as long as a small message takes; True if it is done.
-
-        It saves what such a task has no use for: a turn in the queue, and a look at what else is under way.
-        """
-        deadline = time.monotonic() + SPIN_SECONDS
-        try:
-            while not self._task.advance():
-                if time.monotonic() > deadline:
-                    return False
-                if crowded:
-                    os.sched_yield()
-        except BaseException:
-            self._give_up("was interrupted")
-            raise
-        return True
-
-    def wait(self) -> V:
-        """Wait for the end and return what the operation returns.
-
-        Raises ``WaitTimeout`` after the communicator's ``time_limit``; Ctrl-C or Stop ends it at once. After either
-        the communicator is broken, and ``dtlib.reset()`` on all ranks gives a new one.
-        """
-        task = self._task
-        if task.done and not (task.error or task.call.watched or recorder.recordings):
-            return task.value
-        if not task.done:
-            self._publish("waits")
-        waits = recorder.event_of(task.call, "wait") if recorder.recordings and not self._blocking else None
-        if not task.done:
-            self._wait()
-        if task.error:
-            self._publish(f"raised {type(task.error).__name__}")
-            self._queue.abandon(f"failed in {task.call}")
-            raise task.error
-        self._publish("finished")
-        if waits is not None:
-            waits.end = time.monotonic()
-        return task.value
-
-    def _wait(self) -> None:
-        task, limit = self._task, self._time_limit
-        started = last_round = told = looked = time.monotonic()
-        rounds = task.rounds
-        try:
-            while True:
-                advance_all()
-                if task.done:
-                    return
-                now = time.monotonic()
-                if limit is not None and now - started > limit:
-                    raise WaitTimeout(in_vain.sentence(task.call, limit))
-                if task.rounds != rounds:
-                    rounds, last_round = task.rounds, now
-                waited = now - last_round
-                if waited < SPIN_SECONDS and not crowded:
-                    continue
-                if waited < YIELD_SECONDS:
-                    os.sched_yield()
-                    continue
-                if now - max(looked, last_round) > LOOK_SECONDS and not task.call.hidden:
-                    looked = now
-                    self._show()
-                    in_vain.look(task.call, waited)
-                if notice is not None and now - max(told, started + NOTICE_SECONDS - 1) > 1:
-                    told = now
-                    notice(f"{now - started:.0f} s in {task.call}: {in_vain.whom()}")
-                time.sleep(min(LONGEST_NAP, NAPS * waited**2))
-        except BaseException as error:
-            self._give_up("timed out" if isinstance(error, WaitTimeout | PeerFailed) else "was interrupted")
-            raise
-        finally:
-            board.waits = None
-            if told > started and notice is not None:
-                notice(None)
-
-    def _show(self) -> None:
-        """Let the others see a wait that takes long, whether its operation is watched from its start or not."""
-        call = self._task.call
-        if board.current is not None:
-            call.where = call.where or callers_line()
-            call.watched, board.waits = True, call
-            self._publish("waits")
-
-    def _publish(self, state: str) -> None:
-        if self._task.call.watched:
-            board.publish(state, self._task.call)
-
-    def _give_up(self, how: str) -> None:
-        self._publish(how)
-        with _lock:  # a progress thread may be driving this task
-            if not self._task.done:
-                self._task.fail(CommunicationError(f"{self._task.call} was interrupted. {RESET}"))
-            _posted.pop(self._task, None)
-            self._queue.abandon(f"was interrupted in {self._task.call}")

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtlib.comm.waiting import Handle, advance_all, progress_thread
+from dtlib.comm.waiting import Operation, move_on, progress_thread
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.same_model import PASSES, bits_of
@@ -104,7 +104,7 @@ class Reducer:
         while self._launched < len(self.buckets) and not self._missing[self._launched]:
             self._launch_next()
         if self.progress == "inline":
-            advance_all()
+            move_on()
 
     def _begin(self) -> None:
         for parameter, name in self.names.items():
@@ -220,7 +220,7 @@ class Bucket:
     """Gradients of ``parameters`` that travel together, in ``dtype``; by default that of the parameters."""
 
     buffer: FlatBuffer  # from the launch to the end of the pass, as the handle
-    handle: Handle
+    handle: Operation
 
     def __init__(self, parameters: list, dtype: torch.dtype | None = None):
         self.parameters, self.dtype = parameters, dtype or parameters[0].dtype

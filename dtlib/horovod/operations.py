@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dtlib.comm.waiting import Handle as Waited
+from dtlib.comm.waiting import Operation
 from dtlib.gradients.backward import with_gradient
 from dtlib.horovod.basics import HorovodInternalError, NotOffered, communicator, rank, size
 from dtlib.horovod.compression import Compression, NoneCompressor
@@ -28,7 +28,7 @@ class Handle:
     Communicators write into ``.data``, which torch does not count as a change of ``watched``.
     """
 
-    def __init__(self, waited: Waited, watched: Tensor, finish: Callable[[], Tensor]):
+    def __init__(self, waited: Operation, watched: Tensor, finish: Callable[[], Tensor]):
         self._waited, self._watched, self._finish = waited, watched, finish
         self._version = version_of(watched)
         self._result: Tensor | None = None

@@ -127,7 +127,7 @@ class _Rank:
         self.runs = _started(code, self.names)
 
     def can_go_on(self) -> bool:
-        return self.runs is not None and (self.waits is None or self.waits.task.done)
+        return self.runs is not None and (self.waits is None or self.waits.task.complete)
 
     def go_on(self, error: Exception | None = None) -> bool:
         """Until this rank waits, or its cell is over."""
@@ -150,7 +150,7 @@ class _Rank:
         for pending in self.world.comm.pending:
             pending.ended()
             pending.event.messages, pending.event.bytes = pending.link.messages, pending.link.bytes
-        self.world.comm.pending[:] = [each for each in self.world.comm.pending if not each.task.done]
+        self.world.comm.pending[:] = [each for each in self.world.comm.pending if not each.task.complete]
 
     def text(self) -> str:
         more = [f"... and {self._left_out:,} more lines, which are not shown"] if self._left_out else []

@@ -9,7 +9,7 @@ from dtlib.comm.algorithms import chunks_of, same_memory
 from dtlib.comm.call import Call, callers_line, shape_and_type
 from dtlib.comm.numbers import COMBINE, combiner
 from dtlib.comm.selection import choose
-from dtlib.comm.waiting import Queue, Task
+from dtlib.comm.waiting import Operation, Queue
 from dtlib.comm.watch.blame import disagreement, mismatch
 from dtlib.comm.watch.board import Sighting
 from dtlib.errors import CommunicationError, MissingName
@@ -52,22 +52,22 @@ class Wires:
 class Pending:
     """An operation that its rank waits for, or would if it called ``wait()``: ``await`` gives the others a turn."""
 
-    def __init__(self, comm: "SimulatedCommunicator", task: Task, event: Event, link: TurnLink):
+    def __init__(self, comm: "SimulatedCommunicator", task: Operation, event: Event, link: TurnLink):
         self.comm, self.task, self.event, self.link = comm, task, event, link
 
     def __await__(self) -> Generator["Pending", None, object]:
         call, seen = self.task.call, self.comm.wires.seen
-        while not self.task.done:
+        while not self.task.complete:
             seen[self.comm.rank] = _sighting("waits", call)
             yield self
         if self.task.error:
             seen[self.comm.rank] = _sighting(f"raised {type(self.task.error).__name__}", call)
             raise self.task.error
         seen[self.comm.rank] = _sighting("finished", call)
-        return self.task.value
+        return self.task._value
 
     def ended(self) -> None:
-        if self.event.end is None and self.task.done and not self.task.error:
+        if self.event.end is None and self.task.complete and not self.task.error:
             self.event.end = self.comm.wires.network.number
 
 
@@ -87,12 +87,12 @@ class Handle:
 class Look:
     """Is it done? The others get a turn first."""
 
-    def __init__(self, task: Task):
+    def __init__(self, task: Operation):
         self._task = task
 
     def __await__(self) -> Generator[None, None, bool]:
         yield None
-        return self._task.done
+        return self._task.complete
 
 
 class Meeting:
@@ -242,7 +242,7 @@ class SimulatedCommunicator:
             raise CommunicationError(
                 f"This communicator {self._queue.broken}, so ranks are out of step: call dtlib.reset() on all ranks."
             )
-        task = Task(steps, link, finish, call)
+        task = Operation(call, link, steps, finish)
         event = Event(self.rank, call.operation, str(call), self.wires.network.number)
         self.wires.events.append(event)
         self.wires.seen[self.rank] = _sighting("started", call)

@@ -97,7 +97,7 @@ class Group(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: c10d.AllreduceOptions | None = None) -> dist.Work:
         opts = opts or c10d.AllreduceOptions()
-        return self._each(opts, [partial(self._all_reduce, tensor, opts) for tensor in tensors])
+        return self._each([partial(self._all_reduce, tensor, opts) for tensor in tensors])
 
     allreduce_coalesced = allreduce
 
@@ -109,13 +109,12 @@ class Group(dist.ProcessGroup):
         return self._begin(opts, starts, tensors)
 
     def reduce(self, tensors: Tensors, opts: c10d.ReduceOptions) -> dist.Work:
-        return self._each(opts, [partial(self._reduce, tensor, opts.rootRank, opts) for tensor in tensors])
+        return self._each([partial(self._reduce, tensor, opts.rootRank, opts) for tensor in tensors])
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: c10d.AllgatherOptions | None = None
     ) -> dist.Work:
-        opts = opts or c10d.AllgatherOptions()
-        return self._begin(opts, [partial(self._alive().all_gather, moved(output), moved(input))], [output])
+        return self.all_gather_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
 
@@ -133,21 +132,18 @@ class Group(dist.ProcessGroup):
     ) -> dist.Work:
         opts = opts or c10d.AllgatherOptions()
         pairs = zip(output_lists, inputs, strict=True)
-        return self._each(opts, [partial(self._all_gather, outputs, input, opts) for outputs, input in pairs])
+        return self._each([partial(self._all_gather, outputs, input, opts) for outputs, input in pairs])
 
     def allgather_coalesced(
         self, output_lists: list[Tensors], inputs: Tensors, opts: c10d.AllgatherOptions | None = None
     ) -> dist.Work:
         # Here there is a list for each rank, of tensors like all of ``inputs``.
-        opts = opts or c10d.AllgatherOptions()
-        pairs = zip(zip(*output_lists, strict=True), inputs, strict=True)
-        return self._each(opts, [partial(self._all_gather, list(outputs), input, opts) for outputs, input in pairs])
+        return self.allgather([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: c10d.ReduceScatterOptions | None = None
     ) -> dist.Work:
-        opts = opts or c10d.ReduceScatterOptions()
-        return self._each(opts, [partial(self._reduce_scatter, output, input, opts)])
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -156,7 +152,7 @@ class Group(dist.ProcessGroup):
     ) -> dist.Work:
         opts = opts or c10d.ReduceScatterOptions()
         pairs = zip(outputs, inputs, strict=True)
-        return self._each(opts, [partial(self._reduce_scatter, output, input, opts) for output, input in pairs])
+        return self._each([partial(self._reduce_scatter, output, input, opts) for output, input in pairs])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -165,7 +161,7 @@ class Group(dist.ProcessGroup):
     ) -> dist.Work:
         opts = opts or c10d.ReduceScatterOptions()
         pairs = zip(outputs, input_lists, strict=True)
-        return self._each(opts, [partial(self._reduce_scatter_list, output, inputs, opts) for output, inputs in pairs])
+        return self._each([partial(self._reduce_scatter_list, output, inputs, opts) for output, inputs in pairs])
 
     def gather(self, output_lists: list[Tensors], inputs: Tensors, opts: c10d.GatherOptions) -> dist.Work:
         [mine] = inputs
@@ -187,13 +183,9 @@ class Group(dist.ProcessGroup):
         return self._begin(opts, [start], outputs)
 
     def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_sizes: Sequence[int] = (),
-        input_sizes: Sequence[int] = (),
-        opts: c10d.AllToAllOptions | None = None,
-    ) -> dist.Work:
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] = (),
+        input_sizes: Sequence[int] = (), opts: c10d.AllToAllOptions | None = None,
+    ) -> dist.Work:  # fmt: skip
         # Numbers even where all are alike: another rank may give them, and all have to give them or none.
         equal = [[len(tensor) // self.size()] * self.size() for tensor in (output, input)]
         sizes = output_sizes or equal[0], input_sizes or equal[1]
@@ -293,7 +285,7 @@ class Group(dist.ProcessGroup):
                 finish()
         return GroupWork((), result)
 
-    def _each(self, opts, starts) -> GroupWork:
+    def _each(self, starts) -> GroupWork:
         """One work of several, each of which ``starts`` begins."""
         works = [start() for start in starts]
         return works[0] if len(works) == 1 else joined(works)
@@ -312,9 +304,7 @@ class Group(dist.ProcessGroup):
             warn_of_activations(tensor)
         if tensor.dtype in WHOLE_NUMBERS and opts.reduceOp == dist.ReduceOp.AVG:
             return self._exact_mean(tensor, opts)
-        mine, by, name = self._to_reduce(tensor, opts)
-        if by is not None:
-            mine.mul_(by)
+        mine, name = self._to_reduce(tensor, opts)
         return self._begin(opts, [partial(self._alive().all_reduce, mine, name)], [tensor])
 
     def _exact_mean(self, tensor, opts):
@@ -337,11 +327,12 @@ class Group(dist.ProcessGroup):
 
         return self._begin(opts, [partial(self._alive().all_gather, whole, tensor.detach())], [tensor], finish)
 
-    def _to_reduce(self, tensor, opts):
-        """What travels, what it is multiplied by before, or None, and the communicator's name of the reduction."""
+    def _to_reduce(self, tensor, opts, in_place=True):
+        """What travels, multiplied by what the reduction asks for, and the communicator's name of the reduction."""
         with torchs_errors():
             name = named(opts.reduceOp, tensor)
-        return dense(tensor), factor(opts.reduceOp), name
+        mine, by = dense(tensor), factor(opts.reduceOp)
+        return (mine if by is None else mine.mul_(by) if in_place else mine * by), name
 
     def _all_reduce_sparse(self, tensor, opts):
         """Only a sum, of what each rank has, entry by entry; it waits for the others."""
@@ -374,17 +365,13 @@ class Group(dist.ProcessGroup):
         if function := bitwise(opts.reduceOp):
             out = tensor if self.rank() == root else tensor.detach().clone()
             return self._fold(function, out, tensor, opts)
-        mine, by, name = self._to_reduce(tensor, opts)
-        if by is not None:
-            mine.mul_(by)
+        mine, name = self._to_reduce(tensor, opts)
         return self._begin(opts, [partial(self._alive().reduce, mine, root, name)], [tensor])
 
     def _reduce_scatter(self, output, input, opts):
         if function := bitwise(opts.reduceOp):
             return self._fold_and_cut(function, output, input, opts)
-        mine, by, name = self._to_reduce(input, opts)
-        if by is not None:
-            mine = mine * by
+        mine, name = self._to_reduce(input, opts, in_place=False)
         return self._begin(opts, [partial(self._alive().reduce_scatter, dense(output), mine, name)], [output])
 
     def _fold_and_cut(self, function, output, input, opts):

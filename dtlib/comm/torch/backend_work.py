@@ -51,12 +51,9 @@ class GroupWork(dist._Work):
     """
 
     def __init__(
-        self,
-        handles: Sequence[waiting.Handle | _Inside],
-        result: list,
-        finish: Finish = None,
+        self, handles: Sequence[waiting.Operation | _Inside], result: list, finish: Finish = None,
         limit: float | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__()
         self._handles = handles
         self._result = result
@@ -183,12 +180,9 @@ class ReceivedFromAny(GroupWork):
     """
 
     def __init__(
-        self,
-        find: Callable[[], int | None],
-        wait_until_found: Callable[[timedelta | None], int],
-        receive: Callable[[int], waiting.Handle],
-        result: list,
-    ):
+        self, find: Callable[[], int | None], wait_until_found: Callable[[timedelta | None], int],
+        receive: Callable[[int], waiting.Operation], result: list,
+    ):  # fmt: skip
         super().__init__((), result)
         self._find, self._wait_until_found, self._receive = find, wait_until_found, receive
         self._source: int | None = None

@@ -38,7 +38,7 @@ PROGRAM = "program"
 current: Board | None = None  # the board of this process, once the world has put one up
 cell = ""  # which of the notebook's cells this rank runs, if a notebook has said so; PROGRAM in a script
 # Of this rank's last operation: operation, op, peer, algorithm, group, number, and if others saw it from its start.
-last = ("", "", None, "", "", 0, False)
+last: tuple = ("", "", None, "", "", 0, False)
 waits: Call | None = None  # the operation in which this rank waits, once it has waited longer than most take
 
 

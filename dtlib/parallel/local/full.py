@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtlib.comm import AnyCommunicator, as_communicator, progress_thread
-from dtlib.comm.waiting import Handle, advance_all
+from dtlib.comm.waiting import Operation, advance_all
 from dtlib.errors import DtlibError
 from dtlib.gradients.reducer import progress_for
 from dtlib.gradients.same_model import check_same_model, digest_of
@@ -74,7 +74,7 @@ class DiLoCo:
         self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         self.starts = {parameter: parameter.detach().clone() for parameter in self.trained}
         self.steps = self.rounds = 0
-        self._handle: Handle | None = None
+        self._handle: Operation | None = None
         self._sent: torch.Tensor | None = None  # of the fragment that is under way: what this rank has sent
         self._background = ExitStack()
         self._stepping = False

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dtlib.comm import Communicator
-from dtlib.comm.waiting import Handle
+from dtlib.comm.waiting import Operation
 from dtlib.errors import DtlibError
 
 HEADER = 64  # numbers; enough for six tensors of six dimensions
@@ -122,7 +122,7 @@ class NextStage:
         self._kinds: tuple | None = None
         self._alike = 0
 
-    def send(self, tensors: Sequence[Tensor], alike: int) -> list[Handle]:
+    def send(self, tensors: Sequence[Tensor], alike: int) -> list[Operation]:
         """Send a micro-batch on, of which the inputs were like those of the next ``alike``; returns handles.
 
         Raises:
@@ -189,7 +189,7 @@ class Gradients:
         return room
 
 
-def send_gradients(comm: Communicator, dest: int, edge: int, received: Sequence[Tensor]) -> list[Handle]:
+def send_gradients(comm: Communicator, dest: int, edge: int, received: Sequence[Tensor]) -> list[Operation]:
     """Send back the gradients of what was received; what was not used has gradients of zero."""
     gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in received if t.requires_grad]
     return [comm.send(gradient.contiguous(), dest, TAGS * edge + 2, async_op=True) for gradient in gradients]

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from dtlib.comm import AnyCommunicator, Communicator, as_communicator
-from dtlib.comm.waiting import Handle
+from dtlib.comm.waiting import Operation
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline.edges import Activations, Gradients, NextStage, Place, runs_of, send_gradients
 from dtlib.parallel.pipeline.linear import weights_at_once, weights_by_autograd, weights_later
@@ -94,7 +94,7 @@ class RunningStage:
         self.stage, self.comm, self.microbatches = stage, comm, microbatches
         self.inputs, self.targets, self.loss_fn, self.weights = inputs, targets, loss_fn, weights
         self.recompute, self.keep_outputs, self.handed = recompute, keep_outputs, handed
-        self.sending: list[Handle] = []
+        self.sending: list[Operation] = []
         self.losses: dict[int, torch.Tensor] = {}  # by micro-batch, as all that follows
         self.outputs: dict[int, object] = {}
         self._received: dict[int, list] = {}  # until its backward pass

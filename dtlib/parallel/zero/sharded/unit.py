@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dtlib.comm import Communicator
-from dtlib.comm.waiting import Handle, progress_thread
+from dtlib.comm.waiting import Operation, progress_thread
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.local_gradient import ShardedGradient
@@ -45,7 +45,7 @@ class Unit:
         for leaf in (leaf for flat in self.flats if flat.trained for leaf in flat.leaves):
             leaf.register_post_accumulate_grad_hook(self._gradient_is_ready)
         self.plan: Plan | None = None
-        self._gathering: list[Handle] = []  # under way
+        self._gathering: list[Operation] = []  # under way
         self._uses = 0  # forward passes through this module that have not ended
         if policy:
             policy.cast_around(module)
