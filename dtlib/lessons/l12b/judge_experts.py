@@ -1,4 +1,4 @@
-"""Lesson 12, experts: a loss for their balance, and tokens there and back."""
+"""Lesson 12b: a loss for their balance, and tokens there and back."""
 
 from dtlib.lab.checks.equality import SPARE
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
