@@ -30,11 +30,12 @@ PREDICTIONS = {
         hint="Of which of them do the other ranks have a copy?",
     ),
     # The exercises
-    "lost-after-the-update": Prediction(
+    "done-once-more": Prediction(
         got=lambda: {"shrink": 0, "a commit every 5 steps": 2, "a checkpoint every 10 steps": 7},
         hint="What each of them goes on with is a state after some step: which one, when 17 are done?",
     ),
     "slices-of-three": Prediction(
-        got=lambda: {0: 16, 1: 16, 2: 16}, hint="48 samples a step, whatever the number of ranks."
+        got=lambda: {rank: 50 * (rank + 1) // 3 - 50 * rank // 3 for rank in range(3)},
+        hint="50 samples in a step, whatever the number of ranks: where does each part end?",
     ),
 }

@@ -65,7 +65,7 @@ apart = (merged - scores.softmax(-1) @ values).abs().max()
 print("merged, and all at once: " + ("equal to 1e-12" if apart < 1e-12 else "not equal"))
 
 # %% tags=["statement"]
-# "Merged, each block counts in proportion to its denominator."
+# "Merged, each block counts in proportion to its denominator"
 assert count("all at once: equal to 1e-12") == 1
 
 # %% [markdown]
@@ -227,11 +227,16 @@ rows = torch.arange(32).chunk(comm.size)[comm.rank]  # of this rank
 earlier = torch.arange(32) <= rows[:, None]
 out = scaled_dot_product_attention(q, keys, values, attn_mask=earlier)
 out.backward(cotangent)
-home = {}
+dk, dv = torch.empty_like(k), torch.empty_like(v)
 with dtlib.trace() as backward_gather:
-    for name, whole_one in (("dk", keys), ("dv", values)):
+    for own, whole_one in ((dk, keys), (dv, values)):
         pieces = torch.stack(whole_one.grad.chunk(comm.size, 2))
-        home[name] = dist.reduce_scatter_single(torch.empty_like(k), pieces, group=comm.group)
+        dist.reduce_scatter_single(own, pieces, group=comm.group)
+same = {}
+for name, got in (("out", out), ("dk", dk), ("dv", dv)):
+    expected = plain.my_tokens(in_one_process[name], comm, "contiguous", dim=2)
+    same[name] = equal(got, expected)
+print("as in one process:", same)
 
 # %% [markdown]
 # **Predict.** Which of the three sends the fewest bytes on these four ranks, forward and backward together: "ring",
@@ -259,7 +264,7 @@ ways = {
     "Ulysses": (forward_ulysses, backward_ulysses),
     "gather": (forward_gather, backward_gather),
 }
-sent = {way: [number for trace in both for number in of_tensors(trace)] for way, both in ways.items()}
+sent = {way: [*of_tensors(there), *of_tensors(back)] for way, (there, back) in ways.items()}
 
 # %%
 headers = ("", "messages forward", "bytes / n", "messages backward", "bytes / n")

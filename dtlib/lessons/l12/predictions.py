@@ -35,7 +35,7 @@ PREDICTIONS = {
     "fewest-bytes": Prediction(
         got=lambda sent: min(sent[0], key=lambda way: sent[0][way][1] + sent[0][way][3]),
         choices=("ring", "Ulysses", "gather"),
-        hint="The ring sends keys, values and their gradients N - 1 times or more. What does an exchange send of a tensor?",
+        hint="The ring sends keys and values N - 1 times, and again. What does an exchange send of a tensor?",
     ),
     # The exercises
     "steps-with-work": Prediction(

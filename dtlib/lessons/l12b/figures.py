@@ -20,7 +20,9 @@ def shares(**runs):
             panel.plot([_mean(part[max(0, at - 4) : at + 1]) for at in range(len(part))], color=RANK_COLOURS[expert],
                        linestyle=LINES[expert], label=f"expert {expert}")  # fmt: skip
         panel.set(title=name.replace("_", " "), xlabel="step", xlim=(0, len(choices) - 1), ylim=(0, 100))
-        rows = [(expert, f"{_mean(part[:20]):.0f} %", f"{_mean(part[-20:]):.0f} %") for expert, part in enumerate(parts)]
+        rows = [
+            (expert, f"{_mean(part[:20]):.0f} %", f"{_mean(part[-20:]):.0f} %") for expert, part in enumerate(parts)
+        ]
         tables.append(Table(rows, ("expert", "first 20 steps", "last 20 steps"), name.replace("_", " "), align="rrr"))
     panels[0][0].set(ylabel="% of the tokens, mean of 5 steps")
     panels[0][-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)

@@ -104,7 +104,8 @@ def layer(comm, ranks):
     torch.manual_seed(0)
     return expert_plain.MixtureOfExperts(8, experts, comm, top=2).double()
 
-
+# %%
+# %%px
 shared, whole_layer = layer(comm, [comm.rank]), layer(alone, range(4))
 with dtlib.trace() as trace:
     mine = tokens[comm.rank].clone().requires_grad_()
@@ -269,10 +270,10 @@ assert all(row(axis, "What the busiest of 4 ranks has")[0] < 40 for axis in ("te
 figures.sent(lab.values("table")[0])
 
 # %% tags=["statement"]
-# "gradients travel during the backward pass"
+# "Gradients travel during the backward pass."
 # "Its 24 all_reduces are for norms and biases"
 # "which sends a third more"
-# "the four all_reduces in the forward pass are for the balance, one a layer."
+# "the four all_reduces in the forward pass are for the balance, one per layer."
 assert count(r"(?m)^data +- +1 all_reduce +- ") == 1 and count("24 all_reduce") == 1
 assert count(r"(?m)^expert +4 all_reduce, 8 all_to_all +8 all_to_all") == 1
 for more, less in (("tensor", "sequence"), ("data", "ZeRO 2")):
