@@ -37,7 +37,7 @@ def judge_split(observations) -> None:
         case, of_ranks = f"{count} samples on {ranks} ranks", [seen[which] for seen, _ in observations]
         for rank, mine in enumerate(of_ranks):
             if isinstance(mine, str):
-                raise Wrong("type", rank, "a list of this rank's sample numbers", mine, "Return a part of the order.", DEAL)
+                raise Wrong("type", rank, "a list of sample numbers", mine, "Return a part of the order.", DEAL)
         _judge_orders(of_ranks, count, case, ranks)
         _once(of_ranks, list(range(count)), case, ranks)
         sizes = [len(mine) for mine in of_ranks]
@@ -60,6 +60,9 @@ def _judge_orders(of_ranks, count, case, ranks) -> None:
     if ranks > 1 and twice and lost and len(seen) <= count and not set(seen) - set(range(count)):
         raise Wrong("own-order", None, f"{case}: each once", f"{twice} are there twice, {lost} on no rank",
                     "Each rank takes its part of an order. Is it the same order on all ranks?", _SAME)
+    if not twice and count % ranks and [len(mine) for mine in of_ranks] == [count // ranks] * ranks:
+        raise Wrong("lost", None, f"{case}: all of them", f"{lost} are on no rank",
+                    "What is left where samples cannot be divided by ranks? // cuts it off.", DEAL)
 
 
 def _once(of_ranks, order, case, ranks, cure=DEAL) -> None:

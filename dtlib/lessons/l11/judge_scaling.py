@@ -65,8 +65,8 @@ def _judge_seconds(rank: int, ranks: int, kind: str, seconds: dict, got: dict, w
     """Whose seconds they are: of all ranks the slowest counts. The formula may have the mistake that was planted."""
     everyones = [own_seconds(seconds, each, ranks) for each in range(ranks)]
     of = {
-        "own-seconds": (everyones[rank], "this rank's", "A run takes as long as its slowest rank. Whose seconds are these?"),
-        "fastest-rank": (_combined(min, everyones), "the fastest rank's", "Does a run end when its first rank is done?"),
+        "own-seconds": (everyones[rank], "this rank's", "A run takes as long as its slowest rank. Whose are these?"),
+        "fastest-rank": (_combined(min, everyones), "the fastest rank's", "Does a run end with its first rank?"),
         "sum-of-ranks": (_combined(sum, everyones), "the sum or the mean of all ranks'",
                          "all_reduce adds, unless `op` says something else. Ranks run at the same time."),
     }

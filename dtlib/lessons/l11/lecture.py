@@ -4,8 +4,8 @@
 # Sixty minutes. You take the same cells from a laptop to a cluster, measure how far a machine scales, model what
 # lies beyond, and read about hundreds of GPUs.
 #
-# **Questions.** What changes in a program that leaves the laptop? Does it get faster with every rank? Up to how many, and
-# what stops it? What does "90 % on 512 GPUs" say?
+# **Questions.** What changes in a program that leaves the laptop? Up to how many ranks does it get faster? What does "90 % on
+# 512 GPUs" say?
 #
 # **Afterwards you can** start a script with mpiexec, and read each line of a GPU job; tell strong from weak scaling; use
 # Amdahl's law, and say what it leaves out; choose an all-reduce for a thousand ranks; prepare a first job.
@@ -46,8 +46,7 @@ place = f"node {world.node} of {world.nodes}, number {world.local_rank} there"
 print(f"rank {world.rank} of {world.size} on {place}")
 
 # %% [markdown]
-# In a job of two nodes under Slurm, a cluster's scheduler, the same notebook says `node 1 of 2` on half of the
-# ranks: `lab.engines()` looks for a job around it and takes all of its nodes.
+# In a job of two nodes under Slurm, a cluster's scheduler, the same notebook says `node 1 of 2` on half of the ranks.
 
 # %%
 figures.machine()
@@ -61,7 +60,7 @@ figures.machine()
 #
 # ## One script, started in many ways
 #
-# Twelve lines in plain mpi4py:
+# In plain mpi4py:
 
 # %%
 script = Path("..") / "pi_mpi4py.py"
@@ -192,9 +191,8 @@ assert 0.85 < 0.1 * models[64] < 0.9 and models[1024] < 10  # the serial tenth, 
 # Filled marks were measured. A mark may lie a little above the line: the time on one rank, by which we divide, has overhead,
 # too. On 64 ranks all others wait for rank 0 nearly nine tenths of the time.
 #
-# Clusters are worth it because people run larger jobs on them (J. L. Gustafson, 1988): the
-# serial tenth takes as long as before, while the rest grows. That is weak scaling, and training does it: more GPUs,
-# larger batches.
+# Clusters are worth it because people run larger jobs on them (J. L. Gustafson, 1988): the rest grows, the serial tenth does
+# not. That is weak scaling, and training does it: more GPUs, larger batches.
 #
 # ## A training step, modelled
 #
@@ -368,8 +366,8 @@ assert found(r"'ring': '(\d+) ms', 'recursive_doubling': '(\d+) ms'") == [330, 4
 # %% [markdown]
 # The ring sends the fewest bytes, but is not the fastest here: it crosses between the hosts six times in a row. Doubling
 # crosses once. A round of the ring took 107 ms, not 55: over TCP a message costs more than α + n β. So measure before you
-# choose (`python -m benchmarks slow-network`, as root). Brackets are intervals of the ratio to the ring; ways whose intervals overlap cannot be
-# told apart.
+# choose (`python -m benchmarks slow-network`, as root). Brackets are intervals of the ratio to the ring: where two overlap,
+# neither way has won.
 #
 # ## Your first job: a checklist
 #
@@ -378,7 +376,7 @@ assert found(r"'ring': '(\d+) ms', 'recursive_doubling': '(\d+) ms'") == [330, 4
 # 3. It saves a checkpoint, and you have resumed from one. Jobs end at their time limit.
 # 4. Ask for one node and five minutes first, then two nodes.
 # 5. Let it print the number of ranks and nodes. A wrong launcher gives N worlds of one rank each: `dtlib.init()` refuses
-#    that, most programs do not.
+#    that.
 # 6. Name the network (`interface` in site.toml). The wrong one works, at a tenth of the speed.
 # 7. Compare one step on 1 node and on 2. Below 80 % efficiency? More nodes will not fix it.
 # 8. Ask for as many cores as ranks and their data loaders need; ranks' threads must not compete (`OMP_NUM_THREADS`).

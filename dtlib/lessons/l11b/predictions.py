@@ -18,6 +18,9 @@ PREDICTIONS = {
     "steps-done-twice": Prediction(
         got=_done_twice, hint="It was at step 25, and the last checkpoint was at a multiple of 10."
     ),
+    "twice-after-a-commit": Prediction(
+        got=lambda of_memory: _done_twice(of_memory), hint="The last commit was after a multiple of 5 steps."
+    ),
     "ranks-left": Prediction(got=_ranks_left, hint="Nobody takes the place of the one that died."),
     "lost-with-a-rank": Prediction(
         got=lambda: {
