@@ -23,7 +23,7 @@ def request(job: str) -> dict[str, str]:
 def command(job: str) -> tuple[list[str], list[str], dict[str, str]]:
     """Words before ``torchrun``, words from there on, and its options."""
     for line in job.replace("\\\n", " ").splitlines():
-        words = [] if line.startswith("#") else line.split()
+        words = re.sub(r"(^|\s)#.*", "", line).split()
         if "torchrun" in words:
             at = words.index("torchrun")
             return words[:at], words[at:], _options(words[at + 1 :])

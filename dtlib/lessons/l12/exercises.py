@@ -14,7 +14,7 @@ from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 # %%px
 import dtlib
 import torch
-from dtlib.parallel.context.plain import pass_on
+from torch import distributed as dist
 
 world = dtlib.init()
 
@@ -90,12 +90,21 @@ lab.check("merge-build")
 # ## Fix: the last hop
 #
 # The backward ring. In step s a rank has the keys of rank - s and no others, and `summand(owner)` is what its queries add
-# to their gradients. These travel behind the keys, and each rank adds its own. `pass_on(comm, tensor)` starts to send a
-# tensor to the next rank, and returns a function. This function waits for the tensor of the previous rank. Outputs and
+# to their gradients. These travel behind the keys, and each rank adds its own. `pass_on` starts to send a tensor to the next rank and to
+# receive one from the previous rank, and returns a function that waits for it. Outputs and
 # gradients of queries are right. Each gradient of keys is complete, but it ends on the wrong rank. Fix it.
 
 # %% tags=["stub"]
 # %%px
+def pass_on(comm, tensor):
+    arriving, there, here = torch.empty_like(tensor), comm.rank + 1, comm.rank - 1
+    works = dist.batch_isend_irecv([
+        dist.P2POp(dist.irecv, arriving, group=comm.group, group_peer=here % comm.size),
+        dist.P2POp(dist.isend, tensor, group=comm.group, group_peer=there % comm.size),
+    ])
+    return lambda: ([work.wait() for work in works], arriving)[1]
+
+
 def send_home(comm, summand):
     travelling = None
     for step in range(comm.size):
@@ -108,6 +117,15 @@ def send_home(comm, summand):
 
 # %% tags=["solution"]
 # %%px
+def pass_on(comm, tensor):
+    arriving, there, here = torch.empty_like(tensor), comm.rank + 1, comm.rank - 1
+    works = dist.batch_isend_irecv([
+        dist.P2POp(dist.irecv, arriving, group=comm.group, group_peer=here % comm.size),
+        dist.P2POp(dist.isend, tensor, group=comm.group, group_peer=there % comm.size),
+    ])
+    return lambda: ([work.wait() for work in works], arriving)[1]
+
+
 def send_home(comm, summand):
     travelling = None
     for step in range(comm.size):

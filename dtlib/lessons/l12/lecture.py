@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 12 Long sequences
 #
-# Fifty minutes. You cut the *sequence*: attention over tokens that other ranks have, in a ring, by an exchange of heads,
+# Forty-five minutes. You cut the *sequence*: attention over tokens that other ranks have, in a ring, by an exchange of heads,
 # and by gathering all keys.
 #
 # **Questions.** Which rank is the bottleneck of a ring, and what does another order change? Which way sends the fewest
@@ -189,7 +189,7 @@ assert found(r"forward \((\d+), (\d+)\) backward \((\d+), (\d+)\)")[::2] == [3, 
 # ### Heads in place of a ring: Ulysses
 #
 # Another way needs no ring. For a moment, each rank trades its tokens of most heads for all tokens of a few heads.
-# **Find** the two exchanges: what is cut in the first, and what in the second?
+# **Find** the two exchanges (*all-to-all*): what is cut in the first, and what in the second?
 
 # %%
 lab.read(plain_ulysses)

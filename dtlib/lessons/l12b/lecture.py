@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 12b Experts
 #
-# Fifty minutes. A layer has several *experts*, and ranks divide them: a token travels to the rank of its expert. At the end,
+# Forty-five minutes. A layer has several *experts*, and ranks divide them: a token travels to the rank of its expert. At the end,
 # two tables compare all axes of this course.
 #
 # **Questions.** What do experts send? What has to be divided by the number of ranks? What does each axis cut, and when does

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 14 Capstone: plan it, run it, explain it
 #
-# Seventy minutes, and thirty for the exercises. You get a model, four ranks, a limit on model states that is enforced, a slow
+# Sixty-five minutes, and thirty for the exercises. You get a model, four ranks, a limit on model states that is enforced, a slow
 # link, and a rank that will die. You plan; you predict how many bytes your plan holds and how long a step takes; you run it. Then
 # you compare, explain one surprise, and scale the plan to 1,024 GPUs.
 #
