@@ -22,8 +22,9 @@ MODELS = ("ring", "recursive_doubling", "rabenseifner")
 
 
 def own_seconds(seconds: dict[int, float], rank: int, ranks: int) -> dict[int, float]:
-    """Of one rank: on ``n`` ranks, rank n % ranks is the slowest."""
-    return {n: took * (1 - (rank - n) % ranks * (0.05 + 0.01 * (n % 7))) for n, took in seconds.items()}
+    """Of one rank: for each ``n`` another rank is the slowest."""
+    behind = {n: (rank - n.bit_length()) % ranks * (0.05 + 0.01 * (n % 7)) for n in seconds}
+    return {n: took * (1 - behind[n]) for n, took in seconds.items()}
 
 
 def observe_efficiency(efficiency, comm):
