@@ -12,7 +12,7 @@ cd "$SLURM_SUBMIT_DIR"             # a folder that all machines see
 source .venv/bin/activate          # the environment, in that folder
 export OMP_NUM_THREADS=8           # threads of a rank; torchrun sets 1 otherwise
 export NCCL_SOCKET_IFNAME=ib0      # the fast network, not the one for logins
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)  # rank 0 is there
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)  # the first machine
 srun torchrun --nnodes=2 --nproc-per-node=4 `# srun: on both machines` \
     --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d `# who belongs together` \
     --rdzv-endpoint="$first:29500" `# where all ranks meet` \
