@@ -334,7 +334,7 @@ def test_the_start_page_leads_to_every_lesson_and_counts_what_is_done(page, tmp_
         assert "exercises 1 of" not in map_of_lessons.inner_text()
         picture(page, "start")
 
-        # One click to the exercises of a lesson far down; they want no ranks.
+        # One click to the exercises of a lesson far down.
         map_of_lessons.locator("tr", has_text="09 Feeding").locator("a", has_text="predict").click()
         notebook = page.locator(".jp-Notebook")
         wait_for_kernel(page)
@@ -344,7 +344,7 @@ def test_the_start_page_leads_to_every_lesson_and_counts_what_is_done(page, tmp_
             cell.locator(".cm-content").click()
             if "def" in words:
                 page.keyboard.press("Control+A")
-                page.keyboard.insert_text("def my_samples(order, rank, ranks):\n    return order[rank::ranks]")
+                page.keyboard.insert_text(MY_SAMPLES)
             page.keyboard.press("Control+Enter")
             prompt = cell.locator(".jp-InputPrompt").element_handle()
             page.wait_for_function("p => /\\[\\d+\\]/.test(p.innerText)", arg=prompt)
@@ -429,6 +429,11 @@ def test_what_a_cell_showed_while_its_page_was_closed_is_shown_again(page, addre
     other.close()
 
 
+MY_SAMPLES = """%%px
+import torch
+def my_samples(comm, count):
+    order = comm.broadcast(torch.randperm(count))
+    return order[comm.rank :: comm.size].tolist()"""
 FAULTS = "from dtlib.lessons.l11b import fault_lab; fault_lab.fault_lab(3)"
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from dtlib.errors import DtlibError
+from dtlib.lessons.l10 import stage3
 from dtlib.training.run import train
 from dtlib.world.launch import mpiexec_command, rank_environment
 from tests.conftest import ROOT
@@ -123,3 +124,21 @@ def test_all_stages_and_the_pipeline_have_the_losses_of_ours(tmp_path):
     assert len([name for name in found if name.endswith(", deepspeed")]) == 10
     assert found["before"] + found["after"] == pytest.approx(found["unbroken"], rel=1e-5)
     assert "DeepSpeed does not average float64" in found["refused"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2 * COMPILES)
+def test_lesson_10_stores_what_deepspeed_sends_and_holds(tmp_path):
+    python = python_with_deepspeed()
+    environment = {**os.environ, **rank_environment(2), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    environment["PATH"] = f"{Path(python).parent}:{environment['PATH']}"
+    ran = subprocess.run(
+        [*mpiexec_command(2), python, "-m", "dtlib.lessons.l10.stage3", "dtlib", "deepspeed", "tuned"],
+        env=environment, capture_output=True, text=True, errors="replace", timeout=COMPILES,
+    )  # fmt: skip
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-3000:]
+    ours, *theirs = (json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{"))
+    assert ours["sent"] == pytest.approx(1.5 * 4 * stage3.PARAMETERS, rel=1e-4)
+    assert PIN.partition("==")[2] in stage3.WHEN
+    for found, stored in zip(theirs, stage3.STORED.values(), strict=True):
+        assert {name: found[name] for name in stored} == pytest.approx(stored, rel=0.01)

@@ -1,23 +1,32 @@
 """The exercises of lesson 09: unusual right answers pass."""
 
 import pytest
+import torch
 from torch.utils.data import get_worker_info
 
-from dtlib.lab.checks.checks import judge_here
+from dtlib.lab.checks.checks import judge_here, judge_on_this_rank
 from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lessons.l09.judge_formats import cost
 from tests.lessons.l09.wrong_input import _Stream
 from tests.lessons.l09.wrong_resuming import Right
+from tests.ranks import on_ranks
 
 
 def verdict_on(exercise, answer):
     return judge_here(exercise, {EXERCISES[exercise].name: answer})
 
 
-def contiguous(order, rank, ranks):
-    each, more = divmod(len(order), ranks)
-    first = rank * each + min(rank, more)
-    return tuple(order[first : first + each + (rank < more)])
+def by_seed(comm, count):
+    """A seed in place of the order; contiguous parts."""
+    [seed] = comm.broadcast(torch.randint(2**31, (1,))).tolist()
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return tuple(order.tensor_split(comm.size)[comm.rank].tolist())
+
+
+def dealt_by_rank_0(comm, count):
+    order = torch.randperm(count).tolist()
+    parts = [order[rank :: comm.size] for rank in range(comm.size)]
+    return comm.mpi.scatter(parts if comm.rank == 0 else None, root=0)
 
 
 class Dealt(_Stream):
@@ -64,8 +73,14 @@ class Contiguous(Right):
 
 @pytest.mark.parametrize("exercise,answer", [
     ("twice-fix", OneByOne), ("resume-build", Contiguous),
-    ("shard-fix", contiguous), ("shard-fix", lambda order, rank, ranks: order[rank::ranks]),
     ("twice-fix", Dealt), ("resume-build", Right), ("resume-build", KeepsWhatIsLeft), ("format-budget", cost),
 ])  # fmt: skip
 def test_right_answers_pass(exercise, answer):
     assert verdict_on(exercise, answer).passed, verdict_on(exercise, answer).text()
+
+
+@on_ranks(3)
+def test_right_parts_of_an_epoch_pass(world):
+    for answer in (by_seed, dealt_by_rank_0):
+        verdict = judge_on_this_rank("shard-fix", {"my_samples": answer})
+        assert verdict.passed, verdict.text()

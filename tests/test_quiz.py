@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 QUIZZES = questions.quizzes()
 QUESTIONS = [question for each in QUIZZES.values() for question in each.questions]
 LESSONS = ["00", "01", "02", "03", "04", "04b", "05", "06", "07", "07b", "08", "08b"]
-LESSONS += ["09", "10", "11", "11b", "12", "13", "14"]
+LESSONS += ["09", "10", "11", "11b", "12", "12b", "13", "14"]
 TRACKS = ["half-day", "two-hours"]
 
 

@@ -5,7 +5,8 @@ import torch
 
 from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.exercise import EXERCISES
-from dtlib.lessons.l12 import axes, judge_context, judge_experts, judge_home, work
+from dtlib.lessons.l12 import axes, judge_context, judge_home, work
+from dtlib.lessons.l12b import judge_experts
 from dtlib.parallel.context import plain
 from dtlib.parallel.expert import plain as expert_plain
 from tests.cases import all_cases

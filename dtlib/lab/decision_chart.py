@@ -26,7 +26,7 @@ BRANCHES = (
     ("Is one sample too long\nfor a GPU?", "s/c ≥ (k/h) F/B:\nthe ring is hidden",
      "context parallelism\nover c ranks", "lesson 12"),
     ("Are most parameters\nexperts?", "experts P > memory,\nranks divide experts",
-     "expert parallelism,\nwithin a node", "lesson 12"),
+     "expert parallelism,\nwithin a node", "lesson 12b"),
 )  # fmt: skip
 ELSE = "More GPUs, a smaller model, or fewer bytes per parameter"
 LETTERS = " ".join(__doc__.partition("\n\n")[2].split())

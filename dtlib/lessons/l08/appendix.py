@@ -2,9 +2,8 @@
 # # 08b TF-Replicator's model
 #
 # Thirty minutes, optional. So far each program knew its rank: who sends, who receives, who prints. Here you write the step of
-# *one* replica, without a rank in it, and a library runs it on many processes, or as one graph. TF-Replicator did so
-# in 2019, for TensorFlow 1. That version is gone, but its way to program has stayed: TensorFlow 2 and JAX have it,
-# with similar limits.
+# *one* replica, without a rank in it, and a library runs it on many processes, or as one graph. TF-Replicator did so in 2019.
+# The library is gone; the way to program has stayed, in TensorFlow 2 and JAX.
 #
 # **Questions.** Can code that knows nothing of ranks train on many of them? How do four replicas become one graph? What can
 # such a graph not hold?
@@ -33,51 +32,14 @@ from dtlib.parallel.replicator import Replicator
 # %% [markdown]
 # ## The step of one replica
 #
-# A *replica* trains the model on its own slice of the data. With TF-Replicator (P. Buchlovsky et al., 2019) you write two
-# functions: `input_fn`, what one replica reads, and `step_fn`, what it does with it. The library runs them on all replicas.
-# Here is a sketch in that style, for TensorFlow 1. It was written for this lesson and never run, so some names may have been
-# others in the library. Look for a rank, or for a message: there is none. Where do the gradients of the four replicas meet?
+# A *replica* trains the model on its own slice of the data. You write two functions: `input_fn`, what one replica reads, and
+# `step_fn`, what it does with it. `optimizer.minimize(loss)` computes gradients, averages them over replicas, and makes the
+# step.
 #
-# ```python
-#  1   replicator = MultiGpuReplicator(num_gpus=4)
-#  2
-#  3   with replicator.context():                               # variables: once for all replicas
-#  4       net = snt.Linear(10)
-#  5       optimizer = replicator.wrap_optimizer(tf.train.MomentumOptimizer(0.1, 0.9))
-#  6
-#  7   def input_fn(replica_id):
-#  8       return digits_dataset().shard(4, replica_id).batch(24)
-#  9
-# 10   def step_fn(inputs):
-# 11       images, labels = inputs
-# 12       scores = net(images)
-# 13       loss = tf.losses.sparse_softmax_cross_entropy(labels, scores)
-# 14       with tf.control_dependencies([optimizer.minimize(loss)]):
-# 15           return tf.identity(loss)
-# 16
-# 17   loss = tf.reduce_mean(replicator.run(step_fn, input_fn))  # builds the graph; nothing has run yet
-# 18   with tf.train.MonitoredSession() as session:
-# 19       for _ in range(10):
-# 20           session.run(loss)
-# ```
-#
-# In line 14: the wrapped optimizer averages before it steps. Line by line, beside ours:
-#
-# | line | here | |
-# |---|---|---|
-# | 1 | `Replicator(comm)` or `Replicator(replicas=4)` | a process per replica, or all in this process |
-# | 3, 4 | `model = nn.Linear(64, 10)` | one copy per process, which `wrap_optimizer` makes equal; or one copy for all |
-# | 5 | `replicator.wrap_optimizer(torch.optim.SGD(...))` | from now on gradients are averaged over replicas |
-# | 7, 8 | `def input_fn(replica_id)` | what this replica reads |
-# | 10 to 13 | `def step_fn(inputs)` | what it computes: the same code on all replicas |
-# | 14 | `optimizer.minimize(loss)` | gradients, their average, the step |
-# | 15 | `return loss` | the loss of this replica; `run` gives those of all |
-# | 17 to 20 | `replicator.run(step_fn, input_fn).mean(1)` | the sketch builds a graph, then runs it; ours runs at once |
-
-# %% [markdown]
 # Some steps need more than an average of gradients. `map_reduce` combines the tensors of all replicas: below, it counts what
 # all of them got right. `map_gather` puts the tensors one after the other. Gradients flow back through both, to every
-# replica. As with collectives on ranks, all replicas must call them in the same order.
+# replica. As with collectives on ranks, all replicas must call them in the same order. **Look** for a rank in `step_fn`:
+# there is none.
 
 # %%
 # %%px --local
@@ -122,8 +84,8 @@ if comm.rank == 0:
 # The second is **in-graph replication**: one process, this notebook's own, holds all four replicas. The engines do
 # nothing. Why would one want that? A library that has the whole step as one graph can plan it: order operations, fuse
 # them, place each replica on a device. Each replica's step is *captured* as a graph, gradients included (by torch's
-# `make_fx`). In this graph an exchange is only a mark. Then the four graphs are *rewired* into one, in which each mark
-# has become a real exchange between the replicas.
+# `make_fx`). In a captured graph an exchange is only marked. *Rewiring* joins the four graphs: each mark becomes one exchange
+# between them.
 #
 # **Predict.** How many `all_reduce`s does the rewired graph of the four replicas have, for one step?
 
@@ -150,7 +112,7 @@ lab.table(rows, headers)
 assert all(len(set(row(f"{step}", "right of 96")[:2])) == 1 for step in (0, 1, 4, 9))
 
 # %% [markdown]
-# Each replica has the same losses both ways, to 1e-12. Here is the rewired graph, from top to bottom. Look at the
+# Each replica has the same losses both ways, to 1e-12. (Right answers rise and fall: ten steps are few.) Here is the rewired graph, from top to bottom. Look at the
 # grey bars across all four columns: an `all_reduce` is an exchange, `apply_gradients` the step of the optimizer.
 # (Operations that only give a tensor another shape or name are left out; `print(replicator.graph())` counts all of them.)
 
@@ -159,7 +121,7 @@ figures.rewired(replicator.graph())
 exchanges = [node.meta["exchange"] for node in replicator.graph().exchanges]
 
 # %% tags=["statement"]
-# "each mark has become a real exchange between the replicas"
+# "each mark becomes one exchange between them"
 assert count(r"==== all_reduce") == 2
 
 # %% [markdown]
@@ -171,35 +133,35 @@ first = exchanged[: len(exchanged) // 10]
 print(f"{len(exchanged)} in 10 steps; in the first:", *first, sep="\n    ")
 
 # %% tags=["statement"]
-# "The gradients of a step travel as one message, with a flag for each of the two parameters (was it used?). The hits follow."
+# "The gradients of a step travel as one message: 650 gradients and two flags, one for each parameter (was it used?). The hits follow."
 assert found(r"(\d+) in 10 steps")[0] == 20
 assert found(r"all_reduce\(mean\) of \((\d+),\) float64 all_reduce\(sum\)") == [64 * 10 + 10 + 2]
 
 # %% [markdown]
-# The same two. The gradients of a step travel as one message, with a flag for each of the two parameters (was it used?).
-# The hits follow.
+# The same two. The gradients of a step travel as one message: 650 gradients and two flags, one for each parameter (was it
+# used?). The hits follow.
 #
-# Replicas go from exchange to exchange together. When `apply_gradients` changes the shared variables, every replica
-# has read the old ones, and none has read the new ones. The hits are counted from scores of *before* this change.
-#
-# **Predict.** Replica r of four adds up every fourth of the numbers 0 to 11, from r on. What does `map_reduce` give?
+# **Predict.** The hits are reduced after `apply_gradients`. Do they belong to the parameters "before" or "after" the step?
 
 # %% tags=["stub"]
-lab.predict("sum-over-replicas", None)
+lab.predict("hits-belong-to", None)
 
 # %% tags=["solution"]
-lab.predict("sum-over-replicas", 66)
+lab.predict("hits-belong-to", "before")
 
 # %%
-items = torch.arange(12.0)
+torch.manual_seed(0)
+untrained = nn.Linear(64, 10).double()  # as `program` makes it
+hits_before = int((untrained(images[:96]).argmax(1) == labels[:96]).sum())
+print(f"right of 96 in step 0: {hits[0]}; by the parameters before any step: {hits_before}")
 
+# %% tags=["statement"]
+# "The scores were computed before the step"
+assert len(set(found(r"right of 96 in step 0: (\d+); by the parameters before any step: (\d+)"))) == 1
 
-def total(_):
-    return replicator.map_reduce(lambda replica_id: items[replica_id :: replicator.replicas].sum())
-
-
-sums = replicator.run(total, lambda replica_id: [torch.zeros(1)])
-print(f"of replicas 0 to 3: {sums[0].tolist()}")
+# %% [markdown]
+# The scores were computed before the step. Replicas go from exchange to exchange together: when `apply_gradients` changes the
+# shared parameters, every replica has read the old ones, and none has read the new ones.
 
 # %% [markdown]
 # ## What a graph cannot hold
@@ -230,11 +192,44 @@ for step_fn in (step_with_a_branch, step_with_a_coin):
 assert count(r"cannot capture") == 2 and found(r"in 'line (\d): if x.mean") == [2]
 
 # %% [markdown]
-# Both work with one process per replica, because there Python runs on real numbers. Our graph differs from the original in
-# two things. TF-Replicator's in-graph replicas have a device each, and ours take turns on one. And ours is captured again in
-# each step. TF-Replicator's graph was built once: a counter, or a rate that Python computes, stayed as it was at capture,
-# in every later step, without a word. A library that captures once must guard the values that it has read, as
-# `torch.compile` does. So ours shows what happens, but is no faster.
+# Both work with one process per replica, because there Python runs on real numbers. Our graph shows what happens, but is no
+# faster: its replicas take turns on one device, and it is captured again in each step. TF-Replicator's graph was built once. A
+# counter, or a rate that Python computes, then stays as it was at capture, without a word. A library that captures once must
+# guard the values that it has read, as `torch.compile` does.
+#
+# ## Where it comes from
+#
+# TF-Replicator (P. Buchlovsky et al., 2019) had these two functions, for TensorFlow 1. We wrote this sketch from the paper; it
+# has not been run. The wrapped optimizer in line 14 averages before it steps:
+#
+# ```python
+#  1   replicator = MultiGpuReplicator(num_gpus=4)
+#  2
+#  3   with replicator.context():                               # variables: once for all replicas
+#  4       net = snt.Linear(10)
+#  5       optimizer = replicator.wrap_optimizer(tf.train.MomentumOptimizer(0.1, 0.9))
+#  6
+#  7   def input_fn(replica_id):
+#  8       return digits_dataset().shard(4, replica_id).batch(24)
+#  9
+# 10   def step_fn(inputs):
+# 11       images, labels = inputs
+# 12       scores = net(images)
+# 13       loss = tf.losses.sparse_softmax_cross_entropy(labels, scores)
+# 14       with tf.control_dependencies([optimizer.minimize(loss)]):
+# 15           return tf.identity(loss)
+# 16
+# 17   loss = tf.reduce_mean(replicator.run(step_fn, input_fn))  # builds the graph; nothing has run yet
+# 18   with tf.train.MonitoredSession() as session:
+# 19       for _ in range(10):
+# 20           session.run(loss)
+# ```
+#
+# | line | here | |
+# |---|---|---|
+# | 1 | `Replicator(comm)` or `Replicator(replicas=4)` | a process per replica, or all in this process |
+# | 5 | `replicator.wrap_optimizer(torch.optim.SGD(...))` | from now on gradients are averaged over replicas |
+# | 17 to 20 | `replicator.run(step_fn, input_fn).mean(1)` | the sketch builds a graph, then runs it; ours runs at once |
 #
 # ## Where you meet it today
 #
@@ -244,12 +239,13 @@ assert count(r"cannot capture") == 2 and found(r"in 'line (\d): if x.mean") == [
 # | `input_fn(replica_id)` | `strategy.distribute_datasets_from_function` | arrays cut along an axis of the mesh |
 # | `map_reduce(x)` | `ReplicaContext.all_reduce(op, x)` | `jax.lax.psum(x, axis)` |
 # | `map_gather(x)` | `ReplicaContext.all_gather(x, axis)` | `jax.lax.all_gather(x, axis)` |
-# | `wrap_optimizer` | `apply_gradients`, which adds up gradients | `jax.grad`, which adds up the gradients of what all share |
+# | `wrap_optimizer` | `apply_gradients`, which *adds* gradients: divide the loss by the batch of all replicas | `jax.grad`, which adds up the gradients of what all share |
 # | captured in each step | `tf.function`, once for each shape | `jax.jit`, once for each shape |
 # | an `if` on a value: refused | rewritten into the graph by AutoGraph | refused: use `jnp.where` or `lax.cond` |
 #
-# PyTorch takes a middle way: `torch.compile` captures what it can. At such an `if` it ends the graph, lets Python decide,
-# and begins another one.
+# PyTorch has no `step_fn`: `DistributedDataParallel` puts the average into `backward`, and
+# `torch.distributed.nn.functional.all_reduce` is a `map_reduce` with gradients. `torch.compile` captures what it can: at such
+# an `if` it ends the graph, lets Python decide, and begins another one.
 #
 # **Discuss.** Where else, outside of these libraries, is something captured once and then run again and again?
 
@@ -265,7 +261,7 @@ lab.quiz("08b")
 # - `input_fn`, `step_fn`, `wrap_optimizer`, `map_reduce`, `map_gather`: a step of one replica, and no rank in it.
 # - Between graphs: a process per replica, and each exchange is a collective. In one graph: captured, then rewired.
 # - The losses are equal, to 1e-12. A graph has no values, so a branch on a value is refused.
-# - TensorFlow 2 and JAX have the same model of programming: a step of one replica, and named exchanges.
+# - TensorFlow 2 and JAX have the same model of programming; torch hides the exchange in `backward`.
 #
 # Now the last of the [exercises](../exercises/08_tensor_and_hybrid_exercises.ipynb).
 #

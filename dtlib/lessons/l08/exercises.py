@@ -3,8 +3,8 @@
 #
 # Five exercises, an hour in all: *predict* what a pair of layers sends (five minutes), *predict* the groups of a mesh (five minutes),
 # *fix* a layer that is cut by rows (five minutes), *build* a perceptron in shards (twenty-five minutes), and *build* a step for the
-# Replicator (twenty minutes). A check looks at your answer on all ranks: at values, at all gradients, at bytes on the wire, and at
-# the memory that is held. Check again for the next hint.
+# Replicator (twenty minutes). A check looks at values, gradients, bytes sent and memory held, on all ranks. Check again for the
+# next hint.
 #
 # **You need** the lecture [08 Tensor and hybrid parallelism](../lectures/08_tensor_and_hybrid.ipynb), and for the last exercise [08b
 # TF-Replicator's model](../lectures/08b_replicator.ipynb). Answers:
@@ -17,6 +17,7 @@ from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 # %%px
 import dtlib
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, linear
 
@@ -30,7 +31,7 @@ world = dtlib.init()
 # Three ranks, and x of 1,536 tokens with 64 features in float64: B = 786,432 bytes. First comes a `ColumnParallelLinear(64,
 # 256)` whose output stays in slices, then a `RowParallelLinear(256, 64)` that takes slices. Which collective does each of them
 # call, forward and backward: `"all_reduce"`, `"all_gather"` or `"nothing"`? And how many bytes does a rank send for it, with
-# the ring?
+# the ring? Run the cell, then the next one: it marks all four.
 
 # %% tags=["stub"]
 lab.predict("column-forward", {"column, forward": None, "bytes": None})
@@ -92,11 +93,23 @@ figures.mesh(data=2, pipe=2, tensor=3)
 # rank's features of the input, and should give all ranks the output of the whole layer. It does not: find out what it gives
 # instead, and fix it.
 #
-# The check looks at the output, at the gradients of input, weight and bias, and at what is sent: one `all_reduce` forward, and
-# nothing backward.
+# `AddUp` is g, written with `torch.distributed`: autograd needs to know that the gradient goes back as it is. The check looks at
+# the output, at the gradients of input, weight and bias, and at what is sent: one `all_reduce` forward, and nothing backward.
 
 # %% tags=["stub"]
 # %%px
+class AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, summand, comm):
+        total = summand.clone()
+        dist.all_reduce(total, group=comm.group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
 class RowParallel(nn.Module):
     def __init__(self, whole, comm):
         super().__init__()
@@ -106,10 +119,22 @@ class RowParallel(nn.Module):
         self.bias = nn.Parameter(whole.bias.detach().clone())
 
     def forward(self, x_slice):
-        return reduce_from_ranks(linear(x_slice, self.weight, self.bias), self.comm)
+        return AddUp.apply(linear(x_slice, self.weight, self.bias), self.comm)
 
 # %% tags=["solution"]
 # %%px
+class AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, summand, comm):
+        total = summand.clone()
+        dist.all_reduce(total, group=comm.group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
 class RowParallel(nn.Module):
     def __init__(self, whole, comm):
         super().__init__()
@@ -119,15 +144,15 @@ class RowParallel(nn.Module):
         self.bias = nn.Parameter(whole.bias.detach().clone())
 
     def forward(self, x_slice):
-        return reduce_from_ranks(linear(x_slice, self.weight), self.comm) + self.bias
+        return AddUp.apply(linear(x_slice, self.weight), self.comm) + self.bias
 
 # %%
 lab.check("row-fix")
 
 # %% [markdown]
 # Two other ways give the right output and are still wrong. With `self.bias / comm.size` on every rank, the bias has a gradient
-# that is 1/N of the right one. And if rank 0 alone adds the bias, the others get no gradient for it, so their copies fall
-# behind.
+# that is 1/N of the right one. And if rank 0 alone adds the bias, the others get no gradient for it, so their copies
+# stay as they were.
 #
 # ## Build: a perceptron in shards
 #

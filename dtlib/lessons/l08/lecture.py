@@ -4,11 +4,10 @@
 # Ninety minutes. You cut single layers over ranks, count what travels, and combine data, pipeline and tensor
 # parallelism on one grid of ranks, the *mesh*.
 #
-# **Questions.** What if one layer is too large for a rank? Where do the ranks that share it have to talk? Which kind
-# of parallelism belongs inside a machine?
+# **Questions.** What if one layer is too large for a rank? Which kind of parallelism belongs inside a machine?
 #
-# **Afterwards you can** cut a layer by columns and by rows, with the right gradients; say how many bytes each cut
-# sends; place ranks on a mesh and name their groups.
+# **Afterwards you can** cut a layer by columns and by rows, with the right gradients; say how many bytes each cut sends; place
+# ranks on a mesh.
 #
 # **You need** [03 Collectives](03_collectives.ipynb), [04 Data parallelism](04_data_parallel.ipynb), and for the second
 # half of the mesh [06 ZeRO](06_zero.ipynb) and [07 Pipelines](07_pipelines.ipynb).
@@ -20,6 +19,7 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 # %%px --local
 import dtlib
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu
 
@@ -35,9 +35,8 @@ from dtlib.theory.collectives import elements_sent
 # %% [markdown] tags=["half-day"]
 # ## A layer too large for one rank
 #
-# Data parallelism cuts the batch, ZeRO the model states, a pipeline the stack of layers. All need a whole layer on a
-# rank while it computes. If that is too much, cut the layer: *tensor parallelism*. **All ranks then work on the same
-# samples.**
+# Data parallelism, ZeRO and pipelines need a whole layer on a rank while it computes. If that is too much, cut the layer:
+# *tensor parallelism*. **All ranks then work on the same samples.**
 #
 # A linear layer is a product Y = X A, with X of shape (samples, inputs) and A of shape (inputs, outputs). There are two
 # ways to cut A among N ranks:
@@ -73,7 +72,8 @@ def equal(a, b):
 by_columns = X @ mine(A, 1)
 by_rows = mine(X, 1) @ mine(A, 0)
 complete = {"columns": equal(by_columns, mine(Y, 1)), "rows": equal(by_rows, Y)}
-assert equal(comm.all_reduce(by_rows.clone()), Y)
+dist.all_reduce(total := by_rows.clone(), group=comm.group)
+assert equal(total, Y)
 print("complete without an all_reduce:", complete)
 
 # %% tags=["statement"]
@@ -100,7 +100,8 @@ dX, dA = G @ A.T, X.T @ G
 of_columns = mine(G, 1) @ mine(A, 1).T  # this rank has its columns of G alone
 of_rows = G @ mine(A, 0).T  # here it has all of G
 complete_backward = {"columns": equal(of_columns, dX), "rows": equal(of_rows, mine(dX, 1))}
-assert equal(comm.all_reduce(of_columns.clone()), dX)
+dist.all_reduce(total := of_columns.clone(), group=comm.group)
+assert equal(total, dX)
 assert equal(X.T @ mine(G, 1), mine(dA, 1)) and equal(mine(X, 1).T @ G, mine(dA, 0))
 print("complete without an all_reduce:", complete_backward)
 
@@ -108,12 +109,11 @@ print("complete without an all_reduce:", complete_backward)
 tensor_figures.cuts(ranks=4)
 
 # %% tags=["statement"]
-# "The two cuts mirror each other."
+# "Nothing travels for the gradient of a cut weight"
 assert count(r"complete without an all_reduce: \{'columns': False, 'rows': True\}") == 1
 
 # %% [markdown]
-# The two cuts mirror each other. Nothing travels for the gradient of a cut *weight*: it is complete where the weight
-# is.
+# Nothing travels for the gradient of a cut *weight*: it is complete where the weight is.
 #
 # ## f and g
 #
@@ -124,22 +124,18 @@ assert count(r"complete without an all_reduce: \{'columns': False, 'rows': True\
 # | **f** | x as it is | `all_reduce` of the gradient | before a cut by columns |
 # | **g** | `all_reduce` | the gradient as it is | after a cut by rows |
 #
-# The plain core. f and g tell autograd, torch's backward pass, what to do with gradients:
+# f and g tell autograd, torch's backward pass, what to do with gradients. Then a layer cut by columns, and one cut by rows.
+# **Find** the place where the second adds its bias. Why there?
 
 # %%
-lab.read(plain)
 lab.read(plain.CopyToRanks, plain.ReduceFromRanks)
-
-# %% [markdown]
-# A layer cut by columns, and one cut by rows. Look where the second adds its bias:
-
-# %%
-lab.read(plain.slice_of, plain.ColumnParallelLinear, plain.RowParallelLinear)
+lab.read(plain.ColumnParallelLinear, plain.RowParallelLinear)
 
 # %% [markdown] tags=["half-day"]
-# Most transformer blocks have two layers with an activation between them (gated ones have three): gelu(X A) B. Cut the first **by columns, then
-# the second by rows**: a rank's columns of gelu(X A) are exactly those that its rows of B need, so nothing travels in
-# between. The other order does not work: the activation of a sum is not the sum of the activations.
+# Most transformer blocks have two layers with an activation between them: gelu(X A) B. (Gated ones have three: two by columns, one
+# by rows.) Cut the first **by columns, then the second by rows**: a rank's columns of gelu(X A) are exactly those that its
+# rows of B need, so nothing travels in between. The other order does not work: the activation of a sum is not the sum of
+# the activations.
 
 # %% [markdown]
 # **Predict.** How many `all_reduce`s does a rank call for such a pair, forward and backward together?
@@ -163,6 +159,11 @@ assert abs(one - two) > 0.1
 # %% [markdown]
 # Does it compute the same as one process, gradients included? X has 1,024 rows (tokens) of 128 numbers in float64, and
 # there are 512 hidden features.
+#
+# **Compute.** How many bytes does g send from each of four ranks, by the ring? And with twice as many hidden features?
+#
+# <details><summary>Answer</summary>B = 1,024 x 128 x 8 = 1,048,576 bytes, and 2 B (N-1)/N = 1,572,864. Hidden features never
+# travel.</details>
 
 # %%
 # %%px
@@ -213,8 +214,7 @@ sent = [row(what, "2 B (N-1)/N") for what in ("g, forward", "f, backward")]
 assert all(numbers[-1] == numbers[-2] == 2 * 1024 * 128 * 8 * 3 / 4 for numbers in sent)
 
 # %% [markdown]
-# Output and gradients equal those of one process, to 1e-12. In the table, B is the size of X in bytes: only
-# activations and their gradients travel, so *more hidden features cost no extra byte*.
+# Output and gradients equal those of one process, to 1e-12.
 #
 # **Change a line.** Below, the layer cut by columns has no f. **Predict:** which is wrong, the output `"Z"`, or the
 # gradient of `"A"`, of `"B"` or of `"X"`?
@@ -245,13 +245,8 @@ if comm.rank == 0:
 assert count("wrong: X$") == 1 or count("wrong: X\n") == 1
 
 # %% [markdown]
-# No error, and this layer learns. But the layers before it get one summand of their gradient. What the plain core
-# leaves out:
-
-# %%
-lab.read_end(plain)
-
-# %% [markdown]
+# No error, and this layer learns. But the layers before it get one summand of their gradient.
+#
 # ## A transformer in shards
 #
 # - **the two layers** (a *perceptron*) are cut by hidden features, as above;
@@ -304,7 +299,7 @@ if comm.rank == 0:
 lab.predict("percent-held", None)
 
 # %% tags=["solution"]
-lab.predict("percent-held", 26)
+lab.predict("percent-held", 25)
 
 # %%
 # %%px
@@ -362,8 +357,8 @@ assert row("norm", "rank 0 of 4")[-1] == 100 and 25 < row("together", "rank 0 of
 assert len(set(found(r"one process ([\d.]+), 4 ranks ([\d.]+)"))) == 1
 
 # %% [markdown]
-# The norm, and biases that are added after g, are whole on all ranks, and nothing is sent for them: each rank computes
-# the same gradient from the same activations, so they stay equal.
+# The norm, and biases that are added after g, are whole on all ranks. They stay equal without messages: each rank computes the
+# same gradient from the same activations.
 #
 # **Predict.** The loss needs the softmax over all 50 words, and a rank has 12 or 13 of them. How many numbers *per
 # token* does a rank give to `all_reduce`?
@@ -386,14 +381,22 @@ for event in trace.events:
         print(f"{event.what}: {event.bytes:,} bytes sent")
 
 # %% [markdown]
-# Three numbers for each of 192 tokens: the largest logit, the sum of exponentials, the target's logit. Whole logits would
-# be 50; real vocabularies have 100,000 words. 
+# Three numbers for each of 192 tokens: the largest logit, the sum of exponentials, the target's logit. (The first message has
+# four more: how many words each rank has.) All logits would be 50 numbers; real vocabularies have 100,000 words.
 #
 # ## Sequence parallelism
 #
 # Between the cut layers every rank has all of x: norms and dropout are computed, and kept, N times. They work token by
-# token, so cut them by tokens. f becomes an `all_gather`, g a `reduce_scatter`; by the ring an `all_reduce` is just
-# these two.
+# token, so cut them by tokens. f becomes an `all_gather`, g a `reduce_scatter`.
+#
+# **Predict.** Without it the pair of layers sends 1.57 MB forward. How many MB with it? (An `all_reduce` by the ring is a
+# `reduce_scatter`, then an `all_gather`.)
+
+# %% tags=["stub"]
+lab.predict("sent-with-sequence", None)
+
+# %% tags=["solution"]
+lab.predict("sent-with-sequence", 1.57)
 
 # %%
 # %%px
@@ -424,19 +427,17 @@ assert whole[1] == cut[1] == 1.57 and abs(cut[0] - whole[0] / 4) < 0.01
 # %% [markdown]
 # As many bytes are sent, and between the blocks a quarter is kept.
 #
-# All ranks must draw the *same* random numbers for what is whole (initial values), and *different* ones for what is cut
-# (dropout). That takes two generators.
+# What is whole on all ranks needs the *same* random numbers (initial values, dropout on a whole x). What is cut needs
+# *different* ones (dropout on a rank's own tokens). That takes two generators.
 
 # %% [markdown] tags=["half-day"]
 # ## A mesh of axes
 #
-# Tensor parallelism pays inside a machine, data parallelism up to the largest useful batch. So they are combined:
-# ranks stand on a grid, the *mesh*, whose axes have names. Along `tensor`, ranks share layers; along `data`, the
-# batch.
+# Tensor parallelism pays inside a machine, data parallelism up to the largest useful batch. So ranks stand on a grid, the
+# *mesh*, whose axes have names. Along `tensor`, ranks share layers; along `data`, the batch.
 
 # %% [markdown]
-# `world.mesh(data=2, tensor=2)` makes a communicator (a group of ranks that talk with each other) for every line of
-# that grid. The last axis varies fastest: neighbours along it have consecutive numbers.
+# `world.mesh(data=2, tensor=2)` makes a communicator for every line of that grid. The last axis varies fastest.
 
 # %% [markdown]
 # **Predict.** With whom does rank 3 average its gradients? Write a list that includes rank 3.
@@ -450,18 +451,16 @@ lab.predict("averages-with-3", [1, 3])
 # %%
 # %%px
 mesh = dtlib.init().mesh(data=2, tensor=2)
-groups = {axis: mesh[axis].all_gather_object(comm.rank) for axis in mesh.shape}
+groups = {}
+for axis in mesh.shape:
+    groups[axis] = [None] * mesh[axis].size
+    dist.all_gather_object(groups[axis], comm.rank, group=mesh[axis].group)
 
 # %%
 tensor_figures.mesh(data=2, tensor=2)
 
-# %%
-rows = [(rank, group["data"], group["tensor"]) for rank, group in enumerate(lab.values("groups"))]
-lab.table(rows, ("rank", "group along data", "group along tensor"))
-
 # %% [markdown]
-# A perceptron for the digits is cut along `tensor`; around it is the plain class of lesson 04 along `data`. Each
-# gets a communicator of its own.
+# A perceptron for the digits is cut along `tensor`; around it is the plain class of lesson 04 along `data`.
 
 # %%
 # %%px
@@ -509,18 +508,20 @@ lab.table(rows, ("axis", "bytes sent", "formula", "what travels"))
 assert all(row[1] == row[2] for row in rows)
 
 # %% tags=["statement"]
-# "In a net as small as ours `data` sends more."
+# "Here data sends more, because a step has only 48 samples"
 assert row("data", "what travels")[0] > row("tensor", "what travels")[0]
 
 # %% [markdown]
-# In a net as small as ours `data` sends more.
+# Here `data` sends more, because a step has only 48 samples: what `tensor` sends grows with the tokens of a step, what `data`
+# sends with the parameters.
 
 # %% [markdown] tags=["half-day"]
 # And what does each axis send for a large model? Take the shape of GPT-3 (96 layers of width 12,288) on 512 ranks,
-# with a pipeline on a third axis: data=8, pipe=8, tensor=8. Texts have 2,048 tokens; there are 32 micro-batches of
-# one text each, and 16 bits per number. These are formulas, not measurements.
+# with a pipeline on a third axis: data=8, pipe=8, tensor=8. Each pipeline takes 32 micro-batches of one text of 2,048 tokens, in
+# 16 bits per number. These are formulas, not measurements.
 #
-# **Predict.** Along which axis does a rank send most: `"data"`, `"pipe"` or `"tensor"`?
+# **Predict.** Along which axis does a rank send most: `"data"`, `"pipe"` or `"tensor"`? And how many times as much as along the
+# least?
 
 # %% tags=["half-day", "stub"]
 lab.predict("busiest-axis", None)
@@ -548,34 +549,22 @@ tensor, data, pipe = (row(axis, "times the least")[-1] for axis in ("tensor", "d
 assert tensor > data > pipe == 1
 
 # %% [markdown] tags=["half-day"]
-# Every layer also waits for the `all_reduce`s of `tensor`, while gradients along `data` can travel during the
-# backward pass, and a message along `pipe` goes to one neighbour. `tensor` stays **inside a machine**, where links
-# are fastest (D. Narayanan et al., 2021); `pipe` and `data` go between machines.
+# Every layer also waits for the `all_reduce`s of `tensor`, while gradients along `data` can travel during the backward pass.
+# `tensor` stays **inside a machine**, where links are fastest; `pipe` and `data` go between
+# machines.
 
 # %% tags=["statement"]
 # "`tensor` is the last axis of a mesh"
-assert row("3", "group along data") == [1, 3, 2, 3]
+assert count("0-1  2-3", "joined with those that they talk with") == 1
 
 # %% [markdown]
 # Ranks with consecutive numbers mostly share a machine, so `tensor` is the last axis of a mesh.
-#
-# **Predict.** Eight ranks: data=2, pipe=2, tensor=2. With which rank does rank 5 share its layers (`tensor`), to
-# which does it hand activations (`pipe`), and with which does it average (`data`)?
-
-# %% tags=["stub"]
-lab.predict("partners-of-5", {"data": None, "pipe": None, "tensor": None})
-
-# %% tags=["solution"]
-lab.predict("partners-of-5", {"data": 1, "pipe": 7, "tensor": 4})
-
-# %%
-tensor_figures.mesh(data=2, pipe=2, tensor=2)
 
 # %% [markdown]
 # ## Pipelines with data parallelism and ZeRO
 #
-# Two pipelines of two stages, side by side. The config chooses the stage of ZeRO (lesson 06) for the optimizer along
-# `data`. DeepSpeed allows stage 1 here, and refuses 2 and 3.
+# (Needs 06 and 07.) Two pipelines of two stages, side by side, with ZeRO along `data`. DeepSpeed allows stage 1
+# here, and refuses 2 and 3.
 #
 # **Predict.** A step has four micro-batches. Stage 1 reduces gradients once per step. How many times as many bytes does
 # stage 2 send for `reduce_scatter`?
@@ -648,14 +637,38 @@ none, one, two = (row(f"stage {stage}", "in five steps") for stage in (0, 1, 2))
 assert none[0] == one[0] == two[0] and two[3] == 4 * one[3] > 0
 
 # %% [markdown]
-# The losses are equal. A small bubble needs many micro-batches, and at stage 2 each of them costs a `reduce_scatter`.
-# And it saves little: a rank has only its own stage's gradients. So use stage 1 here.
+# The losses are equal. A small bubble needs many micro-batches, and at stage 2 each of them costs a `reduce_scatter`. And it
+# saves less than without a pipeline: gradients of one stage, not of the whole model. So use stage 1 here.
 #
 # ## What holds on GPUs, and what does not
 #
-# Also true on GPUs: values, where an `all_reduce` stands, bytes along each axis, who talks with whom. Not shown here:
-# speed. On GPUs use Megatron-LM, DeepSpeed, or torch's own DTensor: there the plan of our pair is
-# `parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})`.
+# Values and bytes hold on GPUs; speed was not shown. There use Megatron-LM, DeepSpeed, or torch's own DTensor. This is our
+# pair, in torch's words:
+
+# %%
+# %%px
+import dtlib.backend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+dist.init_process_group("dtlib", init_method="dtlib://")
+torch.manual_seed(0)
+pair = nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)).double()
+z = pair(X)
+plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+pair = parallelize_module(pair, init_device_mesh("cpu", (comm.size,)), plan)
+with dtlib.trace() as trace:
+    assert equal(pair(X), z)
+if comm.rank == 0:
+    sent = [f"{event.name}, {event.bytes:,} bytes" for event in trace.events if event.bytes]
+    print("forward:", *sent)
+
+# %% tags=["statement"]
+# "One all_reduce forward, of the bytes that you computed."
+assert found(r"forward: all_reduce, ([\d,]+) bytes$") == [1_572_864]
+
+# %% [markdown]
+# One `all_reduce` forward, of the bytes that you computed.
 #
 # **Discuss.** You have sixteen GPUs in two machines, and a model whose largest layer fits on one GPU. Do you need
 # tensor parallelism at all? What would change your mind?
@@ -671,11 +684,10 @@ lab.quiz("08")
 #
 # - A layer is cut by columns or by rows. By rows, the output has to be added up; by columns, the gradient of the input.
 # - f: forward nothing, backward `all_reduce`. g: the reverse. Columns, then rows: one each way, and nothing between.
-# - Activations travel, 2 B (N-1)/N bytes each time; along `tensor` nothing travels for the gradient of a cut weight.
+# - Activations travel, 2 B (N-1)/N bytes each time.
 # - Attention is cut by heads, embedding and loss by words; norms by tokens (sequence parallelism).
-#   What is whole stays equal without being sent.
 # - A mesh names axes. `tensor` sends most and is waited for most, so it stays inside a machine.
-# - With a pipeline take ZeRO-1: stage 2 costs a `reduce_scatter` per micro-batch (DeepSpeed refuses it).
+# - With a pipeline take ZeRO-1.
 #
 # Now the [exercises](../exercises/08_tensor_and_hybrid_exercises.ipynb); the last of them belongs to
 # [08b](08b_replicator.ipynb).
@@ -687,4 +699,3 @@ lab.quiz("08")
 # - D. Narayanan et al.: Efficient large-scale language model training on GPU clusters using Megatron-LM. SC, 2021.
 # - V. Korthikanti et al.: Reducing activation recomputation in large transformer models. MLSys, 2023.
 # - T. Brown et al.: Language models are few-shot learners. NeurIPS, 2020 (GPT-3's shape: table 2.1).
-# - DeepSpeed's pipeline engine: "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism" (an assertion).

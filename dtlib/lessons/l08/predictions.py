@@ -55,6 +55,11 @@ PREDICTIONS = {
         got=lambda given, tokens: (given[0] - 4) // tokens[0],
         hint="The largest logit; the sum of exponentials; the logit of the target.",
     ),
+    "sent-with-sequence": Prediction(
+        got=lambda kept_and_sent: kept_and_sent[0]["tensor and sequence"][1],
+        tolerance=0.02,
+        hint="Each of the two sends half of what the all_reduce sends.",
+    ),
     "averages-with-3": Prediction(
         got=lambda groups: groups[3]["data"], kind=list, hint="Whoever has the same shard of the model."
     ),
@@ -62,10 +67,6 @@ PREDICTIONS = {
         got=lambda in_a_step: max(in_a_step, key=in_a_step.get),
         choices=("data", "pipe", "tensor"),
         hint="Four all_reduces a layer and micro-batch; one a step; two messages a micro-batch.",
-    ),
-    "partners-of-5": Prediction(
-        got=lambda: {axis: sum(group) - 5 for axis, group in _groups_with(5, data=2, pipe=2, tensor=2).items()},
-        hint="rank = 4 data + 2 pipe + tensor.",
     ),
     "times-stage-1": Prediction(
         got=lambda reduced: reduced[2] / reduced[1],
@@ -75,7 +76,11 @@ PREDICTIONS = {
         got=lambda exchanges: sum(text.startswith("all_reduce") for text in exchanges),
         hint="One a mark, however many replicas.",
     ),
-    "sum-over-replicas": Prediction(got=lambda sums: int(sums[0, 0]), hint="Together they have all of them."),
+    "hits-belong-to": Prediction(
+        got=lambda hits_before, hits: "before" if hits_before == hits[0] else "after",
+        choices=("before", "after"),
+        hint="From which scores are they counted, and when were these computed?",
+    ),
     # The exercises
     "column-forward": _sent("column, forward", lambda column_forward: _of_rank_0("column, forward", column_forward)),
     "column-backward": _sent(

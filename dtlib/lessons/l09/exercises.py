@@ -1,14 +1,19 @@
 # %% [markdown]
 # # 09 Feeding the accelerators: exercises
 #
-# *Predict* (two minutes), *fix* twice (five minutes each: ten minutes), *build* the cost of a format (ten minutes) and an epoch that
-# can be resumed (twenty-five minutes). They need no ranks: where a rank matters, your function is given its number.
+# *Predict* (two minutes), *fix* two mistakes (ten minutes), *build* the cost of a format (ten minutes) and an epoch that can
+# be resumed (twenty-five minutes). Only the first mistake needs ranks.
 #
 # **You need** the lecture [09 Feeding the accelerators](../lectures/09_data_input.ipynb). Answers:
 # [solutions](../solutions/09_data_input_exercises.ipynb).
 
+# %% tags=["nbval-ignore-output"]
+from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
+
 # %%
-from dtlib import lab  # no dtlib? Kernel > Change Kernel
+# %%px
+import torch
+from torch import distributed as dist
 
 # %%
 import math
@@ -20,8 +25,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 #
 # - 1000 samples, 3 ranks, batches of 32 on each. How many steps does an epoch have, if no sample may be lost? How many
 #   samples does the last step have, over all ranks?
-# - A loader has 8 samples in a batch, on one rank. Its two workers have read 4 batches ahead. The training has had 10
-#   batches when it is killed. With which sample, counted from 0, does it have to resume?
+# - A loader has 8 samples in a batch, on one rank. Ten batches have been trained on; the two workers hold four more. Then the
+#   training is killed. With which sample, counted from 0, does it have to resume?
 
 # %% tags=["stub"]
 lab.predict("batches-on-three-ranks", {"steps": None, "in the last step": None})
@@ -34,17 +39,24 @@ lab.predict("read-ahead-and-killed", 80)
 # %% [markdown]
 # ## Fix: samples that nobody reads
 #
-# `my_samples(order, rank, ranks)` gives the samples of one rank. It runs, every rank is busy, and yet some samples are
-# never read. Together the ranks must have each sample exactly once, and no rank may have two more than another.
+# `my_samples(comm, count)` gives this rank's part of the samples 0 to count - 1, in random order. It runs, every rank is busy,
+# and yet some samples are never read, and others twice. Each rank has its own random numbers. Together the ranks must have
+# each sample exactly once, and no rank may have two more than another. `dist.broadcast(tensor, group_src=0,
+# group=comm.group)` gives rank 0's numbers to all ranks. Find both mistakes, and fix them.
 
 # %% tags=["stub"]
-def my_samples(order, rank, ranks):
-    each = len(order) // ranks
-    return order[rank * each : (rank + 1) * each]
+# %%px
+def my_samples(comm, count):
+    order = torch.randperm(count)
+    each = count // comm.size
+    return order[comm.rank * each : (comm.rank + 1) * each].tolist()
 
 # %% tags=["solution"]
-def my_samples(order, rank, ranks):
-    return order[rank::ranks]
+# %%px
+def my_samples(comm, count):
+    order = torch.randperm(count)
+    dist.broadcast(order, group_src=0, group=comm.group)
+    return order[comm.rank :: comm.size].tolist()
 
 # %%
 lab.check("shard-fix")
@@ -86,7 +98,8 @@ lab.check("twice-fix")
 # ## Build: a format for a budget
 #
 # Write `epoch_seconds(form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read)`: the seconds
-# that storage takes to deliver an epoch. Files are opened one after the other, then read: the times add up.
+# that storage takes to deliver an epoch. Files are opened one after the other, then read: the times add up. The two rates are
+# per second.
 #
 # - `form` is `"files"` (one file per sample), `"shards"`, `"tar"` or `"parquet"`; the last three have `per_shard` samples
 #   in a file.
@@ -188,5 +201,7 @@ lab.check("resume-build")
 # ## If you have time
 #
 # - `dtlib.storage.Loader` is your class with files, workers and prefetch. Where does it keep `taken`, and who changes it?
+# - Cut the last 100 bytes off a shard of the lecture. What does `open_samples(folder, damaged="skip")` leave out, and how does it
+#   know?
 # - Make an epoch whose last step is as large as the others. Which samples do you leave out, and are they ever read?
 # - `pip install torchdata`: save a `StatefulDataLoader` with two workers in mid-epoch, and load it with three workers.

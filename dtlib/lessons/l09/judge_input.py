@@ -5,9 +5,9 @@ import warnings
 from dtlib.lab.checks.equality import whole_numbers
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
-# --- samples of a rank: my_samples(order, rank, ranks) --------------------------------------------
+# --- samples of a rank: my_samples(comm, count) ---------------------------------------------------
 
-SPLITS = ((12, 3), (10, 3), (7, 4), (2, 3), (103, 4), (5, 1))  # samples, ranks
+COUNTS = (12, 10, 103, 2, 0)
 _FIRST = 500  # the numbers of the orders: no answer shall take places for numbers
 
 
@@ -19,33 +19,50 @@ def order_of(samples: int) -> list[int]:
 
 
 def observe_split(my_samples, comm):
-    """Of each case what each rank gets, asked twice."""
+    """What this rank gets of each number of samples; ranks draw different random numbers."""
+    import random
 
-    def asked(samples, ranks):
-        return [whole_numbers(my_samples(order_of(samples), rank, ranks)) for rank in range(ranks)]
+    import torch
 
-    return [(asked(*case), asked(*case)) for case in SPLITS]
+    torch.manual_seed(100 + comm.rank)
+    random.seed(100 + comm.rank)
+    seen = [whole_numbers(my_samples(comm, count)) for count in COUNTS]
+    return seen, whole_numbers(my_samples(comm, COUNTS[2]))
 
 
 def judge_split(observations) -> None:
-    """Together the ranks have every sample of the order once, and none has two more than another."""
-    for (samples, ranks), (of_ranks, again) in zip(SPLITS, observations[0], strict=True):
-        case = f"{samples} samples on {ranks} ranks"
-        if again != of_ranks:
-            raise Wrong("by-chance", None, f"{case}: the same samples each time", "others when it was asked again",
-                        "Each rank asks for itself: how would two of them draw the same numbers?",
-                        f"No random number here: the order is shuffled already. {DEAL}")
+    """Together the ranks have every sample once, and none has two more than another; in another order next time."""
+    ranks = len(observations)
+    for which, count in enumerate(COUNTS):
+        case, of_ranks = f"{count} samples on {ranks} ranks", [seen[which] for seen, _ in observations]
         for rank, mine in enumerate(of_ranks):
             if isinstance(mine, str):
-                raise Wrong("type", rank, "a list of this rank's sample numbers", mine, "Return a part of order.", DEAL)
-        _once(of_ranks, order_of(samples), case, ranks)
+                raise Wrong("type", rank, "a list of sample numbers", mine, "Return a part of the order.", DEAL)
+        _judge_orders(of_ranks, count, case, ranks)
+        _once(of_ranks, list(range(count)), case, ranks)
         sizes = [len(mine) for mine in of_ranks]
         if max(sizes) - min(sizes) > 1:
             raise Wrong("uneven", sizes.index(max(sizes)), f"{case}: sizes that differ by one at most", f"{sizes}",
                         "All ranks wait for the one that has most.", DEAL)
+    for rank, (seen, again) in enumerate(observations):
+        wrong = rows(rank, "another order in the next epoch")
+        wrong("never-shuffled", seen[2] == again, "the same one", "What is random here?", "torch.randperm on rank 0")
 
 
-DEAL = "order[rank::ranks] deals samples like cards."
+DEAL = "order[comm.rank :: comm.size] deals samples like cards."
+_SAME = "dist.broadcast(order, group_src=0, group=comm.group), before ranks take their parts"
+
+
+def _judge_orders(of_ranks, count, case, ranks) -> None:
+    """Parts of different orders: some samples twice, and as many on no rank."""
+    seen = [number for mine in of_ranks for number in mine]
+    twice, lost = len(seen) - len(set(seen)), count - len(set(seen))
+    if ranks > 1 and twice and lost and len(seen) <= count and not set(seen) - set(range(count)):
+        raise Wrong("own-order", None, f"{case}: each once", f"{twice} are there twice, {lost} on no rank",
+                    "Each rank takes its part of an order. Is it the same order on all ranks?", _SAME)
+    if not twice and count % ranks and [len(mine) for mine in of_ranks] == [count // ranks] * ranks:
+        raise Wrong("lost", None, f"{case}: all of them", f"{lost} are on no rank",
+                    "What is left where samples cannot be divided by ranks? // cuts it off.", DEAL)
 
 
 def _once(of_ranks, order, case, ranks, cure=DEAL) -> None:
@@ -53,10 +70,10 @@ def _once(of_ranks, order, case, ranks, cure=DEAL) -> None:
     wrong = rows(None)
     if strange := sorted(set(seen) - set(order)):
         wrong("strange-samples", True, f"{case}: numbers of the order alone", f"{strange[:5]}",
-              "order holds the numbers of samples: return some of them, not their places.", cure)
+              "Are all of them numbers of samples, and in range?", cure)
     if twice := sorted({number for number in seen if seen.count(number) > 1}):
         wrong("all-on-every-rank", len(seen) == ranks * len(order), f"{case}: each once",
-              f"all of them on each of {ranks} ranks", "Nothing was shared out: use rank and ranks.", cure)
+              f"all of them on each of {ranks} ranks", "Nothing is divided: each rank takes a part.", cure)
         who = [rank for rank, mine in enumerate(of_ranks) if twice[0] in mine]
         wrong("overlap", True, f"{case}: each once", f"sample {twice[0]} on ranks {who}",
               "Some libraries repeat samples so that all ranks have as many. Here none is read twice.", cure)
@@ -178,6 +195,6 @@ def _judge_epoch(case: str, samples: int, ranks: int, workers: int, of_ranks) ->
 
 
 EXERCISES = {
-    "shard-fix": Exercise("my_samples", observe_split, judge_split, needs_ranks=False),
+    "shard-fix": Exercise("my_samples", observe_split, judge_split, any_size=True),
     "twice-fix": Exercise("Stream", observe_stream, judge_stream, needs_ranks=False),
 }

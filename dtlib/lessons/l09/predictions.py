@@ -24,6 +24,12 @@ PREDICTIONS = {
         got=lambda pace: min(pace, key=lambda name: pace[name].au), choices=("the slow one", "the fast one"),
         hint="Who computes for less time waits sooner.",
     ),
+    "warm-on-four-ranks": Prediction(
+        got=lambda warm: "yes" if warm[0][4] < 1.2 * warm[0][1] else "no",
+        choices=("yes", "no"),
+        of_this_computer=True,
+        hint="Four ranks copy from memory at the same time. How many cores are there?",
+    ),
     "bytes-of-two-columns": Prediction(
         got=lambda part: round(part, 3), tolerance=0.3, hint="2 columns of 40, all of them 4 bytes wide."
     ),

@@ -2,7 +2,8 @@
 
 from dtlib.lab.colours import RANK_COLOURS, rank_colour
 from dtlib.lab.drawing import shown, subplots
-from dtlib.lab.tables import Table
+from dtlib.lab.tables import Table, table
+from dtlib.lessons.l10 import stage3
 
 STYLES = ("-", "--", ":", "-.")
 
@@ -55,3 +56,15 @@ def runs(results: dict):
     headers = ("run", "loss", "ms a step", *(f"bytes of rank {rank}" for rank in range(ranks)))
     alt = f"Bars for {', '.join(names)}: the loss at the end, time a step, and bytes of model states on each rank."
     return figure, alt, Table(rows, headers)
+
+
+def at_stage_3(counted: dict) -> None:
+    """Bytes of a step under each runtime; DeepSpeed's are stored, unless it ran."""
+    if "deepspeed" not in counted:
+        counted = {**counted, **stage3.STORED}
+    rows = [
+        (name, *(f"{seen[what] / 1e6:,.1f}" for what in ("sent", "held", "peak")), seen["messages"])
+        for name, seen in counted.items()
+    ]
+    headers = ("runtime", "MB sent", "MB held between steps", "MB at the peak", "messages")
+    table(rows, headers, f"A step of a rank of two, at stage 3 (stored: {stage3.WHEN})", align="lrrrr")

@@ -1,7 +1,8 @@
 """The figures of lesson 11, each with its text. What is measured is solid and filled, a model dashed and hollow."""
 
 import json
-import runpy
+from pathlib import Path
+from statistics import median
 
 from dtlib.lab.colours import RANK_COLOURS, ink, rank_colour
 from dtlib.lab.drawing import MARKERS, shown, subplots
@@ -48,12 +49,9 @@ def machine():
     return figure, alt, Table(LINKS, ("between", "bytes a second, in orders of magnitude"))
 
 
-def job_script(name: str, program: list[str]) -> str:
-    """A batch script of this workshop, filled in with its site.toml."""
-    from dtlib.lab import course
-
-    render = runpy.run_path(str(course.folder() / "cluster_profiles" / "render.py"))["render"]
-    return render(name, program)
+def gpu_job() -> str:
+    """A batch script for two machines of four GPUs, with a comment on each line."""
+    return Path(__file__).with_name("gpu_job.sh").read_text(encoding="utf-8")
 
 
 def slow_network() -> dict[str, dict[str, tuple]]:
@@ -69,12 +67,6 @@ def slow_network() -> dict[str, dict[str, tuple]]:
     return found
 
 
-def as_fast(ways: dict[str, tuple]) -> set[str]:
-    """The ways that cannot be told apart from the fastest: their intervals overlap."""
-    best = min(high for _, _, high in ways.values())
-    return {how for how, (_, low, _) in ways.items() if low <= best}
-
-
 def milliseconds_of(measured: dict, what: str) -> tuple[list, tuple]:
     """Rows and headers of a table: a row for each way, a column for each operation that begins with these words; in
     brackets the interval of the ratio to the first way."""
@@ -83,30 +75,47 @@ def milliseconds_of(measured: dict, what: str) -> tuple[list, tuple]:
     for how in measured[columns[0]]:
         cells = [measured[name][how] for name in columns]
         rows.append((how, *(f"{1e3 * took:.0f} [{low:.2f}-{high:.2f}]" for took, low, high in cells)))
-    return rows, ("", *(f"{name}: ms [over {peer}]" for name in columns))
+    return rows, ("", *(f"{name}: ms [ratio to {peer}]" for name in columns))
 
 
 @shown
 def scaling(strong: dict, weak: dict, cores: int):
-    """Efficiency of the same work on more ranks, and of more work on more ranks; both map ranks to seconds."""
+    """Efficiency of the same work on more ranks, and of more work on more ranks; both map ranks to seconds of runs.
+    Medians of paired runs, with their range."""
     found = {
-        "strong: the same work": {n: strong[1] / (n * seconds) for n, seconds in strong.items()},
-        "weak: as much work a rank": {n: weak[1] / seconds for n, seconds in weak.items()},
+        "strong: the same work": {n: _ratios(strong, n, 1 / n) for n in strong},
+        "weak: as much work per rank": {n: _ratios(weak, n, 1) for n in weak},
     }
     figure, axes = subplots(height=4)
     for number, (name, points) in enumerate(found.items()):
-        style = {"color": RANK_COLOURS[number], "marker": MARKERS[number]}
-        axes.plot(list(points), [100 * value for value in points.values()], label=name, **style)
+        middle = [100 * median(some) for some in points.values()]
+        ranges = [[100 * abs(end(some) - median(some)) for some in points.values()] for end in (min, max)]
+        shifted = [n + 0.04 * (2 * number - 1) for n in points]
+        axes.errorbar(
+            shifted, middle, ranges, color=RANK_COLOURS[number], marker=MARKERS[number], capsize=4, label=name
+        )
     axes.axvline(cores, color="grey", linestyle=":", label=f"{cores} cores")
     axes.set(xlabel="ranks", ylabel="efficiency in %", xticks=list(strong))
     axes.set_ylim(0, max(115, axes.get_ylim()[1]))
     axes.legend()
-    rows = [
-        (n, f"{strong[n]:.3f}", f"{strong[1] / n / strong[n]:.0%}", f"{weak[n]:.3f}", f"{weak[1] / weak[n]:.0%}")
-        for n in strong
-    ]
-    alt = f"Efficiency against ranks, of the same work and of as much work a rank, on a computer with {cores} cores."
+    rows = []
+    for n in strong:
+        cells = [
+            (f"{median(runs[n]):.3f}", _in_percent(points[n]))
+            for runs, points in zip((strong, weak), found.values(), strict=True)
+        ]
+        rows.append((n, *cells[0], *cells[1]))
+    alt = f"Efficiency against ranks, of the same work and of as much work per rank, on a computer with {cores} cores."
     return figure, alt, Table(rows, ("ranks", "strong: s", "efficiency", "weak: s", "efficiency"))
+
+
+def _ratios(runs: dict[int, list[float]], n: int, ideal: float) -> list[float]:
+    """Ideal over measured, run by run."""
+    return [ideal * alone / took for alone, took in zip(runs[1], runs[n], strict=True)]
+
+
+def _in_percent(some: list[float]) -> str:
+    return f"{median(some):.0%} [{min(some):.0%}-{max(some):.0%}]"
 
 
 @shown

@@ -21,12 +21,18 @@ NAMES = ("ranks", "compute", "count", "latency", "bandwidth")
 MODELS = ("ring", "recursive_doubling", "rabenseifner")
 
 
+def own_seconds(seconds: dict[int, float], rank: int, ranks: int) -> dict[int, float]:
+    """Of one rank: for each ``n`` another rank is the slowest."""
+    behind = {n: (rank - n.bit_length()) % ranks * (0.05 + 0.01 * (n % 7)) for n in seconds}
+    return {n: took * (1 - behind[n]) for n, took in seconds.items()}
+
+
 def observe_efficiency(efficiency, comm):
     """For each table: what was returned for each number of ranks."""
     seen = []
     for kind, tables in TIMES.items():
         for seconds in tables:
-            got = efficiency(dict(seconds), kind)
+            got = efficiency(comm, own_seconds(seconds, comm.rank, comm.size), kind)
             try:
                 seen.append((kind, seconds, {n: float(got[n]) for n in seconds}))
             except (KeyError, TypeError, ValueError, IndexError):
@@ -42,14 +48,41 @@ def judge_efficiency(observations) -> None:
                 raise Wrong("type", rank, "a dictionary: for each number of ranks its efficiency", got,
                             "Return {ranks: efficiency, ...}, with the keys of `seconds`.",
                             "return {n: ... for n, took in seconds.items()}")
-            first = min(seconds)
-            weak = {n: seconds[first] / took for n, took in seconds.items()}
-            strong = {n: first / n * weak[n] for n in seconds}
+            strong, weak = (_efficiencies(seconds, of) for of in ("strong", "weak"))
             wanted = strong if kind == "strong" else weak
+            _judge_seconds(rank, len(observations), kind, seconds, got, wanted)
             if wrong := [n for n in seconds if not _same(got[n], wanted[n])]:
                 digits = all(rounded(got[n], wanted[n]) for n in wrong)
                 n = wrong[0]
                 _explain_efficiency(rank, kind, seconds, n, wanted[n], got[n], strong[n], weak[n], digits)
+
+
+def _efficiencies(seconds: dict, kind: str) -> dict[int, float]:
+    first = min(seconds)
+    return {n: seconds[first] / took * (first / n if kind == "strong" else 1) for n, took in seconds.items()}
+
+
+def _judge_seconds(rank: int, ranks: int, kind: str, seconds: dict, got: dict, wanted: dict) -> None:
+    """Whose seconds they are: of all ranks the slowest counts. The formula may have the mistake that was planted."""
+    everyones = [own_seconds(seconds, each, ranks) for each in range(ranks)]
+    of = {
+        "own-seconds": (everyones[rank], "this rank's", "A run takes as long as its slowest rank. Whose are these?"),
+        "fastest-rank": (_combined(min, everyones), "the fastest rank's", "Does a run end with its first rank?"),
+        "sum-of-ranks": (_combined(sum, everyones), "the sum or the mean of all ranks'",
+                         "all_reduce adds, unless `op` says something else. Ranks run at the same time."),
+    }
+    expected = f"efficiencies from the slowest rank's seconds, {kind} scaling"
+    for mistake, (other, told, hint) in of.items():
+        planted = {n: other[min(other)] / (n * took) for n, took in other.items()}
+        for values in (_efficiencies(other, kind), planted):
+            differs = any(not _same(values[n], wanted[n]) for n in seconds) and other != seconds
+            if differs and all(_same(got[n], values[n]) for n in seconds):
+                raise Wrong(mistake, rank, expected, f"from {told} seconds", hint,
+                            "dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=comm.group)")
+
+
+def _combined(how, everyones: list[dict]) -> dict[int, float]:
+    return {n: how(each[n] for each in everyones) for n in everyones[0]}
 
 
 def _explain_efficiency(rank, kind, seconds, n, wanted, got, strong, weak, digits) -> None:

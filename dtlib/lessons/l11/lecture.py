@@ -4,12 +4,11 @@
 # Sixty minutes. You take the same cells from a laptop to a cluster, measure how far a machine scales, model what
 # lies beyond, and read about hundreds of GPUs.
 #
-# **Questions.** What changes in a program that leaves the laptop? Does it get faster with every rank? Up to how many, and
-# what stops it? What does "90 % on 512 GPUs" say?
+# **Questions.** What changes in a program that leaves the laptop? Up to how many ranks does it get faster? What does "90 % on
+# 512 GPUs" say?
 #
-# **Afterwards you can** start a script with mpiexec, read jobs for Slurm, PBS and torchrun; tell strong from weak
-# scaling; use Amdahl's law, and say what it leaves out; choose an all-reduce for a thousand ranks; prepare a first
-# job.
+# **Afterwards you can** start a script with mpiexec, and read each line of a GPU job; tell strong from weak scaling; use
+# Amdahl's law, and say what it leaves out; choose an all-reduce for a thousand ranks; prepare a first job.
 #
 # **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data parallelism](04_data_parallel.ipynb).
 # You need no cluster: what cannot be measured is modelled, and drawn dashed.
@@ -47,8 +46,7 @@ place = f"node {world.node} of {world.nodes}, number {world.local_rank} there"
 print(f"rank {world.rank} of {world.size} on {place}")
 
 # %% [markdown]
-# In a job of two nodes under Slurm, a cluster's scheduler, the same notebook says `node 1 of 2` on half of the
-# ranks: `lab.engines()` looks for a job around it and takes all of its nodes.
+# In a job of two nodes under Slurm, a cluster's scheduler, the same notebook says `node 1 of 2` on half of the ranks.
 
 # %%
 figures.machine()
@@ -62,7 +60,7 @@ figures.machine()
 #
 # ## One script, started in many ways
 #
-# Twelve lines in plain mpi4py:
+# In plain mpi4py:
 
 # %%
 script = Path("..") / "pi_mpi4py.py"
@@ -73,67 +71,65 @@ lab.mpiexec(script, ranks=2)
 
 # %% [markdown]
 # On a cluster you ask for such a run: a *batch script* says what you need and what to run, and the scheduler runs it when
-# nodes are free.
+# machines are free. Here is one for a training on eight GPUs, for Slurm. Read it line by line. **Which line would you forget?**
 
 # %%
-print(figures.job_script("slurm", ["pi_mpi4py.py"]))
+print(figures.gpu_job())
 
 # %% [markdown]
-# Lines with `#SBATCH` are the request; below them is what runs, on the first node. It asks for no GPU, as pi needs none;
-# training adds `--gres=gpu:4 --cpus-per-task=8`. Slurm tells mpiexec which other
-# nodes the job has. Settings of a site are in `cluster_profiles/site.toml`. Under PBS, and with
-# torchrun, these lines differ:
-
-# %%
-of_slurm = figures.job_script("slurm", ["pi_mpi4py.py"])
-for name in ("pbs", "torchrun"):
-    lines = figures.job_script(name, ["train.py"]).splitlines()
-    print(*(line for line in lines if line not in of_slurm and line[:2] != "# "), "", sep="\n")
-
-# %% [markdown]
+# Lines with `#SBATCH` are the request. What follows runs on the *first* machine alone: `srun` starts torchrun on both. Submit
+# it with `sbatch gpu_job.sh`. PBS has `#PBS -l select=2:ncpus=32:ngpus=4` and `qsub`; a program in mpi4py takes `mpiexec` in
+# place of `srun torchrun`. Scripts for your site: `cluster_profiles/README.md`.
+#
 # **Discuss.** torchrun starts processes, but no MPI. What would `pi_mpi4py.py` print under `torchrun --nproc-per-node 2`?
 #
 # ## Strong and weak scaling
 #
 # *Strong scaling*: the work stays the same, and each rank has less; ideally N ranks take an N-th of the time. *Weak
-# scaling*: each rank has as much as before; ideally the time stays the same. **Predict**, without a number: beyond the
-# cores of this machine, what happens to each?
+# scaling*: each rank has as much as before; ideally the time stays the same.
+#
+# **Predict.** Beyond the cores of this machine, which efficiency falls: "strong", "weak", "both" or "none"?
+
+# %% tags=["stub"]
+lab.predict("beyond-the-cores", None)
+
+# %% tags=["solution"]
+lab.predict("beyond-the-cores", "both")
 
 # %%
 # %%px
 def seconds_on(k, points):
-    """The first k ranks count points together while the others wait: the fastest of three."""
-    team = comm.split(0 if comm.rank < k else 1)
-    runs = []
-    for _ in range(3):
-        comm.barrier()
-        began = time.perf_counter()
-        if comm.rank < k:
-            pi.count_on_ranks(points, team)
-        took = time.perf_counter() - began if comm.rank < k else 0.0
-        runs.append(max(comm.all_gather_object(took)))
-    return min(runs)
+    """The first k ranks count points together while the others wait."""
+    comm.barrier()
+    began = time.perf_counter()
+    if comm.rank < k:
+        pi.count_on_ranks(points, teams[k])
+    took = time.perf_counter() - began if comm.rank < k else 0.0
+    return max(comm.all_gather_object(took))
 
 
+teams = {k: comm.split(0 if comm.rank < k else 1) for k in (1, 2, 3, 4)}
 pi.count_compiled(0, 1)  # compiling is not counting
-strong = {k: seconds_on(k, 10**9) for k in (1, 2, 3, 4)}
-weak = {k: seconds_on(k, k * 5 * 10**8) for k in (1, 2, 3, 4)}
+strong, weak = {k: [] for k in teams}, {k: [] for k in teams}
+for _ in range(5):  # in turns: what disturbs one disturbs all
+    for k in teams:
+        strong[k].append(seconds_on(k, 5 * 10**8))
+        weak[k].append(seconds_on(k, k * 25 * 10**7))
 
 # %% tags=["nbval-ignore-output"]
-strong, weak = lab.values("strong")[0], lab.values("weak")[0]
-figures.scaling(strong, weak, usable_cores())
+figures.scaling(lab.values("strong")[0], lab.values("weak")[0], usable_cores())
 
 # %% tags=["claim"]
-# "Left of the dotted line each rank has a core; right of it they share cores, and both efficiencies fall alike. In
-# seconds (*as text*) strong scaling gains little or nothing, weak scaling takes longer."
-cores = usable_cores()
-assert cores >= 4 or (weak[4] > 1.3 * weak[1] and strong[4] > 0.6 * strong[cores])
-assert cores >= 4 or abs(strong[1] / (4 * strong[4]) - weak[1] / weak[4]) < 0.2
+# "In seconds (*as text*) strong scaling gains little or nothing, weak scaling takes longer."
+cores, alone, four = usable_cores(), *(lab.values("weak")[0][k] for k in (1, 4))
+shared, as_cores = (lab.values("strong")[0][k] for k in (4, min(4, cores)))
+assert cores >= 4 or sorted(four)[2] > 1.3 * sorted(alone)[2]
+assert cores >= 4 or sorted(shared)[2] > 0.6 * sorted(as_cores)[2]
 
 # %% [markdown]
-# Left of the dotted line each rank has a core; right of it they share cores, and both efficiencies fall alike. In
-# seconds (*as text*) strong scaling gains little or nothing, weak scaling takes longer. A plot of scaling needs the
-# number of cores.
+# Marks are medians of five runs, bars the range. Left of the dotted line each rank has a core; right of it ranks share cores,
+# and both efficiencies fall. In seconds (*as text*) strong scaling gains little or nothing, weak scaling takes longer. Where
+# bars overlap, five runs show no difference. A plot of scaling needs the number of cores, and bars.
 #
 # ## Amdahl's law
 #
@@ -192,12 +188,11 @@ models = {n: row(f"{n:,}", "A tenth is serial")[-1] for n in (64, 1024)}
 assert 0.85 < 0.1 * models[64] < 0.9 and models[1024] < 10  # the serial tenth, over the time on 64 ranks
 
 # %% [markdown]
-# Filled marks were measured. Marks above the line break no law: we divide by the time on one rank, which contains overhead
+# Filled marks were measured. A mark may lie a little above the line: the time on one rank, by which we divide, has overhead,
 # too. On 64 ranks all others wait for rank 0 nearly nine tenths of the time.
 #
-# Clusters are worth it because people run larger jobs on them (J. L. Gustafson, 1988): the
-# serial tenth takes as long as before, while the rest grows. That is weak scaling, and training does it: more GPUs,
-# larger batches.
+# Clusters are worth it because people run larger jobs on them (J. L. Gustafson, 1988): the rest grows, the serial tenth does
+# not. That is weak scaling, and training does it: more GPUs, larger batches.
 #
 # ## A training step, modelled
 #
@@ -224,7 +219,8 @@ assert 100 > row("8", "A step of data")[1] > 50 > row("16", "A step of data")[1]
 
 # %% [markdown]
 # Strong scaling ends where a rank's computing is as short as the all-reduce, which gets no shorter. Weak scaling hardly
-# ends: a rank sends little more with 4,096 ranks than with 8, and the fastest algorithm has few rounds. Real curves are lower.
+# ends: a rank sends little more with 4,096 ranks than with 8, and the fastest algorithm has few rounds. Real curves are lower:
+# links are shared, and some rank is late.
 #
 # **Discuss.** Overlap ([04](04_data_parallel.ipynb)) hides communication behind computing. Which of the two curves does
 # it help more, and up to which number of ranks?
@@ -257,8 +253,6 @@ gpus, share = int(published["gpus"]), float(published["scaling_efficiency_pct"])
 times = share * gpus
 print(f"{times:.0f} times one GPU; {(1 - share) * gpus:.0f} GPUs' worth of work is lost")
 print(f"a step takes {1 / share - 1:.0%} longer than alone")
-serial = scaling.serial_fraction(share, gpus)
-print(f"were it strong scaling, the serial fraction would be {serial:.3%}")
 
 # %% [markdown]
 # It is *weak* scaling, of *throughput*: each GPU keeps its batch. It does not say how soon the network is trained (lesson
@@ -345,48 +339,35 @@ assert ring < 1.05 * halving
 #
 # ## Two hosts, measured
 #
-# Two hosts with two ranks each, 5 ms and 20 MB/s apart, over TCP (network namespaces of one machine). The figures are
-# of `python -m benchmarks slow-network` (Linux, as root). **Predict** the fastest, for 4 kB and for 4 MB: `"ring"`,
-# `"tree"`, `"recursive_doubling"` or `"rabenseifner"`?
+# Two hosts with two ranks each, 5 ms and 20 MB/s apart, over TCP (network namespaces of one machine).
+#
+# **Predict.** By the model of lesson 03, which all-reduce of 4 MB is fastest: `"ring"` (6 rounds of 1 MB) or
+# `"recursive_doubling"` (one round between the hosts, of two arrays of 4 MB on one link)?
 
 # %% tags=["stub"]
-lab.predict("fastest-of-two-hosts", {"4 kB": None, "4 MB": None})
+lab.predict("fastest-by-the-model", None)
 
 # %% tags=["solution"]
-lab.predict("fastest-of-two-hosts", {"4 kB": "recursive_doubling", "4 MB": "recursive_doubling"})
+lab.predict("fastest-by-the-model", "ring")
 
 # %%
+modelled = {"ring": 6 * (5 + 1000 / 20), "recursive_doubling": 5 + 2 * 4 * 1000 / 20}
+print({name: f"{took:.0f} ms" for name, took in modelled.items()})
 measured = figures.slow_network()
 lab.table(*figures.milliseconds_of(measured, "all-reduce"))
 
 # %% tags=["statement"]
 # "The ring sends the fewest bytes, but is not the fastest here"
-# "The model of lesson 03 orders them wrongly at 4 MB: 6 (5 + 50) = 330 ms for the ring, and 5 + 400 for doubling"
 # "A round of the ring took 107 ms, not 55"
 table = {way: row(way, "all-reduce of 4 MB: ms") for way in ("ring", "tree", "recursive_doubling", "rabenseifner")}
 assert all(min(table, key=lambda way: table[way][column]) == "recursive_doubling" for column in (0, 3))
-crossing, megabyte = 5, 1000 / 20
-assert 6 * (crossing + megabyte) == 330 < crossing + 2 * 4 * megabyte == 405 and round(table["ring"][3] / 6) == 107
+assert found(r"'ring': '(\d+) ms', 'recursive_doubling': '(\d+) ms'") == [330, 405] and round(table["ring"][3] / 6) == 107
 
 # %% [markdown]
-# The ring sends the fewest bytes, but is not the fastest here: it crosses between the hosts six times in a row.
-# Doubling crosses once. Brackets are intervals; where two overlap, both answers are right. The model of lesson 03 orders them wrongly at 4 MB: 6 (5 + 50) = 330 ms for the ring, and 5 +
-# 400 for doubling, whose two arrays share the link. A round of the ring took 107 ms, not 55: over TCP a message costs
-# more than α + n β.
-#
-# Now a backward pass (EMULATED: 64 layers that sleep for 4 ms each). Its gradients, 2 MiB, leave in 2, 8 or 64 buckets, after
-# it ("then") or during it ("meanwhile"):
-
-# %%
-lab.table(*figures.milliseconds_of(measured, "backward pass"))
-
-# %% tags=["statement"]
-# "What do 64 buckets pay for, and what can 2 not hide?"
-few, some, many = (row(f"{n} buckets, meanwhile")[0] for n in (2, 8, 64))
-assert some < few < many
-
-# %% [markdown]
-# **Discuss.** Which of this does the model of lesson 03 predict? What do 64 buckets pay for, and what can 2 not hide?
+# The ring sends the fewest bytes, but is not the fastest here: it crosses between the hosts six times in a row. Doubling
+# crosses once. A round of the ring took 107 ms, not 55: over TCP a message costs more than α + n β. So measure before you
+# choose (`python -m benchmarks slow-network`, as root). Brackets are intervals of the ratio to the ring: where two overlap,
+# neither way has won.
 #
 # ## Your first job: a checklist
 #
@@ -395,21 +376,12 @@ assert some < few < many
 # 3. It saves a checkpoint, and you have resumed from one. Jobs end at their time limit.
 # 4. Ask for one node and five minutes first, then two nodes.
 # 5. Let it print the number of ranks and nodes. A wrong launcher gives N worlds of one rank each: `dtlib.init()` refuses
-#    that, most programs do not.
+#    that.
 # 6. Name the network (`interface` in site.toml). The wrong one works, at a tenth of the speed.
 # 7. Compare one step on 1 node and on 2. Below 80 % efficiency? More nodes will not fix it.
 # 8. Ask for as many cores as ranks and their data loaders need; ranks' threads must not compete (`OMP_NUM_THREADS`).
 # 9. Look at the queue (`squeue --me`, `qstat -u $USER`); end what went wrong (`scancel`, `qdel`).
 # 10. Open no port to other machines unless you must, and keep your keys private: `dtlib doctor` says who can be reached.
-
-# %% [markdown]
-# ## Which cut, when?
-#
-# The cuts of lessons 04 to 08 and 12. If yes, go right; if that is not enough, go down. `dtlib plan`
-# computes it.
-
-# %%
-lab.chart()
 
 # %% [markdown]
 # ## Quiz

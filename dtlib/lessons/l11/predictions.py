@@ -1,20 +1,35 @@
 """Lesson 11: what is predicted in it, and where the answers come from."""
 
+from statistics import median
+
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.theory import collectives, scaling
+from dtlib.world.machine import usable_cores
 
 
 def _rounds() -> dict:
     return {name: collectives.rounds("all_reduce", name, 1024) for name in ("ring", "rabenseifner")}
 
 
-def _fastest(measured: dict) -> dict:
-    from dtlib.lessons.l11 import figures
-
-    return {size: figures.as_fast(measured[f"all-reduce of {size}"]) for size in ("4 kB", "4 MB")}
+def _falls(strong: dict, weak: dict, cores: int) -> str:
+    """Which efficiency is lower on four ranks than on as many as there are cores."""
+    most = max(strong)
+    fall = {
+        "strong": median(strong[1]) / most / median(strong[most]) < 0.9,
+        "weak": median(weak[1]) / median(weak[most]) < 0.9,
+    }
+    return (
+        "none" if cores >= most or not any(fall.values()) else "both" if all(fall.values()) else max(fall, key=fall.get)
+    )
 
 
 PREDICTIONS = {
+    "beyond-the-cores": Prediction(
+        got=lambda strong, weak: _falls(strong[0], weak[0], usable_cores()),
+        choices=("strong", "weak", "both", "none"),
+        of_this_computer=True,
+        hint="Ranks share cores there. Can the same work be done sooner? Can more work be done in the same time?",
+    ),
     "amdahl": Prediction(
         got=lambda: {"4 ranks": scaling.amdahl(0.1, 4), "any number": 10.0},
         tolerance=0.05,
@@ -30,13 +45,10 @@ PREDICTIONS = {
         got=_rounds,
         hint={"ring": "2 (N - 1): all the way round, twice.", "rabenseifner": "It halves log2 N times, and doubles."},
     ),
-    "fastest-of-two-hosts": Prediction(
-        got=_fastest,
-        choices=("ring", "tree", "recursive_doubling", "rabenseifner"),
-        hint={
-            "4 kB": "Only messages between the hosts take time here: who has the fewest of them, one after another?",
-            "4 MB": "Bytes between the hosts take time, and so does each crossing: how many, one after another?",
-        },
+    "fastest-by-the-model": Prediction(
+        got=lambda modelled: min(modelled, key=modelled.get),
+        choices=("ring", "recursive_doubling"),
+        hint="6 (5 + 50) ms for the ring. Two arrays of 4 MB share a link of 20 MB/s: how long do they take?",
     ),
     # The exercises
     "limit-of-amdahl": Prediction(

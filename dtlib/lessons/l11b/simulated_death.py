@@ -7,6 +7,7 @@
 The error is MPI's own, and ``shrunk`` does what that of dtlib.recovery does: with it an answer runs under ULFM too.
 """
 
+from functools import cached_property
 from typing import NamedTuple
 
 from dtlib.errors import DtlibError
@@ -49,7 +50,7 @@ class Dying:
     through."""
 
     def __init__(self, comm, deaths=(), shrinks: int = 0):
-        self.rank, self.size, self.at, self.calls = comm.rank, comm.size, None, 0
+        self.rank, self.size, self.members, self.at, self.calls = comm.rank, comm.size, comm.members, None, 0
         self.shrinks, self.failed, self.next = shrinks, False, None
         self._comm, self._death, self._later = comm, deaths[0] if deaths else None, deaths[1:]
         self._dead = False
@@ -81,6 +82,13 @@ class Dying:
         self._refuse_if_failed()
         return self._comm.all_gather_object(thing)
 
+    @cached_property
+    def group(self):
+        """For ``torch.distributed``, whose calls become those above."""
+        from dtlib.comm.torch.backend_group import group_over
+
+        return group_over(self)
+
     def barrier(self):
         self._refuse_if_failed()
         self._comm.barrier()
@@ -95,8 +103,8 @@ class Dying:
 
     def __getattr__(self, name):
         raise DtlibError(
-            f"comm.{name}: here comm has rank, size, all_reduce, broadcast, broadcast_object, all_gather_object and "
-            "barrier."
+            f"comm.{name}: here comm has rank, size, group, all_reduce, broadcast, broadcast_object, all_gather_object "
+            "and barrier."
         )
 
     def last(self) -> "Dying":

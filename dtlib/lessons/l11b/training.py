@@ -28,6 +28,7 @@ OPTIONS = {
     "stage": 0,  # of ZeRO, of that engine
     "steps": 60,
     "every": 10,  # steps from one checkpoint to the next
+    "commit": 1,  # steps from one commit in memory to the next
     "seconds": 0.0,  # EMULATED computing in a step, in which the core is idle
     "hidden": 32,
     "dtype": "float64",  # DeepSpeed has no float64
@@ -150,7 +151,7 @@ def main() -> None:
     options, folder = OPTIONS | json.loads(sys.argv[1]), Path(sys.argv[2])
     ways = {
         "checkpoint": partial(recovery.train_and_save, folder=folder / "checkpoint", every=options["every"]),
-        "memory": recovery.train_and_commit,
+        "memory": partial(recovery.train_and_commit, every=options["commit"]),
         "shrink": recovery.train_and_shrink,
     }
     world = dtlib.init()

@@ -1,1 +1,1 @@
-NOTEBOOKS = {"lecture": "12_sequences_and_experts", "exercises": "12_sequences_and_experts_exercises"}
+NOTEBOOKS = {"lecture": "12_sequences", "exercises": "12_sequences_exercises"}

@@ -1,13 +1,11 @@
 # %% [markdown]
-# # 12 Long sequences and experts: exercises
+# # 12 Long sequences: exercises
 #
-# *Predict* (three minutes), *fix* a softmax in blocks, a last hop, and a loss for balance (five minutes each:
-# fifteen minutes), and *build* the merge of two blocks (ten minutes) and a dispatch that loses no token (twenty
-# minutes). A check looks at your answer on all ranks and says what is wrong; check again for the next hint.
+# *Predict* (three minutes), *fix* two mistakes (ten minutes), and *build* the merge of two blocks (ten minutes). A check looks at your answer on all ranks and says what is wrong; check again for the next
+# hint.
 #
-# **You need** the lecture [12 Long sequences and experts](../lectures/12_sequences_and_experts.ipynb); for *balance* and
-# *dispatch* its second half is enough, and for the others its first. Answers:
-# [solutions](../solutions/12_sequences_and_experts_exercises.ipynb).
+# **You need** the lecture [12 Long sequences](../lectures/12_sequences.ipynb). Answers:
+# [solutions](../solutions/12_sequences_exercises.ipynb).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
@@ -16,7 +14,7 @@ from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 # %%px
 import dtlib
 import torch
-from dtlib.parallel.context.plain import pass_on
+from torch import distributed as dist
 
 world = dtlib.init()
 
@@ -27,18 +25,14 @@ world = dtlib.init()
 #   slices?
 # - A step ends with its slowest rank. On eight ranks, what fraction of the time of eight contiguous steps do eight
 #   zigzag steps take?
-# - Eight ranks, an expert each, top-2, and 1,000 tokens a rank; choices are spread evenly. How many rows leave a rank
-#   for others, forward, on the way to the experts?
 
 # %% tags=["stub"]
 lab.predict("steps-with-work", None)
 lab.predict("zigzag-on-eight", None)
-lab.predict("rows-that-leave", None)
 
 # %% tags=["solution"]
 lab.predict("steps-with-work", 4)
 lab.predict("zigzag-on-eight", 16 / 30)
-lab.predict("rows-that-leave", 1750)
 
 # %% [markdown]
 # ## Fix: a softmax in blocks
@@ -96,13 +90,21 @@ lab.check("merge-build")
 # ## Fix: the last hop
 #
 # The backward ring. In step s a rank has the keys of rank - s and no others, and `summand(owner)` is what its queries add
-# to their gradients. These travel behind the keys, and each rank adds its own. `pass_on(comm, tensor)` starts to give a
-# tensor to the next rank; what it returns, when called, waits for what the rank before gives. The outputs are perfect, and
-# so are the gradients of the queries; no gradient is incomplete. And yet no rank gets the gradients of its own keys. Fix
-# it.
+# to their gradients. These travel behind the keys, and each rank adds its own. `pass_on` starts to send a tensor to the next rank and to
+# receive one from the previous rank, and returns a function that waits for it. Outputs and
+# gradients of queries are right. Each gradient of keys is complete, but it ends on the wrong rank. Fix it.
 
 # %% tags=["stub"]
 # %%px
+def pass_on(comm, tensor):
+    arriving, there, here = torch.empty_like(tensor), comm.rank + 1, comm.rank - 1
+    works = dist.batch_isend_irecv([
+        dist.P2POp(dist.irecv, arriving, group=comm.group, group_peer=here % comm.size),
+        dist.P2POp(dist.isend, tensor, group=comm.group, group_peer=there % comm.size),
+    ])
+    return lambda: ([work.wait() for work in works], arriving)[1]
+
+
 def send_home(comm, summand):
     travelling = None
     for step in range(comm.size):
@@ -115,6 +117,15 @@ def send_home(comm, summand):
 
 # %% tags=["solution"]
 # %%px
+def pass_on(comm, tensor):
+    arriving, there, here = torch.empty_like(tensor), comm.rank + 1, comm.rank - 1
+    works = dist.batch_isend_irecv([
+        dist.P2POp(dist.irecv, arriving, group=comm.group, group_peer=here % comm.size),
+        dist.P2POp(dist.isend, tensor, group=comm.group, group_peer=there % comm.size),
+    ])
+    return lambda: ([work.wait() for work in works], arriving)[1]
+
+
 def send_home(comm, summand):
     travelling = None
     for step in range(comm.size):
@@ -129,83 +140,8 @@ def send_home(comm, summand):
 lab.check("last-hop-fix")
 
 # %% [markdown]
-# ## Fix: a loss for the balance
-#
-# `probabilities` (tokens, experts) are the gate's, and `chosen` (tokens, top) are the experts that it has chosen. All ranks
-# have as many tokens. Averaged over ranks, what `balance` returns is to be the loss of *all* tokens: experts · Σ (share of
-# the choices) · (mean probability). Its gradients are averaged over ranks, too. With this one the gate
-# gets a gradient even where, over all ranks, all experts get as much; it should be zero there. Fix it.
-
-# %% tags=["stub"]
-# %%px
-from torch import distributed as dist
-
-
-def balance(comm, probabilities, chosen):
-    experts = probabilities.shape[1]
-    share = chosen.flatten().bincount(minlength=experts) / chosen.numel()
-    return experts * (share * probabilities.mean(0)).sum()
-
-# %% tags=["solution"]
-# %%px
-from torch import distributed as dist
-
-
-def balance(comm, probabilities, chosen):
-    experts = probabilities.shape[1]
-    share = chosen.flatten().bincount(minlength=experts) / chosen.numel()
-    dist.all_reduce(share, op=dist.ReduceOp.AVG, group=comm.group)
-    return experts * (share * probabilities.mean(0)).sum()
-
-# %%
-lab.check("balance-fix")
-
-# %% [markdown]
-# ## Build: a dispatch that loses no token
-#
-# Rank r has expert r. `x` (tokens, width) are this rank's tokens, of which ranks have different numbers, and some none;
-# `chosen` (tokens,) is the expert of each, int64. `expert(rows)` is this rank's, and takes any number of rows. Write
-# `dispatch(comm, x, chosen, expert)`: it returns (tokens, width), for each token what its expert computes, in the order of
-# `x`.
-#
-# - A row travels to its expert, and what is computed of it travels back. No other row travels.
-# - `dist.all_to_all_single(out, tensor, group=comm.group)` exchanges equal pieces; with `received, sent` after `tensor`, as
-#   many rows as two lists say: `sent[r]` rows go to rank r, `received[r]` arrive from it.
-
-# %% tags=["stub"]
-# %%px
-from torch import distributed as dist
-
-
-def dispatch(comm, x, chosen, expert):
-    return expert(x)  # your lines here
-
-# %% tags=["solution"]
-# %%px
-from torch import distributed as dist
-
-
-def dispatch(comm, x, chosen, expert):
-    order = chosen.argsort(stable=True)
-    counts = chosen.bincount(minlength=comm.size)
-    sent = counts.tolist()
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=comm.group)
-    received = theirs.tolist()
-    arrived = x.new_empty(sum(received), x.shape[1])
-    back, out = torch.empty_like(x), torch.empty_like(x)
-    dist.all_to_all_single(arrived, x[order], received, sent, group=comm.group)
-    dist.all_to_all_single(back, expert(arrived), sent, received, group=comm.group)
-    out[order] = back
-    return out
-
-# %%
-lab.check("dispatch-build")
-
-# %% [markdown]
 # ## If you have time
 #
 # - Put your `merge` into the ring: `plain.merge = merge`, with `from dtlib.parallel.context import plain`, and run
 #   `plain.ring_attention`. There `out` has more dimensions: `[..., None]` in place of `[:, None]`.
-# - `dispatch` has no gradients: make them travel, by a `torch.autograd.Function` whose backward is the reverse exchange.
-# - Give each expert places for four tokens of each rank, and drop the others: how long are messages now?
+# - Give `add_block` a mask, so that queries do not look at later keys. What happens to a query without any key in a block?

@@ -32,10 +32,10 @@ PREDICTIONS = {
         hint="Keys and values go round once more, in N - 1 hops. Their gradients follow, and how many hops bring them "
         "home?",
     ),
-    "factor-of-an-expert": Prediction(
-        got=lambda factor: factor[0],
-        tolerance=0.001,
-        hint="Gradients of N losses arrive at an expert as a sum. What is wanted is the gradient of their mean.",
+    "fewest-bytes": Prediction(
+        got=lambda sent: min(sent[0], key=lambda way: sent[0][way][1] + sent[0][way][3]),
+        choices=("ring", "Ulysses", "gather"),
+        hint="The ring sends keys and values N - 1 times, and again. What does an exchange send of a tensor?",
     ),
     # The exercises
     "steps-with-work": Prediction(
@@ -46,8 +46,5 @@ PREDICTIONS = {
         got=lambda: _over(_counted("zigzag", 8), _counted("contiguous", 8)),
         tolerance=0.02,
         hint="In quarter blocks: 2 in the first step and 4 in each of the others, against 2 in every step.",
-    ),
-    "rows-that-leave": Prediction(
-        got=lambda: 1000 * 2 * 7 // 8, hint="Each token has two choices, and one in eight of these is at home."
     ),
 }

@@ -2,7 +2,7 @@
 # # 13 When the network is slow: exercises
 #
 # *Predict* (three minutes), *fix* an outer step and feedback (five minutes each: ten minutes), *build* top-k with feedback
-# (twenty minutes), and a race, as long as you like (fifteen minutes). A check looks at your answer on all ranks and
+# (twenty minutes), and a race, (fifteen minutes), or longer. A check looks at your answer on all ranks and
 # says what is wrong; check again for the next hint.
 #
 # **You need** the lecture [13 When the network is slow](../lectures/13_slow_network.ipynb). Answers:
@@ -73,7 +73,7 @@ lab.check("outer-fix")
 # %% [markdown]
 # ## Fix: feedback that is forgotten
 #
-# `compress` leaves a bit of each number: its sign, times the mean size of all. (The rounding is real; the all-reduce still
+# `compress` keeps one bit of each number: its sign, times the mean size of all. (The rounding is real; the all-reduce still
 # sends whole numbers.) It gets this rank's gradient and what was kept in the step before, and returns the mean over ranks,
 # and what is kept for the next step. What was kept gets lost. Fix it.
 

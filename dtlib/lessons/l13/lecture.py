@@ -77,13 +77,12 @@ rows = [("formula", f"{20 * ring:,}"), ("trace, with flags", f"{sent:,}")]
 lab.table(rows, ("bytes of an epoch", "rank 0"))
 
 # %% tags=["statement"]
-# "(*Flags* say which parameters a rank has used.) At 20 MB/s that takes 0.05 s for an epoch, and for a billion
-# parameters 300 s for a *step*."
+# "At 20 MB/s that takes 0.05 s for an epoch"
 assert row("formula", "bytes of an epoch")[0] == 20 * 53820 and abs(20 * 53820 / 20e6 - 0.05) < 0.005
 
 # %% [markdown]
 # (*Flags* say which parameters a rank has used.) At 20 MB/s that takes 0.05 s for an epoch, and for a billion
-# parameters 300 s for a *step*. Two ways out: send seldom, or send little.
+# parameters 300 s for a *step* (four ranks send 1.5 times 4 GB). Two ways out: send seldom, or send little.
 #
 # ## Seldom: local steps
 #
@@ -140,9 +139,10 @@ assert count("furthest apart: less than 1e-12") == 1 and not count("not equal")
 #
 # ## Little: gradients made small
 #
-# `register_comm_hook`, here as in torch, puts a function in place of the all-reduce. The simplest halves the bytes:
-# torch's `bf16_compress_hook` sends 16 bits a number. To send still less, something has to be left out. **Top-k** sends the
-# largest elements, with their places. What it leaves out is *kept*, and added to the next gradient: **error feedback**.
+# `register_comm_hook`, here as in torch, puts a function in place of the all-reduce. The simplest halves the bytes: torch's
+# `bf16_compress_hook` sends 16 bits per number (GPUs alone; try it first at work). To send still less, something has to be
+# left out. **Top-k** sends the largest elements, with their places (A. F. Aji, K. Heafield, 2017). What it leaves out is
+# *kept*, and added to the next gradient: **error feedback** (F. Seide et al., 2014; S. Stich et al., 2018).
 
 # %%
 from dtlib.parallel.compression import plain as compression_plain
@@ -150,12 +150,12 @@ from dtlib.parallel.compression import plain as compression_plain
 lab.read(compression_plain.TopKState, compression_plain.top_k_hook)
 
 # %% [markdown]
-# Two more hooks are in the same file: **8 bits** a number, with one scale for every 256 numbers, and **PowerSGD**: a
-# matrix M as a product of two thin ones, P Qᵀ.
+# Two more hooks are in the same file: **8 bits** per number, with one scale for every 256 numbers, and **PowerSGD**: a matrix M
+# as a product of two thin ones, P Qᵀ. Our 8 bits round, and keep nothing.
 #
-# All of them make errors: what they send is not the mean of the gradients. We add them up over twenty
-# steps. The first sum looks at what was sent; the second counts what is still kept at the end as sent, too. **Predict**
-# for the second sum, of top-k with feedback and of 8 bits: do the errors cancel? `"they cancel"`, or `"they stay"`.
+# All of them make errors: what they send is not the mean of the gradients. We add up the errors of twenty steps. The second
+# sum adds what is still kept at the end. **Predict.** In this second sum, do the errors of each method cancel? `"they
+# cancel"`, or `"they stay"`.
 
 # %% tags=["stub"]
 lab.predict("errors-of-8-bits", {"top-k with feedback": None, "8 bits": None})
@@ -201,16 +201,16 @@ top, bits = found(r"(?m)top 1 % +(\S+) +0 \(to 1e-12\)"), found(r"(?m)8 bits +(\
 assert top[0] > 10 * bits[0] > 0 and bits[0] == bits[1]
 
 # %% [markdown]
-# What top-k has sent is far off; with what it keeps, the sum is exact. What 8 bits have sent is much nearer, but their
-# errors stay. A rank could keep its own rounding. Each rank rounds the mean of its part again, and would have to keep that
-# second error too. Ours keeps neither. PowerSGD keeps what it leaves out, as top-k does. It leaves nothing out where the
-# *averaged* gradient, a matrix, has rank at most the number of P's columns.
+# What top-k has sent is far off; with what it keeps, the sum is exact. What 8 bits have sent is much nearer, but their errors
+# stay. 8 bits round twice: a rank's own gradient, and then the mean of its part. Feedback would have to keep both errors.
+# PowerSGD keeps what it leaves out, as top-k does. If the *averaged* gradient has no higher rank than P has columns, nothing
+# is left out.
 #
 # ## Do 8 bits pay?
 #
 # They send about a quarter of the bytes, and round twice. Here on a link with 5 ms and 20 MB/s, EMULATED.
 #
-# **Predict.** Which is faster on four ranks, for 9,000 and for a million numbers: `"all_reduce"` or `"8 bits"`?
+# **Predict.** Which is faster on four ranks, for about 9,000 and for a million numbers: `"all_reduce"` or `"8 bits"`?
 
 # %% tags=["stub"]
 lab.predict("which-is-faster", {"9,000 numbers": None, "1,000,000 numbers": None})
@@ -276,9 +276,8 @@ assert many[1] > 2 * many_8[1]
 # Eight ways, digits, four ranks (SIMULATED in one process, so that hundreds of runs take seconds; tests hold them to
 # the hooks above). Who needs the fewest bytes until the training loss is 0.1? Indices, scales and padding count.
 #
-# Each way has its own best rate, so all are **tuned by one rule**. Of the same five rates, take the one with which most
-# of four *other* seeds reach that loss; where several rates do equally well, take the one with the fewest bytes; where none
-# reaches it, the one with the lowest loss at the end. Then run eight new seeds.
+# Each way has its own best rate, so all are **tuned by one rule**. Of the same five rates, choose the rate with which most of
+# four *other* seeds reach that loss. Ties are broken by the lowest loss at the end. Then run eight new seeds.
 
 # %%
 # %%px
@@ -313,7 +312,7 @@ assert all(found[2] < 1 for found in ratios.values() if found)
 
 # %% [markdown]
 # Five other ways reached it with every seed, and need fewer bytes than DDP: no interval reaches 1. Without feedback, top-k
-# and PowerSGD reached it with few seeds, or with none. (High rates magnify rounding, so digits differ between processors.)
+# and PowerSGD reached it with few seeds, or with none. (Your last digits may differ: high rates magnify rounding.)
 #
 # **Discuss.** Whose intervals overlap? Which orders would you not print?
 #
@@ -377,10 +376,12 @@ lab.quiz("13")
 #
 # ## References
 #
+# - A. F. Aji, K. Heafield: Sparse communication for distributed gradient descent. EMNLP, 2017 (top-k).
+# - S. Stich, J.-B. Cordonnier, M. Jaggi: Sparsified SGD with memory. NeurIPS, 2018.
 # - S. Stich: Local SGD converges fast and communicates little. ICLR 2019.
 # - A. Douillard et al.: DiLoCo: distributed low-communication training of language models. arXiv:2311.08105.
 # - A. Douillard et al.: Streaming DiLoCo with overlapping communication. arXiv:2501.18512.
 # - T. Vogels et al.: PowerSGD: practical low-rank gradient compression for distributed optimization. NeurIPS 2019.
 # - F. Seide et al.: 1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
-#   DNNs. Interspeech 2014 (feedback). Y. Lin et al.: Deep gradient compression. ICLR 2018 (top-k).
+#   DNNs. Interspeech 2014 (feedback). Y. Lin et al.: Deep gradient compression. ICLR 2018 (top 0.1 %).
 # - S. Karimireddy et al.: Error feedback fixes SignSGD and other gradient compression schemes. ICML 2019.

@@ -174,7 +174,7 @@ def _layers(flat: Tensor) -> list[Tensor]:
 
 
 def raced(name: str) -> Result:
-    """Tuned on OTHER_SEEDS, then run on SEEDS. Where no rate reaches the loss, the rate with the lowest last loss."""
+    """Tuned on OTHER_SEEDS, then run on SEEDS. Ties of rates are broken by the last loss."""
     rates = torch.tensor(RATES).repeat_interleave(len(OTHER_SEEDS))
     kilobytes, losses = run(METHODS[name](), OTHER_SEEDS * len(RATES), rates)
     tried, ends = [], []
@@ -182,7 +182,7 @@ def raced(name: str) -> Result:
         reached = [kb for kb in Result(0, [], kilobytes, its_losses.tolist()).until() if kb < math.inf]
         tried.append((len(reached), sum(reached) / len(reached) if reached else math.inf))
         ends.append(its_losses[-1].mean().item())
-    rate = RATES[min(range(len(RATES)), key=lambda i: (-tried[i][0], tried[i][1], ends[i]))]
+    rate = RATES[min(range(len(RATES)), key=lambda i: (-tried[i][0], ends[i]))]
     return Result(rate, tried, *_reported(METHODS[name](), rate))
 
 

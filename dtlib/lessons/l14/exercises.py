@@ -2,7 +2,7 @@
 # # 14 Capstone: exercises
 #
 # *Predict* (three minutes), *fix* a formula of memory (five minutes), *build* what chooses a mesh (fifteen minutes), and a
-# race for the fastest plan, as long as you like (seven minutes). A check looks at your answer and says what is wrong; check
+# race for the fastest plan (seven minutes), or longer. A check looks at your answer and says what is wrong; check
 # again for the next hint.
 #
 # **You need** the lecture [14 Capstone: plan it, run it, explain it](../lectures/14_capstone.ipynb). Answers:
@@ -14,9 +14,10 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 # %% [markdown]
 # ## Predict
 #
-# - In float32 with Adam, how many bytes of model states a parameter does a rank of 64 hold, with ZeRO-1 and with ZeRO-3?
+# - 64 ranks, float32, Adam. How many bytes of model states does a rank hold for each parameter of the model, with ZeRO-1? With
+#   ZeRO-3?
 # - A pipeline of 4 stages and 8 micro-batches: how many turns has a step?
-# - The batch stays as it is, in 4 micro-batches in place of one. How many times as much does a step send then?
+# - The same batch is cut into 4 micro-batches. By what factor grows what a rank sends in a step, with ZeRO-1? With ZeRO-3?
 
 # %% tags=["stub"]
 lab.predict("bytes-a-parameter", {"ZeRO-1 on 64 ranks": None, "ZeRO-3 on 64 ranks": None})

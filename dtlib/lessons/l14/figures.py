@@ -2,9 +2,10 @@
 
 from dtlib.lab.colours import RANK_COLOURS
 from dtlib.lab.drawing import shown, subplots
-from dtlib.lab.tables import Table
+from dtlib.lab.tables import Table, fold, table
 from dtlib.lessons.l14 import brief
 from dtlib.lessons.l14.runs import steps_of
+from dtlib.planner import CALIBRATIONS
 
 MEASURED, PREDICTED = "#222222", RANK_COLOURS[0]
 
@@ -81,3 +82,12 @@ def losses(events: list[dict], undisturbed: list[dict]):
     rows = [("steps done", len(steps)), ("done twice", twice), ("furthest from the other curve", f"{off:.1e}")]
     alt = "Losses by step, once with a death and once without, which lie on each other; and when each step was done."
     return figure, alt, Table(rows, ("", "this run"))
+
+
+def seen_by_the_fit() -> None:
+    """The ranges of the runs to which the planner's seconds were fitted."""
+    fit = CALIBRATIONS["h100-cluster"]
+    names = {"gpus": "GPUs", "zero": "ZeRO stage", "hidden": "hidden size"}
+    names = {**names, **{axis: axis for axis in ("data", "tensor", "pipe")}}
+    rows = [(name, f"{fit.seen[key][0]:,}", f"{fit.seen[key][1]:,}") for key, name in names.items()]
+    table(rows, ("", "from", "to"), fold(f"{fit.rows} runs: {fit.source}"), align="lrr")

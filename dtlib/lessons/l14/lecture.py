@@ -1,15 +1,14 @@
 # %% [markdown]
 # # 14 Capstone: plan it, run it, explain it
 #
-# Sixty minutes, and thirty for the exercises. You get a model, four ranks, a limit on memory that is enforced, a slow link,
-# and a rank that will die. You plan; you predict how many bytes your plan holds and how long a step takes; you run it. Then
+# Sixty-five minutes, and thirty for the exercises. You get a model, four ranks, a limit on model states that is enforced, a slow
+# link, and a rank that will die. You plan; you predict how many bytes your plan holds and how long a step takes; you run it. Then
 # you compare, explain one surprise, and scale the plan to 1,024 GPUs.
 #
 # **Questions.** Which mesh fits, and which is the fastest of those? How far off is a prediction that was made before the run?
 # What of it would you still believe on 1,024 GPUs?
 #
-# **Afterwards you can** plan a training by four formulas (bytes held, bytes sent, seconds of a step, seconds between two
-# checkpoints), run it with `dtlib train`, and say how far off you were and why.
+# **Afterwards you can** plan a training by four formulas, run it with `dtlib train`, and say how far off you were and why.
 #
 # **You need** lessons 03, 04, 06, 07 and 08. Lesson 11b has more on ranks that die.
 
@@ -70,9 +69,8 @@ lab.table(rows, ("mesh", "bytes held", "of 6,000,000"), align="lrl")
 assert 1.005 < row("data 4, ZeRO-2")[0] / 6e6 < 1.015
 
 # %% [markdown]
-# ZeRO-2 with four ranks is 1 % too large. Rounded, "seven bytes a parameter, six million", it seems to fit. The limit is
-# counted, not estimated: states, and buffers that are kept for messages. Activations, and a bucket that travels, come on
-# top.
+# ZeRO-2 with four ranks is 1 % too large. Rounded, it seems to fit. The limit is
+# counted, not estimated: states, and buffers that are kept for messages.
 
 # %%
 refused = runs.dtlib_train(brief.MESHES["data 4, ZeRO-2"], steps=3)
@@ -82,6 +80,55 @@ refused = runs.dtlib_train(brief.MESHES["data 4, ZeRO-2"], steps=3)
 assert count(r"model\s+states\s+and\s+buffers,\s+and\s+run.memory_limit\s+is\s+6,000,000") == 1
 
 # %% [markdown]
+# Activations come on top, and nobody limits them here. `data 4, ZeRO-3` keeps those of four samples in all four layers. The
+# first stage of `pipe 4` has one layer, but up to four micro-batches of four samples are under way in it.
+#
+# **Predict.** Which keeps more activations: "data 4, ZeRO-3", "pipe 4", or "about the same" (within a fifth)?
+
+# %% tags=["stub"]
+lab.predict("keeps-more", None)
+
+# %% tags=["solution"]
+lab.predict("keeps-more", "about the same")
+
+# %%
+# %%px
+import dtlib
+import torch
+from dtlib.lessons.l14 import brief
+from dtlib.workloads import decoder
+
+comm = dtlib.init().comm
+work = decoder.workload({"layers": brief.MODEL.layers})
+x, y = torch.utils.data.default_collate([work.train[place] for place in range(4)])
+
+
+def kept(layers):
+    """Bytes that autograd keeps for the backward pass of four samples."""
+    with dtlib.memory(layers) as memory:
+        out = layers(x)
+    return memory.activations
+
+
+[layers] = work.model.children()  # embedding, four blocks, head
+first_stage = torch.nn.Sequential(layers[0], layers[1])
+activations = {"data 4, ZeRO-3": kept(work.model), "pipe 4": 4 * kept(first_stage)}
+
+# %%
+kept = lab.values("activations")[0]
+rows = [(name, f"{brief.held(brief.MESHES[name]):,}", f"{count:,}") for name, count in kept.items()]
+headers = ("mesh", "bytes of states, buffers", "bytes of activations, first rank")
+lab.table(rows, headers, align="lrr")
+
+# %% tags=["statement"]
+# "A pipeline divides layers, and keeps as many micro-batches as it has stages"
+whole, stages = (row(name, "bytes of activations")[-1] for name in ("data 4, ZeRO-3", "pipe 4"))
+assert 0.8 < stages / whole < 1.2 and min(whole, stages) > 6e6
+
+# %% [markdown]
+# A pipeline divides layers, and keeps as many micro-batches as it has stages: its first rank saves hardly any activations.
+# Smaller micro-batches, or recomputation, do.
+#
 # ## How long does a step take?
 #
 # A message takes its latency, and its bytes over the bandwidth. In a *turn* a stage does one micro-batch, forward and
@@ -99,14 +146,7 @@ lab.read(brief.predicted)
 # %%px
 import time
 
-import dtlib
-import torch
-from dtlib.lessons.l14 import brief
-from dtlib.workloads import decoder
-
-comm = dtlib.init().comm
-work, took = decoder.workload({"layers": brief.MODEL.layers}), []
-x, y = torch.utils.data.default_collate([work.train[place] for place in range(4)])
+took = []
 for _ in range(8):
     comm.barrier()
     began = time.perf_counter()
@@ -127,7 +167,7 @@ print(f"{1000 * sample:.1f} ms a sample")
 # - `data`: 2 P (d-1)/d with ZeRO-0 and 1; with ZeRO-3 3 P (d-1)/d for each micro-batch;
 # - `pipe`: for each of its samples A to each neighbour: forward to the next stage, backward to the one before;
 # - `tensor`: for each sample four `all_reduce`s of A a layer, and two around the layers; each sends A once on 2 ranks,
-#   twice on 4.
+#   twice on 4 (by doubling).
 #
 # **Predict.** Of the meshes that fit, which sends least?
 
@@ -153,15 +193,15 @@ figures.times(sample)
 
 # %% [markdown]
 # Look at the two ZeRO-3 rows: it gathers the parameters for each micro-batch, so four micro-batches send four times as
-# much. `pipe 4` sends only activations, at three cuts. The band is chosen, not computed: we trust such a prediction
-# within a factor of 1.5.
+# much. `pipe 4` sends only activations, at three cuts. The band, a factor of 1.5, is chosen: we shall see how many meshes
+# lie outside.
 #
 # **Discuss.** Within a node one would take tensor parallelism first. Why is it so expensive here?
 #
 # ## Your plan
 #
 # Take one of them, or another: axes multiply to 4, and data x micro-batch divides the batch of 16. A longer pipeline
-# needs more micro-batches to keep its bubble small; ZeRO-3 takes no pipeline.
+# needs more micro-batches to keep its bubble small; ZeRO-3 takes no pipeline. (The solved notebook's plan is not the fastest.)
 
 # %% tags=["stub"]
 mine = Plan(data=4, zero=3, batch=brief.BATCH, micro_batch=4)  # yours
@@ -186,7 +226,7 @@ lab.table(runs.compared(mine, sample, result), ("my plan", "predicted", "found")
 # %% [markdown]
 # ## Was it true of the others?
 #
-# All meshes that fit, on the notebook's own ranks. That takes half a minute.
+# All meshes that fit, on the notebook's own ranks. That takes a minute or two.
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -214,41 +254,45 @@ assert count(r"\bequal\b") == 7 and not count("NOT EQUAL")
 
 # %% tags=["nbval-ignore-output"]
 figures.ratios(sample, everyones[0])
+off = {n: everyones[0][n]["seconds"] / brief.predicted(p, sample) for n, p in fitting.items()}
+outside = [name for name, ratio in off.items() if not 1 / brief.BAND <= ratio <= brief.BAND]
+print(f"{len(outside)} of {len(off)} are outside of the band.")
 
 # %% [markdown]
-# Which mesh is furthest from 1, its prediction, and which is faster than planned? If you took a mesh of this table,
-# it has now been measured twice, by `dtlib train` and here: how far are the two times apart? A prediction that is off
-# by no more than that needs no explanation yet.
+# - Which mesh is furthest from 1, its prediction?
+# - Which is faster than planned?
+# - If your plan is in this table, how far are its two times apart? A prediction that is off by no more needs no explanation.
 #
 # ## Explain one surprise
 #
-# With fewer cores than ranks, `pipe 4` tends to be faster than planned, run after run. Three explanations: "idle stages leave
-# their core to others", "gradients are sent less often", "activations fit into the cache". **Predict.** Which one says that
-# the bubble costs less than planned? It is tested below.
+# With fewer cores than ranks, `pipe 4` tends to be faster than planned, run after run. An explanation: "idle stages leave their
+# core to others, so the bubble costs nothing". An explanation is a prediction, too: it has to be tried.
+#
+# **Predict.** If it were so, and nothing else were off: what would be measured / predicted, with a prediction *without* the
+# bubble?
 
 # %% tags=["stub"]
-lab.predict("faster-than-planned", None)
+lab.predict("ratio-without-bubble", None)
 
 # %% tags=["solution"]
-lab.predict("faster-than-planned", "idle stages leave their core to others")
+lab.predict("ratio-without-bubble", 1)
 
 # %% [markdown]
-# An explanation is a prediction, too: it has to be tried. If idle stages cost nothing, a step has m turns and no bubble.
-# The same diamonds, with arrows to the ratio without the bubble:
+# Then a step has m turns. The same diamonds, with arrows to the ratio without the bubble:
 
 # %% tags=["nbval-ignore-output"]
 figures.ratios(sample, everyones[0], without_bubble=True)
 
 # %% [markdown]
-# Does the arrow of `pipe 4` cross 1? Then part of the bubble has cost nothing, as the explanation says. If it begins on
-# the right of 1, the explanation is refuted.
+# Where does the arrow of `pipe 4` end?
 #
-# But three meshes have a pipeline, and an explanation has to hold for all of them. Look at the other two. One that was
-# slower than planned *with* its bubble is further off without it. There something else costs time: small
-# micro-batches, perhaps; nobody has measured it. Also, two stages have less idle time to give away: with four
-# micro-batches one turn in five is idle, and with four stages three in seven. So one mesh that fits the explanation is
-# no proof. The same run on four free cores would decide: if the explanation is right, `pipe 4` is as slow as planned
-# there.
+# - At 1: the explanation is enough.
+# - On the right of 1, and it began on the left: part of the bubble has cost nothing. If it began on the right, refuted.
+# - Still on the left of 1: a free bubble explains a part, and something else the rest. `sample` was measured with four ranks on
+#   your cores; a pipeline seldom has four at work, so each is faster than `sample` says.
+#
+# An explanation has to hold for all three meshes with a pipeline. One that was slower than planned *with* its bubble is further
+# off without it: there something else costs time. The same run on four free cores would decide.
 #
 # A GPU lends its idle time to nobody. So **a pipeline that looks good on a busy laptop says nothing about GPUs**: the formula
 # with the bubble is the one to scale.
@@ -272,7 +316,7 @@ from dtlib.planner import save_interval
 print(f"a checkpoint every {save_interval(0.5, 25):g} s")
 
 # %% [markdown]
-# At 0.25 s a step that would be twenty steps. For a shorter run your plan saves after every 5 *steps*, and rank 2 is
+# At 0.4 s a step that would be twelve steps. For a shorter run your plan saves after every 5 *steps*, and rank 2 is
 # killed when 12 are done. **Predict.** How many steps are done twice?
 
 # %% tags=["stub"]
@@ -294,25 +338,26 @@ assert found(r"furthest from the other curve (\S+)")[0] < 1e-3
 assert row("done twice")[0] == 2
 
 # %% [markdown]
-# The losses lie on those of a run in which nobody died. The price is in seconds: steps done twice, and a start.
+# The losses lie on those of a run in which nobody died. The price is in seconds: the gap in the picture is a start of four
+# processes, and two steps are done twice.
 #
 # ## A thousand and twenty-four
 #
-# Now for real: Llama 3 70B on 1,024 H100. Memory and bytes are the same arithmetic. Seconds are from a fit to runs on
-# H100 that others have published: what was in those runs counts as measured.
-#
-# **Predict.** What has that fit seen?
+# Now for real: Llama 3 70B, of hidden size 8,192, on 1,024 H100. Memory and bytes are the same arithmetic. Seconds are from a
+# fit to 199 published runs (the Ultra-Scale Playbook's scan). The fit has seen:
+
+# %%
+figures.seen_by_the_fit()
+
+# %% [markdown]
+# **Predict.** A fit says little outside of what it has seen, and gives a wide band there. Which axis will make the band of
+# seconds widest: "data", "tensor" or "pipe"?
 
 # %% tags=["stub"]
-lab.predict("seen-by-the-fit", {
-    "1,024 GPUs": None, "tensor 8": None, "ZeRO-3": None, "a hidden size of 8,192": None,
-})  # each "measured" or "never"
+lab.predict("widest-band", None)
 
 # %% tags=["solution"]
-lab.predict("seen-by-the-fit", {
-    "1,024 GPUs": "never", "tensor 8": "measured", "ZeRO-3": "never",
-    "a hidden size of 8,192": "never",
-})
+lab.predict("widest-band", "pipe")
 
 # %%
 best = lab.plan("llama3-70b", 1024, batch=2048, seq=4096, best=4)
@@ -327,7 +372,8 @@ for sentence in best[0].outside:
 assert count(r"~\d") >= 4
 
 # %% [markdown]
-# In the grid's first row `pipe 1` fits and `pipe 2` does not: only without a pipeline does the planner try ZeRO-3.
+# The fit has never seen a pipeline, so for these meshes the band is useless: take the memory column only. In the grid's first row
+# `pipe 1` fits and `pipe 2` does not: only without a pipeline does the planner try ZeRO-3.
 #
 # A `~` stands before each time: nothing like it was measured. [Another page](../../docs/explanation/how_far_off_the_planner_is.md)
 # compares such figures with measurements: 15 % off on average for other papers.
@@ -337,7 +383,7 @@ assert count(r"~\d") >= 4
 #
 # ## What you have done
 #
-# The exercises have a race: the fastest plan by the clock of this task. `lab.scores()` keeps your best. Afterwards,
+# The exercises have a race: the fastest plan by this lesson's formula. `lab.scores()` keeps your best. Afterwards,
 # `lab.certificate("your name")` writes a page into your folder, with what you have predicted, solved and run.
 
 # %% tags=["stub"]
@@ -370,3 +416,4 @@ lab.quiz("14")
 # - J. W. Young: A first order approximation to the optimum checkpoint interval. CACM 17, 1974.
 # - J. Bang et al.: vTrain: a simulation framework for evaluating cost-effective and compute-optimal large language model
 #   training. MICRO 2024.
+# - N. Tazi et al.: The Ultra-Scale Playbook: training LLMs on GPU clusters. Hugging Face, 2025.

@@ -4,10 +4,7 @@ from dtlib.lab.checks.exercise import Prediction
 from dtlib.lessons.l14 import brief
 from dtlib.planner import CALIBRATIONS, save_interval
 
-_FITS, _SEEN = ("fits", "too large"), ("measured", "never")
-_WHY = (
-    "idle stages leave their core to others", "gradients are sent less often", "activations fit into the cache",
-)  # fmt: skip
+_FITS = ("fits", "too large")
 _ASKED = ("data 4", "data 4, ZeRO-1", "data 4, ZeRO-2", "data 4, ZeRO-3", "data 2, pipe 2, ZeRO-1")
 
 
@@ -20,13 +17,15 @@ def _sends_least() -> str:
     return min(fitting, key=lambda name: sum(brief.sent(brief.MESHES[name]).values()))
 
 
-def _seen() -> dict:
+def _keeps_more(activations: list) -> str:
+    whole, stages = activations[0].values()
+    return "about the same" if 0.8 < stages / whole < 1.2 else max(activations[0], key=activations[0].get)
+
+
+def _widest() -> str:
+    """The axis of which the planned values are outside of the fit's, and whose band is widest."""
     seen = CALIBRATIONS["h100-cluster"].seen
-    asked = {
-        "1,024 GPUs": ("gpus", 1024), "tensor 8": ("tensor", 8), "ZeRO-3": ("zero", 3),
-        "a hidden size of 8,192": ("hidden", 8192),
-    }  # fmt: skip
-    return {name: _SEEN[not seen[key][0] <= value <= seen[key][1]] for name, (key, value) in asked.items()}
+    return next(axis for axis in ("pipe", "data", "tensor") if seen[axis] == (1, 1))
 
 
 PREDICTIONS = {
@@ -40,15 +39,18 @@ PREDICTIONS = {
         choices=tuple(brief.MESHES),
         hint="Parameters, gradients or activations: which of the three is smallest here, with 16 samples a step?",
     ),
-    "faster-than-planned": Prediction(
-        got=lambda: _WHY[0],
-        choices=_WHY,
-        hint="Four ranks on two cores: who computes while stage 3 waits for its first micro-batch?",
+    "keeps-more": Prediction(
+        got=_keeps_more,
+        choices=("data 4, ZeRO-3", "pipe 4", "about the same"),
+        hint="Layers times micro-batches under way, for each of the two.",
     ),
+    "ratio-without-bubble": Prediction(got=lambda: 1, hint="What is measured would be what is predicted."),
     "seconds-between-saves": Prediction(got=lambda: save_interval(0.5, 25), hint="The root of 2 x 0.5 x 25."),
     "done-twice": Prediction(got=lambda: 12 % 5, hint="The last checkpoint before step 12 is that of step 10."),
-    "seen-by-the-fit": Prediction(
-        got=_seen, choices=_SEEN, hint="8 to 128 GPUs, ZeRO-0 and 1, hidden sizes from 2,048 to 4,096, tensor up to 32."
+    "widest-band": Prediction(
+        got=_widest,
+        choices=("data", "tensor", "pipe"),
+        hint="Of which axis has the fit seen one value alone?",
     ),
     # The exercises
     "bytes-a-parameter": Prediction(

@@ -1,58 +1,90 @@
 """Plausible wrong answers to lesson 09, and the mistake that the check must recognise in each."""
 
 import math
-import random
 
+import torch
+from torch import distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-# fix: my_samples(order, rank, ranks)
+# fix: my_samples(comm, count)
 
 
-def cuts_off_the_rest(order, rank, ranks):
-    """The planted bug."""
-    each = len(order) // ranks
-    return order[rank * each : (rank + 1) * each]
+def of_rank_0(comm, order):
+    dist.broadcast(order, group_src=0, group=comm.group)
+    return order.tolist()
 
 
-def rest_to_the_last(order, rank, ranks):
-    each = len(order) // ranks
-    return order[rank * each : None if rank == ranks - 1 else (rank + 1) * each]
+def in_order(comm, count):
+    return of_rank_0(comm, torch.randperm(count))
 
 
-def pads_like_a_distributed_sampler(order, rank, ranks):
-    each = math.ceil(len(order) / ranks)
-    padded = (list(order) * 2)[: each * ranks]
-    return padded[rank::ranks]
+def as_it_was(comm, count):
+    """Both planted bugs."""
+    order, each = torch.randperm(count), count // comm.size
+    return order[comm.rank * each : (comm.rank + 1) * each].tolist()
 
 
-def shuffles_for_itself(order, rank, ranks):
-    return random.sample(order, len(order))[rank::ranks]
+def cuts_off_the_rest(comm, count):
+    """The second planted bug."""
+    order, each = in_order(comm, count), count // comm.size
+    return order[comm.rank * each : (comm.rank + 1) * each]
 
 
-def one_too_many(order, rank, ranks):
-    each = math.ceil(len(order) / ranks)
-    return order[rank * each : (rank + 1) * each + 1]
+def shuffles_for_itself(comm, count):
+    """The first planted bug."""
+    return torch.randperm(count)[comm.rank :: comm.size].tolist()
 
 
-def shares_nothing(order, rank, ranks):
-    return order
+def broadcasts_too_late(comm, count):
+    mine = torch.randperm(count)[comm.rank :: comm.size].contiguous()
+    other = torch.randperm(count)
+    dist.broadcast(other, group_src=0, group=comm.group)
+    return mine.tolist()
 
 
-def places_not_numbers(order, rank, ranks):
-    return list(range(rank, len(order), ranks))
+def rest_to_the_last(comm, count):
+    order, each = in_order(comm, count), count // comm.size
+    return order[comm.rank * each : None if comm.rank == comm.size - 1 else (comm.rank + 1) * each]
 
 
-def by_remainders(order, rank, ranks):
-    """Even where the numbers of samples have no gaps."""
-    return [number for number in order if number % ranks == rank]
+def pads_like_a_distributed_sampler(comm, count):
+    order, each = in_order(comm, count), math.ceil(count / comm.size)
+    return (order * 2)[: each * comm.size][comm.rank :: comm.size]
 
 
-def begins_too_late(order, rank, ranks):
-    return order[rank + 1 :: ranks]
+def one_too_many(comm, count):
+    order, each = in_order(comm, count), math.ceil(count / comm.size)
+    return order[comm.rank * each : (comm.rank + 1) * each + 1]
 
 
-def how_many(order, rank, ranks):
-    return len(order) // ranks
+def shares_nothing(comm, count):
+    return in_order(comm, count)
+
+
+def from_one_on(comm, count):
+    """Samples are counted from 0."""
+    return [number + 1 for number in in_order(comm, count)][comm.rank :: comm.size]
+
+
+def never_random(comm, count):
+    return list(range(comm.rank, count, comm.size))
+
+
+def the_same_seed_each_time(comm, count):
+    torch.manual_seed(0)
+    return torch.randperm(count)[comm.rank :: comm.size].tolist()
+
+
+def begins_too_late(comm, count):
+    return in_order(comm, count)[comm.rank + 1 :: comm.size]
+
+
+def three_ranks(comm, count):
+    return in_order(comm, count)[comm.rank :: 3]
+
+
+def how_many(comm, count):
+    return count // comm.size
 
 
 # fix: Stream(order, rank, ranks)
@@ -237,15 +269,19 @@ NAMED = {
 
 WRONG = {
     "shard-fix": {
+        as_it_was: "own-order",
+        shuffles_for_itself: "own-order",
+        broadcasts_too_late: "own-order",
         cuts_off_the_rest: "lost",
         rest_to_the_last: "uneven",
         pads_like_a_distributed_sampler: "overlap",
         one_too_many: "overlap",
-        shuffles_for_itself: "by-chance",
         shares_nothing: "all-on-every-rank",
-        places_not_numbers: "strange-samples",
-        by_remainders: "uneven",
+        from_one_on: "strange-samples",
+        never_random: "never-shuffled",
+        the_same_seed_each_time: "never-shuffled",
         begins_too_late: "lost-on-the-way",
+        three_ranks: "other-size",
         how_many: "type",
     },
     "twice-fix": {

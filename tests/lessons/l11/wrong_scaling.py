@@ -2,34 +2,48 @@
 
 import math
 
-# fix: efficiency(seconds, kind)
+import torch
+from torch import distributed as dist
+
+# fix: efficiency(comm, seconds, kind)
 
 
-def as_it_was(seconds, kind):
-    """The planted bug: it knows one kind of scaling, and one rank to begin with."""
+def slowest(comm, seconds, op=dist.ReduceOp.MAX):
+    took = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    dist.all_reduce(took, op=op, group=comm.group)
+    return dict(zip(seconds, took.tolist(), strict=True))
+
+
+def as_it_was(comm, seconds, kind):
+    """The planted bugs: its own seconds, one kind of scaling, and one rank to begin with."""
     return {n: seconds[min(seconds)] / (n * took) for n, took in seconds.items()}
 
 
-def counts_from_one(seconds, kind):
+def counts_from_one(comm, seconds, kind):
+    seconds = slowest(comm, seconds)
     first = min(seconds)
     return {n: seconds[first] / took / (n if kind == "strong" else 1) for n, took in seconds.items()}
 
 
-def one_kind(seconds, kind):
+def one_kind(comm, seconds, kind):
+    seconds = slowest(comm, seconds)
     first = min(seconds)
     return {n: first * seconds[first] / (n * took) for n, took in seconds.items()}
 
 
-def the_other_kind(seconds, kind):
+def the_other_kind(comm, seconds, kind):
+    seconds = slowest(comm, seconds)
     return {n: seconds[min(seconds)] / took for n, took in seconds.items()}
 
 
-def speed_ups(seconds, kind):
+def speed_ups(comm, seconds, kind):
+    seconds = slowest(comm, seconds)
     first = min(seconds)
     return {n: seconds[first] / took * (n / first if kind == "weak" else 1) for n, took in seconds.items()}
 
 
-def from_the_one_before(seconds, kind):
+def from_the_one_before(comm, seconds, kind):
+    seconds = slowest(comm, seconds)
     found, before = {}, min(seconds)
     for n in sorted(seconds):
         found[n] = seconds[before] / seconds[n] * (before / n if kind == "strong" else 1)
@@ -37,48 +51,57 @@ def from_the_one_before(seconds, kind):
     return found
 
 
-def the_base_divides(seconds, kind):
+def the_base_divides(comm, seconds, kind):
+    seconds = slowest(comm, seconds)
     first = min(seconds)
     return {n: seconds[first] / took / (first * n if kind == "strong" else 1) for n, took in seconds.items()}
 
 
-def less_what_is_lost(seconds, kind):
+def less_what_is_lost(comm, seconds, kind):
     """Nearly that, and at times it looks like fewer digits."""
+    seconds = slowest(comm, seconds)
     first = min(seconds)
     return {n: 2 - took / seconds[first] * (n / first if kind == "strong" else 1) for n, took in seconds.items()}
 
 
-def in_percent(seconds, kind):
+def in_percent(comm, seconds, kind):
+    seconds = slowest(comm, seconds)
     first = min(seconds)
     return {n: 100 * seconds[first] / took * (first / n if kind == "strong" else 1) for n, took in seconds.items()}
 
 
-def trusts_the_order(seconds, kind):
+def trusts_the_order(comm, seconds, kind):
+    seconds = slowest(comm, seconds)
     first = next(iter(seconds))
     return {n: seconds[first] / took * (first / n if kind == "strong" else 1) for n, took in seconds.items()}
 
 
-def whole_multiples(seconds, kind):
+def whole_multiples(comm, seconds, kind):
+    seconds = slowest(comm, seconds)
     first = min(seconds)
     return {n: seconds[first] / took / (n // first if kind == "strong" else 1) for n, took in seconds.items()}
 
 
-def from_the_largest(seconds, kind):
+def from_the_largest(comm, seconds, kind):
+    seconds = slowest(comm, seconds)
     last = max(seconds)
     return {n: seconds[last] / took * (last / n if kind == "strong" else 1) for n, took in seconds.items()}
 
 
-def from_the_longest_time(seconds, kind):
+def from_the_longest_time(comm, seconds, kind):
+    seconds = slowest(comm, seconds)
     first, base = min(seconds), max(seconds.values())
     return {n: base / took * (first / n) if kind == "strong" else seconds[first] / took for n, took in seconds.items()}
 
 
-def from_the_best_time(seconds, kind):
+def from_the_best_time(comm, seconds, kind):
+    seconds = slowest(comm, seconds)
     right = right_efficiencies(seconds, kind)
     return right if kind == "strong" else {n: min(seconds.values()) / took for n, took in seconds.items()}
 
 
-def rounded_efficiencies(seconds, kind):
+def rounded_efficiencies(comm, seconds, kind):
+    seconds = slowest(comm, seconds)
     return {n: round(found, 6) for n, found in right_efficiencies(seconds, kind).items()}
 
 
@@ -87,13 +110,38 @@ def right_efficiencies(seconds, kind):
     return {n: seconds[first] / took * (first / n if kind == "strong" else 1) for n, took in seconds.items()}
 
 
-def at_most_one(seconds, kind):
+def at_most_one(comm, seconds, kind):
+    seconds = slowest(comm, seconds)
     return {n: min(found, 1.0) for n, found in right_efficiencies(seconds, kind).items()}
 
 
-def a_list(seconds, kind):
+def a_list(comm, seconds, kind):
+    seconds = slowest(comm, seconds)
     first = min(seconds)
     return [seconds[first] / took for took in seconds.values()]
+
+
+def of_the_slowest(comm, seconds, kind):
+    """One of the planted bugs is mended."""
+    seconds = slowest(comm, seconds)
+    return {n: seconds[min(seconds)] / (n * took) for n, took in seconds.items()}
+
+
+def of_this_rank(comm, seconds, kind):
+    return right_efficiencies(seconds, kind)
+
+
+def of_the_fastest(comm, seconds, kind):
+    return right_efficiencies(slowest(comm, seconds, dist.ReduceOp.MIN), kind)
+
+
+def of_the_sum(comm, seconds, kind):
+    """Nobody has said which operation."""
+    return right_efficiencies(slowest(comm, seconds, dist.ReduceOp.SUM), kind)
+
+
+def of_the_mean(comm, seconds, kind):
+    return right_efficiencies(slowest(comm, seconds, dist.ReduceOp.AVG), kind)
 
 
 # build: step_seconds(ranks, compute, count, latency, bandwidth)
@@ -212,7 +260,12 @@ def asks_for_three(ranks, compute, count, latency, bandwidth):
 
 WRONG = {
     "efficiency-fix": {
-        as_it_was: "strong-for-weak",
+        as_it_was: "own-seconds",
+        of_the_slowest: "strong-for-weak",
+        of_this_rank: "own-seconds",
+        of_the_fastest: "fastest-rank",
+        of_the_sum: "sum-of-ranks",
+        of_the_mean: "sum-of-ranks",
         counts_from_one: "one-rank-base",
         one_kind: "strong-for-weak",
         the_other_kind: "weak-for-strong",

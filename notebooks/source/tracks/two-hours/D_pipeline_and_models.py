@@ -48,7 +48,8 @@ assert of_gpipe[:3] == eager[:3] and of_gpipe[3:] == [8] * 4 and eager[3:] == [4
 # A *node* is a machine of several GPUs.
 #
 # From top to bottom, stop where it fits. `lab.chart()` asks four more questions, which lessons
-# [08](../../lectures/08_tensor_and_hybrid.ipynb) and [12](../../lectures/12_sequences_and_experts.ipynb) explain.
+# [08](../../lectures/08_tensor_and_hybrid.ipynb), [12](../../lectures/12_sequences.ipynb) and
+# [12b](../../lectures/12b_experts.ipynb) explain.
 
 # %%
 lab.chart(short=True)

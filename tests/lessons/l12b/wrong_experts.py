@@ -1,4 +1,4 @@
-"""Plausible wrong answers to lesson 12's experts, and the mistake that the check must recognise in each."""
+"""Plausible wrong answers to lesson 12b, and the mistake that the check must recognise in each."""
 
 import torch
 
