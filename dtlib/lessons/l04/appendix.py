@@ -133,7 +133,8 @@ assert found(f"your loss: {number}")[0] < 1e-12 and found(f"batch_size: {number}
 
 # %% [markdown]
 # **Uneven numbers of batches.** A rank that has one batch more than the others waits for them forever. Inside `join()`,
-# ranks that have finished take part with zeros until all have. torch's DDP has the same `join()`. Rank r has r + 1 batches:
+# ranks that have finished take part with zeros until all have. The mean is still over all ranks, so the last gradients shrink.
+# (`join(divide_by_initial_world_size=False)` divides by the ranks that still train.) torch's DDP has the same `join()`. Rank r has r + 1 batches:
 
 # %%
 # %%px
@@ -210,6 +211,8 @@ assert min(seconds) < best < max(seconds)
 # networks of data centres.
 #
 # **Your turn.** Set `latency=0.0001` where `slow` is made. Which way does the best size move, and why?
+#
+# <details><summary>Answer</summary>It gets smaller: a message costs less, so leaving early pays.</details>
 #
 # ## Buckets in the wrong order
 #

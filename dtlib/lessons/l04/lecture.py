@@ -437,8 +437,8 @@ lab.push(folder=str(folder))
 assert count(r"(?m)^ *(.*# )?[1-7]\. |# \d\. |: +# 7\.") == 7
 
 # %% [markdown] tags=["half-day"]
-# The loop has not changed. Two things are easily forgotten: the sampler, without which all ranks train on the same
-# images; and that `batch_size` is now per rank.
+# The loop has not changed. Easily forgotten: the sampler, without which all ranks train on the same images; and that
+# `batch_size` is now per rank.
 
 # %% [markdown]
 # The fourth change is a rule of thumb; lesson 05 has its limits.

@@ -35,10 +35,12 @@ def _number(value):
 
 
 def scale(small: float, large: float, few: float, many: float) -> float:
-    """By the squared lengths of gradients of few and of many samples; infinite where the true gradient comes out as 0.
+    """By the squared lengths of gradients of few and of many samples; infinite where these do not tell it.
 
     S. McCandlish et al., arXiv:1812.06162, appendix A.1.
     """
+    if few == many:
+        return math.inf
     noise = (small - large) / (1 / few - 1 / many)
     true = (many * large - few * small) / (many - few)
     return noise / true if true else math.inf
