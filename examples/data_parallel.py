@@ -1,0 +1,34 @@
+"""Train on handwritten digits with dtlib's data parallelism.
+
+    mpiexec --oversubscribe -n 4 python examples/data_parallel.py
+
+Lines with an arrow differ from serial.py. The batch of all ranks is that of serial.py, and so are the steps."""
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import dtlib  # <-
+from dtlib.lab import digits
+from dtlib.parallel.data import DataParallel  # <-
+
+world = dtlib.init()  # <- which rank am I?
+rank, ranks = world.rank, world.size  # <-
+BATCH = 96
+torch.manual_seed(0)
+(images, labels), test = digits.load()
+
+model = digits.net()
+model = DataParallel(model, world.comm)  # <- rank 0's values; averages gradients in the backward pass
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+for first in range(0, len(images) - BATCH + 1, BATCH):
+    x, y = images[first : first + BATCH], labels[first : first + BATCH]
+    x, y = x[rank::ranks], y[rank::ranks]  # <- every rank takes another part of the batch
+    loss = cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+accuracy = digits.accuracy(model, test)
+if rank == 0:  # <- one rank prints
+    print(f"{accuracy:.1%} of the test images are right, norm of the first layer {next(model.parameters()).norm():.4f}")
