@@ -38,7 +38,7 @@ from dtlib.lessons.l04 import figures
 figures.data_parallelism()
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Our net reads handwritten digits, in float64, so that no mistake can hide behind rounding.
+# Our net reads handwritten digits, in float64, so that rounding hides no mistake.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -476,7 +476,8 @@ assert count("89% of the test images are right") == 3
 # First only rank 0 printed; then every rank ran the serial script.
 
 # %% [markdown]
-# In a terminal: `mpiexec -n 4 python notebooks/digits_horovod.py 24 0.02`.
+# In a terminal: `mpiexec -n 4 python notebooks/digits_horovod.py 24 0.02`. With DDP: `torchrun --nproc-per-node 4
+# examples/ddp.py`.
 
 # %% [markdown] tags=["half-day"]
 # ## DDP
