@@ -267,7 +267,7 @@ assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
 assert peaks[0] / peaks[3] < states[0] / states[3]
 
 # %% [markdown] tags=["half-day"]
-# The peak falls from stage to stage, to stage 3 only a little: one of our three units is two thirds of the net, and is whole
+# The peak falls from stage to stage. To stage 3 it falls little: one of our three units is two thirds of the net, and is whole
 # while it computes.
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -568,12 +568,14 @@ HOW = {
 cases = {f"{net}, {name}": bought(net, **how) for net in NETS for name, how in HOW.items()}
 
 # %%
-cases, rows = lab.values("cases")[0], []
-for name, (stored, states, peak, flops) in cases.items():
-    first = cases[f"{name.split(',')[0]}, float32"]
-    less, arithmetic = f"{first[0] / stored:.1f}", f"{flops / first[3]:.2f}"
-    rows.append((name, stored, less, states, peak, arithmetic))
-lab.table(rows, ("rank 0", "stored (bytes)", "times less", "states (bytes)", "peak", "arithmetic"))
+of_rank_0 = lab.values("cases")[0]
+for net in ("perceptron", "transformer"):
+    rows, first = [], of_rank_0[f"{net}, float32"]
+    for name in ("float32", "mixed precision", "and 4 micro-batches", "and recomputation"):
+        stored, states, peak, flops = of_rank_0[f"{net}, {name}"]
+        less, arithmetic = f"{first[0] / stored:.1f}", f"{flops / first[3]:.2f}"
+        rows.append((name, stored, less, states, peak, arithmetic))
+    lab.table(rows, (net, "stored (bytes)", "times less", "states (bytes)", "peak", "arithmetic"))
 
 # %% tags=["statement"]
 # "Mixed precision does not make model states smaller"
@@ -582,8 +584,7 @@ lab.table(rows, ("rank 0", "stored (bytes)", "times less", "states (bytes)", "pe
 # "The transformer stores many times its states, the perceptron a few times: there recomputation gains most."
 kept = {}
 for net in ("perceptron", "transformer"):
-    way = f"{net}, {{}}".format
-    first, mixed, again = (row(way(name), "arithmetic") for name in ("float32", "mixed precision", "and recomputation"))
+    first, mixed, again = (row(name, f"{net}  ") for name in ("float32", "mixed precision", "and recomputation"))
     assert mixed[2] == first[2] and mixed[1] >= 1.9 and 1 < again[4] < 4 / 3
     kept[net] = first[0] / first[2], again[1]
 assert kept["transformer"][0] > 15 and kept["perceptron"][0] < 6 and kept["transformer"][1] > kept["perceptron"][1]

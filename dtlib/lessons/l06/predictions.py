@@ -47,7 +47,7 @@ PREDICTIONS = {
     ),
     "gathered-in-order": Prediction(got=lambda order: order, kind=str, hint="Forward, then in reverse."),
     "factor-on-states": Prediction(
-        got=lambda cases: cases["perceptron, mixed precision"][1] / cases["perceptron, float32"][1],
+        got=lambda cases: cases[0]["perceptron, mixed precision"][1] / cases[0]["perceptron, float32"][1],
         hint="2 + 2 + 4 + 8 is 16 as well.",
     ),
     "stage-that-fits": Prediction(
