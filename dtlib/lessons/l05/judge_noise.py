@@ -19,7 +19,7 @@ def made(case: int, rank: int):
 def observe(noise_scale, comm):
     """For each case: the number that was returned, or a text that says what it was; and is the gradient as before?"""
     seen = []
-    for case, (samples, *_) in enumerate(CASES):
+    for case, (samples, *_) in enumerate(CASES if comm.size > 1 else ()):
         gradient = made(case, comm.rank)
         seen.append((_number(noise_scale(comm, gradient, samples)), gradient.equal(made(case, comm.rank))))
     return seen
@@ -93,6 +93,8 @@ def _mistakes(own: float, lengths: list[float], large: float, b: int) -> list:
 
 def judge(observations) -> None:
     """The number is the same on all ranks, and follows from the two mean squared lengths."""
+    rows(None)("one-rank", len(observations) == 1, "two ranks at least", "one rank",
+               "One rank's gradient is that of all samples: two unknowns, one length.", "Run lab.engines(3) first.")
     for rank, seen in enumerate(observations):
         for value, _ in seen:
             rows(rank)("type", isinstance(value, str), "one number", f"{value}",
