@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 01 Why distribute
 #
-# Forty-five minutes. People spread training over many processors because a model does not fit on one, or because
+# Thirty-five minutes. People spread training over many processors because a model does not fit on one, or because
 # training on one takes too long. You compute both, count both on ranks, see four ways to divide the work, and put six
 # claims on trial.
 #

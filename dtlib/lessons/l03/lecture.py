@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 03 Collectives
 #
-# Seventy-five minutes. You see what each collective does, count messages and bytes, step through the ring all-reduce, measure
+# Sixty minutes. You see what each collective does, count messages and bytes, step through the ring all-reduce, measure
 # what it costs, and make ranks hang.
 #
 # **Questions.** How do many ranks add up an array, and what does it cost? What is a hang?

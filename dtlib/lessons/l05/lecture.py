@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 05 Large batches
 #
-# A side trip of an hour. More ranks mean larger batches. You see what that does to training, which rules
+# A side trip of forty-five minutes. More ranks mean larger batches. You see what that does to training, which rules
 # repair it, where they break, and how far you can believe a figure without intervals.
 #
 # **Questions.** Which learning rate goes with k times the batch? Up to which batch? Do large batches find worse networks?

@@ -583,8 +583,8 @@ for net in ("perceptron", "transformer"):
 # "Recomputation costs at most one more forward pass: a third more arithmetic."
 # "The transformer stores many times its states, the perceptron a few times: there recomputation gains most."
 kept = {}
-for net in ("perceptron", "transformer"):
-    first, mixed, again = (row(name, f"{net}  ") for name in ("float32", "mixed precision", "and recomputation"))
+for at, net in enumerate(("perceptron", "transformer")):
+    first, mixed, again = (rows(name, "transformer  ")[at] for name in ("float32", "mixed precision", "and recomputation"))
     assert mixed[2] == first[2] and mixed[1] >= 1.9 and 1 < again[4] < 4 / 3
     kept[net] = first[0] / first[2], again[1]
 assert kept["transformer"][0] > 15 and kept["perceptron"][0] < 6 and kept["transformer"][1] > kept["perceptron"][1]

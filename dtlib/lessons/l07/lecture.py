@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 07 Pipelines
 #
-# Two hours, with the puzzle. You cut a model between its layers and put the pieces, the *stages*, on different ranks. At
+# Ninety minutes. You cut a model between its layers and put the pieces, the *stages*, on different ranks. At
 # first all ranks but one wait. So you cut the batch too, and count the time that is still lost. The order of work, the
 # *schedule*, is a list: you draw it, check it, and run it.
 #
