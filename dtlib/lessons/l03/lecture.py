@@ -391,9 +391,8 @@ def hierarchical(tensor):
     dist.all_gather_single(tensor, part, group=machine.group)
 
 
-gradient = torch.full((300_000,), float(world.rank))
 with dtlib.trace() as in_steps:
-    hierarchical(gradient)
+    hierarchical(gradient := torch.full((300_000,), float(world.rank)))
 with dtlib.trace() as flat:
     comm.all_reduce(torch.ones(300_000), algorithm="ring")
 inside = sum(in_steps.sent(name)[1] for name in ("reduce_scatter", "all_gather"))

@@ -126,7 +126,8 @@ torch.manual_seed(0)
 images, labels = digits.load()
 images, labels = images[:1440].double(), labels[:1440]
 net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)).double()
-sgd, mine, scales = torch.optim.SGD(net.parameters(), lr=0.1), slice(world.rank, None, world.size), {}
+sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+mine, scales = slice(world.rank, None, world.size), {}
 for epoch in range(11):
     if epoch in (0, 5, 10):
         loss = cross_entropy(net(images[mine]), labels[mine])

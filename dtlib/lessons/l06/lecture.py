@@ -90,8 +90,6 @@ assert kept == [[2, 2, 12], [2, 2, 12, 4], [2, 2, 4, 12, 4], [2, 4, 2, 4, 12, 4]
 
 # %%
 lab.read(plain)
-
-# %%
 lab.read(plain.Unit, plain.Stage1.__init__, plain.Stage1.gradient_is_ready)
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -430,7 +428,8 @@ class Hybrid(Stage3):
         dist.all_reduce(unit.shard.grad, group=across.group)
         unit.shard.grad /= across.size
 
-
+# %%
+# %%px
 def kept_and_sent(kind, group):
     """Bytes of shards, bytes sent in a step for units, and bytes sent by an all_reduce."""
     model = fresh_net()
@@ -724,21 +723,17 @@ assert ours == theirs and by_torch < held
 # %%
 # %%px
 import dtlib.backend
-from torch import distributed as dist
 from torch.distributed import fsdp
 
 if dist.is_initialized():
     dist.destroy_process_group()  # that of runtime="torch"
 dist.init_process_group("dtlib", init_method="dtlib://")
-mesh = dist.init_device_mesh("cpu", (comm.size,))
-fsdp_net = fresh_net()
+mesh, fsdp_net = dist.init_device_mesh("cpu", (comm.size,)), fresh_net()
 for module in (*(one for one in fsdp_net if isinstance(one, nn.Linear)), fsdp_net):
     fsdp.fully_shard(module, mesh=mesh)
-
 both = {"ours": at_stage(3), "fsdp2": (fsdp_net, AdamW(fsdp_net.parameters(), **ADAM))}
 for name, (model, adam) in both.items():
-    losses = digits.train(model, comm, adam.step, adam.zero_grad)
-    assert (losses - expected).abs().max() < 1e-12
+    assert (digits.train(model, comm, adam.step, adam.zero_grad) - expected).abs().max() < 1e-12
     with dtlib.trace() as both[name]:
         with dtlib.phase("forward"):
             loss = cross_entropy(model(x[:24]), y[:24])

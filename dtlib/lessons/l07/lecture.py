@@ -306,7 +306,8 @@ if comm.rank == 3:
     print(f"last loss: the pipeline {loss:.10f}, one process {loss_alone:.10f}")
 
 # %% [markdown]
-# The full classes have what the plain core leaves out. Their names are those of torch's own, which runs on the same ranks:
+# The full classes have what the plain core leaves out. Their names are those of torch's own, which runs on the same ranks and gives
+# the same:
 
 # %%
 # %%px
@@ -317,17 +318,22 @@ import dtlib.backend
 
 if not dist.is_initialized():
     dist.init_process_group("dtlib", init_method="dtlib://")  # on GPUs: "nccl"
-piece = PipelineModule(layers(), num_stages=4).double()
+piece, ours = (PipelineModule(layers(), num_stages=4).double() for _ in range(2))
 place = pipelining.PipelineStage(piece, comm.rank, 4, torch.device("cpu"))
 schedule = pipelining.Schedule1F1B(place, n_microbatches=8, loss_fn=cross_entropy)
-inputs = [x[:240]] if comm.rank == 0 else []
+inputs, target = [x[:240]] * (comm.rank == 0), y[:240] if comm.rank == 3 else None
 losses_1f1b = []
-schedule.step(*inputs, target=y[:240] if comm.rank == 3 else None, losses=losses_1f1b)
-ours = PipelineModule(layers(), num_stages=4).double()
-plain.step(comm.group, ours, *(inputs or [None]), y[:240] if comm.rank == 3 else None, cross_entropy, 8)
+schedule.step(*inputs, target=target, losses=losses_1f1b)
+loss = plain.step(comm.group, ours, *(inputs or [None]), target, cross_entropy, 8)
 for p, q in zip(piece.parameters(), ours.parameters(), strict=True):
     assert (p.grad - q.grad).abs().max() < 1e-12
+if comm.rank == 3:
+    print(f"loss, torch: {sum(losses_1f1b) / 8:.10f}, ours: {loss:.10f}")
 dist.destroy_process_group()
+
+# %% tags=["statement"]
+# "Their names are those of torch's own, which runs on the same ranks and gives the same:"
+assert len(set(found(r"loss, torch: ([\d.]+), ours: ([\d.]+)"))) == 1
 
 # %% [markdown]
 # ## Bytes of two nets, and recomputation
@@ -366,8 +372,15 @@ NETS = {
     "perceptron": (layers(), [0, 2, 4, 6, 9], x[:640].float(), y[:640], cross_entropy),
     "transformer": (blocks, [0, 2, 3, 4, 6], text, text, decoder.loss_fn),
 }
+KINDS = {
+    "GPipe": (ScheduleGPipe, False),
+    "1F1B": (Schedule1F1B, False),
+    "GPipe, recomputing": (ScheduleGPipe, True),
+    "1F1B, recomputing": (Schedule1F1B, True),
+}
 
-
+# %%
+# %%px
 def kept_by(net, kind, recompute=False):
     """Micro-batches in flight, and bytes of activations, at most in a step."""
     specs, cuts, inputs, target, loss_fn = NETS[net]
@@ -381,12 +394,6 @@ def kept_by(net, kind, recompute=False):
     return schedule.peak_in_flight, m.activations
 
 
-KINDS = {
-    "GPipe": (ScheduleGPipe, False),
-    "1F1B": (Schedule1F1B, False),
-    "GPipe, recomputing": (ScheduleGPipe, True),
-    "1F1B, recomputing": (Schedule1F1B, True),
-}
 kept = {(net, name): kept_by(net, *how) for net in NETS for name, how in KINDS.items()}
 
 # %%
@@ -459,7 +466,7 @@ assert abs(ideal["interleaved 1F1B"] - 37.5 / 2) < 0.1 and abs(ideal["ZB-H1"] - 
 #
 # ## Explore
 #
-# Move the sliders; the button runs what you see on the ranks. Try fewer micro-batches than ranks. Then let messages
+# The button runs what you see on the ranks. Try fewer micro-batches than ranks. Then let messages
 # take as long as a forward pass: which order suffers most?
 
 # %% tags=["nbval-ignore-output"]
