@@ -152,7 +152,8 @@ def test_right_answers_pass(world):
     for exercise, home in homes().items():
         if exercise not in with_own_tests and home.parent.name < "l09":  # later lessons have some, too
             verdict = judge_on_this_rank(exercise, answers)
-            assert verdict.passed, verdict.text()
+            alone = exercise == "noise-scale" and world.size == 1  # which says so
+            assert verdict.mistake == ("one-rank" if alone else ""), verdict.text()
     assert judge_on_this_rank("pi-streams", {"count_my_points": count_right_with_own_kernel}).passed
 
 

@@ -11,6 +11,7 @@ from scipy import stats
 from dtlib.lab.checks.checks import judge_here, judge_on_this_rank
 from dtlib.lessons.l05 import intervals
 from tests.cases import for_each
+from tests.lessons.l05.wrong_noise import right as scale_right
 from tests.ranks import on_ranks
 
 
@@ -38,7 +39,7 @@ def settings_right(step, warmup_steps, k):
     return {"lr": 0.02 + 0.02 * (k - 1) * fraction, "momentum": 0.9}
 
 
-RIGHT_RATES = {"warmup_settings": settings_right, "paired_interval": with_the_library}
+RIGHT_RATES = {"warmup_settings": settings_right, "noise_scale": scale_right, "paired_interval": with_the_library}
 
 
 @for_each(answer=[with_the_library, with_torch, with_numpy])

@@ -75,8 +75,7 @@ def test_each_notebook_is_in_the_form_that_readers_expect(source):
 def test_a_notebook_is_no_longer_than_a_lecture(source):
     book = made(source, "learner")
     found = len(code_cells(book)), tracks.words(book.cells)
-    cells, words = (40, 1500) if name_of(source) >= "08" else (45, 1600)
-    assert found[0] <= cells and found[1] <= words, found
+    assert found[0] <= 40 and found[1] <= 1500, found
 
 
 @pytest.fixture(scope="module")

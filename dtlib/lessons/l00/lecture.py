@@ -19,11 +19,12 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %% [markdown]
 # Each row is a rank. Each rank has its own process id: ranks share no memory. The last column says whether torch
-# (PyTorch, the library for deep learning that this course uses) has been imported. You need not wait for it.
+# (PyTorch, the library for deep learning that this course uses) has been imported: you need not wait for it. Ranks that share
+# cores take turns.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # This notebook is a fifth process. A plain cell runs here; a cell that starts with `%%px` runs on every rank instead.
-# **Predict:** each rank prints its own number. Will you see 1 to 4, or other numbers?
+# **Predict:** each rank prints its own number. Which numbers will you see?
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -119,7 +120,8 @@ lab.check("first-sum")
 #
 # A collective needs all ranks. If one does not arrive, the others wait: the program *hangs*. It will happen to you, so
 # try it. `barrier` only waits until every rank is there. **Predict** which ranks hang. Run the cell, wait until a line
-# below says which rank is missing, then press **Stop**, the square above. (Without Stop it ends after ten seconds.)
+# below says which rank is missing, then press **Stop**, the square in the bar above the
+# notebook. (Without Stop it ends after ten seconds.)
 
 # %% tags=["two-hours", "half-day", "stub", "raises-exception"]
 # %%px
@@ -173,12 +175,12 @@ print("darts", start, "to", stop - 1)
 lab.pictures.darts(lab.values("darts"))
 
 # %% tags=["statement"]
-# "600 darts usually give a better estimate than 150; here we were lucky."
+# "600 darts are typically wrong by 0.07, and 150 by 0.13. That this estimate is so near to pi is luck."
 off = [abs(row(label, under="estimate of pi")[-1] - 3.14159) for label in ("0", "1", "2", "3", "all")]
 assert off[4] < min(off[:4]) and off[4] < 0.1 * 0.067
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# 600 darts usually give a better estimate than 150; here we were lucky. Now ten million: each rank counts its slice, and one `all_reduce` adds the counts.
+# 600 darts are typically wrong by 0.07, and 150 by 0.13. That this estimate is so near to pi is luck. Now ten million: each rank counts its slice, and one `all_reduce` adds the counts.
 
 # %% tags=["two-hours", "half-day"]
 # %%px

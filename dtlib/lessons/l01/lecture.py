@@ -50,11 +50,12 @@ lab.predict("years-on-one-gpu", 71)
 # %% [markdown]
 # ## Count both on ranks
 #
-# You need not believe 16 and 6. Each rank takes one training step with a small net and counts: the bytes of all tensors that
-# stay, and the operations, with torch's own counter. Rank r has four layers of width 128 (r + 1). The input asks for a
+# You need not believe 16 and 6. Each rank takes one training step with a small net. We list the tensors that must stay, and
+# add up their bytes; torch's own counter counts the operations. Rank r has four layers of width 128 (r + 1). The input asks for a
 # gradient, as it does inside a larger model.
 #
-# **Predict.** Rank 3 has four layers of 512 x 512 weights, and 64 samples. How many *million* operations is its step?
+# **Predict.** Rank 3 has four layers of 512 x 512 weights, and 64 samples. How many *million*
+# operations do its forward and its backward pass take?
 
 # %% tags=["stub"]
 lab.predict("operations-of-a-step", None)
@@ -129,8 +130,9 @@ assert round(work / 16384 / 400e12 / 86400) == 67
 # %% [markdown]
 # ## How it grows
 #
-# A lecture of 2023 says that the compute of the largest runs doubles every 3.5 months. We draw that **as claimed**, from
-# the first run on, beside published runs. From which year on do the line and the dots part?
+# A lecture of 2023 says that the compute of the largest runs doubles every 3.5 months. (OpenAI had found 3.4 months, for
+# 2012 to 2018.) We draw that **as claimed**, from the first run on, beside published runs. From which year on do the line and
+# the dots part?
 
 # %%
 from dtlib.lessons.l01 import claims, figures
@@ -194,7 +196,7 @@ lab.predict("from-29-hours-to-72-seconds", {"processors": 256, "speed": 1450})
 # %% tags=["statement"]
 # "This looks faster than linear."
 # "Accuracy is not the same either: 76.3 % at batch 8,192, 75.1 % at 81,920."
-# "says 74.7 seconds, not 72"
+# "but the last row's paper says 74.7 seconds, not 72"
 first, second, last = row("He et al."), row("Goyal et al."), row("Yamazaki et al.")
 assert (second[0], second[-1], last[0], round(last[-1], 1)) == (8192, 76.3, 81920, 75.1)
 assert round(60 * last[-2]) == 72 and 29 * 3600 / 72 > last[-3] / first[-3] == 256
@@ -202,7 +204,7 @@ assert round(60 * last[-2]) == 72 and 29 * 3600 / 72 > last[-3] / first[-3] == 2
 # %% [markdown]
 # This looks faster than linear. But the processors differ (in 16 bits a V100 computes several times faster than a
 # P100), and so do libraries and precision. Accuracy is not the same either: 76.3 % at batch 8,192, 75.1 % at 81,920.
-# And the title of the last row's paper says 74.7 seconds, not 72. Such rows, measured by different people under
+# And 1.2 minutes are 72 seconds, but the last row's paper says 74.7 seconds, not 72. Such rows, measured by different people under
 # different rules, show what was reached. They show no *efficiency*.
 #
 # **Question 3.** Compare GPU-hours: processors times hours, in the first row and in the last. Which run needed fewer, and by
@@ -219,7 +221,7 @@ assert 8 * 29 == 232 and round(2048 * 0.02) == 41 and round(232 / (2048 * 0.02),
 # ## Four ways to cut
 #
 # One model with four layers, on four ranks. Each column is a rank: the samples that it sees, and its part of each layer.
-# What is hatched is gathered while its layer computes. Below stands what travels:
+# Hatched are weights that a rank has only while their layer computes. The line below each panel says what travels.
 
 # %%
 figures.kinds()
@@ -268,7 +270,7 @@ assert [count(f"{way}: you predicted {n:,}|{way}: you predicted {n}") for way, n
 # | way | what travels | look at it first if | who built it, and when it was first made public |
 # |---|---|---|---|
 # | data: lesson 04 | gradients, once a step | the model fits, training takes too long | DistBelief (Google, 2012: *asynchronous* workers, which do not wait for one another); the ring for gradients (Baidu, 2017); Horovod (Uber, 2017) |
-# | sharded data: lesson 06 | gradients, and parameters up to twice | the weights fit, Adam's states do not | ZeRO (Microsoft, 2019) in DeepSpeed; torch's FSDP |
+# | sharded data: lesson 06 | per micro-batch, gradients, and parameters up to twice | the weights fit, Adam's states do not | ZeRO (Microsoft, 2019) in DeepSpeed; torch's FSDP |
 # | pipeline: lesson 07 | activations at the cuts, and their gradients | many layers, slow links between machines | GPipe (Google, 2018), PipeDream (Microsoft, 2018) |
 # | tensor: lesson 08 | activations in every layer | one layer is too large, links inside the machine are fast | Mesh-TensorFlow (Google, 2018), Megatron-LM (NVIDIA, 2019) |
 #
@@ -279,11 +281,11 @@ assert [count(f"{way}: you predicted {n:,}|{way}: you predicted {n}") for way, n
 # at its output?
 #
 # <details><summary>Answer 4</summary>The gradient: 302 MB against 50 MB. With six times as many tokens the two are
-# equal.</details>
+# equal. Over one InfiniBand card of 50 GB/s 302 MB take 6 ms.</details>
 
 # %% tags=["claim"]
 # "302 MB against 50 MB. With six times as many tokens the two are equal."
-assert round(2 * 12288**2 / 1e6) == 302 and round(2 * 2048 * 12288 / 1e6) == 50 and 12288 / 2048 == 6
+assert round(302 / 50) == 6 and round(2 * 12288**2 / 1e6) == 302 and round(2 * 2048 * 12288 / 1e6) == 50 and 12288 / 2048 == 6
 
 # %% [markdown]
 # ## Two ways compared: Megatron's table

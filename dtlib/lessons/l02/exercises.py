@@ -63,7 +63,7 @@ def count_my_points(points, comm):
 lab.check("pi-streams")
 
 # %% [markdown]
-# The bug is a classic: all ranks give their generators the same seed, and nobody notices, because every single estimate
+# The bug is a classic: all ranks draw the same points, here by the same slice, elsewhere by the same seed. Nobody notices, because every single estimate
 # looks right. Only the error gives it away. Here is the proof for three ranks: with the same darts on all of them, the
 # error is that of one rank.
 
@@ -120,6 +120,6 @@ lab.check("pi-on-ranks")
 # %% [markdown]
 # ## If you have time
 #
-# - What happens to the estimate if one rank forgets to call `all_reduce`? Guess, try it, press Stop or wait ten
+# - What happens to the estimate if one rank forgets its call of `allreduce`? Guess, try it, press Stop or wait ten
 #   seconds, and bring the ranks back with `%px dtlib.reset()`.
 # - In a terminal: `dtlib pi --points 1e10 --ranks 2`. How long would 10¹² points take? What would you gain?

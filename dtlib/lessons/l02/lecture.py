@@ -2,7 +2,7 @@
 # # 02 MPI and pi
 #
 # Sixty minutes. One small program climbs a ladder: a loop in Python, numpy, a compiled loop, MPI ranks, a file shared by
-# ranks, a GPU. At every rung it gives the same answer, to the last point.
+# ranks, a GPU. At every rung in Python it gives the same answer, to the last point.
 #
 # **Questions.** Why does an estimate of pi get better so slowly? How do ranks divide work without talking? How much
 # faster are they, and what sets the limit? Can we believe a published speed-up?
@@ -79,7 +79,8 @@ print(f"{rungs['Python loop']:.2g} points per second")
 #
 # Each point is a coin that shows *inside* with probability pi/4. The fraction of n such coins scatters around its mean
 # by √(p(1−p)/n), so the estimate scatters around pi by 4√(p(1−p)/n). That is its *standard error*: two out of three
-# estimates are closer to pi than this, nineteen out of twenty closer than twice this.
+# estimates are closer to pi than this, nineteen out of twenty closer than twice this. (`count_numpy` and `count_compiled` are
+# the loop's faster twins, explained below.)
 
 # %%
 estimate = pi.Estimate(10**4, pi.count_numpy(0, 10**4))
@@ -252,16 +253,18 @@ assert usable_cores() == 1 or seconds[2] < 0.8 * seconds[1]
 # %% [markdown] tags=["half-day"]
 # Up to the number of cores the curve can follow the dashed line: these ranks need nothing from one another. If it stays
 # below the line, another program used a core (the slowest rank decides), or two reported cores share one physical core.
-# With more ranks than cores, ranks take turns: the curve goes flat. Three ranks on two cores may dip to 1.5.
+# With more ranks than cores, ranks take turns: at best the curve is flat, and it may fall, as switching takes time. So never
+# start more ranks than cores for such work.
 
 # %% tags=["claim"]
-# "With more ranks than cores, ranks take turns: the curve goes flat."
+# "With more ranks than cores, ranks take turns: at best the curve is flat, and it may fall"
 cores = usable_cores()
 assert cores >= 4 or seconds[4] > 0.7 * seconds[cores]
 
 # %% [markdown]
 # With more cores the curve would rise until something else sets the limit: memory bandwidth (not here, as points live
-# in registers), the network, the part of the program that is not parallel (Amdahl's law), or the chip's power, which
+# in registers), the network, the part of the program that is not parallel (Amdahl's law,
+# [lesson 11](11_beyond_one_machine.ipynb)), or the chip's power, which
 # forces a lower clock when all cores are busy.
 
 # %% [markdown]
@@ -334,8 +337,7 @@ assert row("compiled loop")[-1] > 10 * row("4 ranks")[0] / row("1 rank")[0]
 
 # %% [markdown]
 # Most of the speed comes from one core used well; ranks multiply what one core does. This order is a habit worth
-# having: first make one process fast, then add processes. Many processes of a slow program are an expensive way to be
-# slow.
+# having: first make one process fast, then add processes.
 
 # %% [markdown]
 # ## An article's claims on trial
@@ -350,7 +352,7 @@ words = [(row["claim"], row["remark"].split(";")[0]) for row in claims]
 lab.table(words, ("claim", "in its words"))
 
 # %% [markdown]
-# Any two of these three figures give the third. **Predict** before you run: do they agree?
+# Any two of these three figures give the third.
 
 # %%
 one, six, gain = (float(row["figure"]) for row in claims)
@@ -359,20 +361,17 @@ print(f"{one:g} s, {gain:g} times faster: more than {one / gain:g} s on six, not
 print(f"under {six:g} s, {gain:g} times faster: less than {six * gain:g} s on one, not {one:g}")
 
 # %% tags=["statement"]
-# "All three lines show the same contradiction, by a factor of at least 1.2."
-# "would be more than six times faster on six GPUs"
+# "The three figures contradict one another, by a factor of at least 1.2."
+# "A speed-up above six on six GPUs would be an efficiency above 100 %"
 assert found(r"60 s, under 10 s: more than (\d+) times faster, not (\d+)") == [6, 5] and 6 / 5 >= 1.2
 assert 49 / 9.9 < 4.96
 
 # %% [markdown]
-# All three lines show the same contradiction, by a factor of at least 1.2. From about a minute to under ten seconds would
-# be more than six times faster on six GPUs, an efficiency above 100 %: these times are the least credible. If *about a
-# minute* was 49 seconds, then 9.9 seconds and 4.95 times fit: *about* and *almost* allow that, the plain figures do not.
+# The three figures contradict one another, by a factor of at least 1.2. A speed-up above six on six GPUs would be an
+# efficiency above 100 %, so the times are the least credible. (*About* and *almost* allow 49 and 9.9 seconds. And by its
+# maker's list, the computer that the article names has one GPU, not six.)
 #
-# `data/claims.csv` adds a remark: by its maker's list, the type of computer that the article names has one GPU, not
-# six.
-#
-# And a second question: is a minute for 10⁸ points on a GPU fast? Compare with the ranks of this computer.
+# Is a minute for 10⁸ points on a GPU fast? Compare with the ranks of this computer.
 
 # %% tags=["nbval-ignore-output"]
 table = [(f"{row['claim']}, claimed", row["remark"].split(";")[0]) for row in claims[:2]]
@@ -405,15 +404,11 @@ lab.read(course_folder() / "notebooks" / "pi.R")
 #     sudo apt-get install --no-install-recommends libopenmpi-dev
 #     /usr/bin/mpiexec --oversubscribe -n 4 Rscript notebooks/pi.R 1e7
 #
-# Debian's R needs Debian's `mpiexec`, hence the full path. The `mpiexec` of this workshop belongs to another Open MPI:
-# an MPI program must be started by the MPI that it was built with.
+# Debian's R needs Debian's `mpiexec`, hence the full path: an MPI program must be started by the MPI that it was built with.
 #
-# What is the same: each rank takes its slice of the points (`start` is our `slice_of`), draws its own random numbers,
-# counts in blocks, and one `allreduce` adds the counts. What differs is where the random numbers come from. R's
-# generator (L'Ecuyer-CMRG) is a chain. All ranks start the same chain, and rank r jumps ahead r times by 2¹²⁷ numbers,
-# so that no two ranks ever use the same numbers. But now the points depend on which rank draws them: 1, 2 and 4 ranks
-# throw different points. Each result is right within its standard error, and none can be checked against another to the
-# last point.
+# Each rank takes its slice of the points, counts in blocks, and one `allreduce` adds the counts. But R's generator
+# (L'Ecuyer-CMRG) is a chain: rank r jumps ahead r times by 2¹²⁷ numbers. So 1, 2 and 4 ranks throw different points, and
+# none of their results can be checked against another to the last point.
 
 # %% [markdown]
 # ## Quiz

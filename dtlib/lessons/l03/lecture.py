@@ -4,11 +4,10 @@
 # Sixty minutes. You see what each collective does, count messages and bytes, step through the ring all-reduce, measure
 # what it costs, and make ranks hang.
 #
-# **Questions.** How do many ranks add up an array? Why is there more than one way? What does it cost? What is a hang,
-# and who is to blame?
+# **Questions.** How do many ranks add up an array, and what does it cost? What is a hang?
 #
-# **Afterwards you can** name the collectives and say what each sends; choose between tree, doubling and ring by size;
-# predict a cost from latency and bandwidth; understand the sentence with which a hang ends.
+# **Afterwards you can** name the collectives and say what each sends; choose an all-reduce by size and by links; predict its
+# cost; understand the sentence with which a hang ends.
 #
 # **You need** [00 Start here](00_start_here.ipynb).
 
@@ -27,12 +26,11 @@ comm = world.comm
 # ## The collectives
 #
 # A *collective* is an operation that all ranks call together, in the same order and with the same shapes. (`send` and
-# `recv` are the other kind: from one rank to another.) All are methods of a *communicator*, such as `comm`: a group of ranks that exchange messages.
+# `recv` go from one rank to another.) All are methods of a *communicator*, such as `comm`: a group of ranks.
 #
 # Some collectives move whole values, often to or from one rank, the *root*. Others move *chunks*: an array is cut into
-# as many equal chunks as there are ranks. Below, rank r begins with the number 10 r, or with the four numbers from 10 r
-# to 10 r + 3. **Predict** before you run: what does each rank hold after `broadcast`, after `reduce`, after
-# `all_reduce`?
+# as many equal chunks as there are ranks. Below, rank r begins with 10 r, or with the four numbers from 10 r to 10 r + 3.
+# **Predict** before you run: what does each rank hold after `broadcast`, `reduce` and `all_reduce`?
 
 # %% tags=["half-day"]
 # %%px
@@ -82,14 +80,16 @@ assert after == [before[4 * s + r] for r in range(4) for s in range(4)]
 # White: no value, or unused. With `all_to_all` rank r
 # sends its chunk s to rank s. Elsewhere:
 #
-# | here | `torch.distributed` | mpi4py | NCCL |
-# |---|---|---|---|
-# | `broadcast` | `broadcast` | `Bcast` | `ncclBroadcast` |
-# | `all_reduce` | `all_reduce` | `Allreduce` | `ncclAllReduce` |
-# | `reduce_scatter` | `reduce_scatter_single` | `Reduce_scatter_block` | `ncclReduceScatter` |
-# | `all_gather` | `all_gather_single` | `Allgather` | `ncclAllGather` |
-# | `all_to_all` | `all_to_all_single` | `Alltoall` | `ncclAlltoAll` |
-# | `send`, `recv` | `send`, `recv` | `Send`, `Recv` | `ncclSend`, `ncclRecv` |
+# | here | `torch.distributed` | mpi4py |
+# |---|---|---|
+# | `broadcast` | `broadcast` | `Bcast` |
+# | `all_reduce` | `all_reduce` | `Allreduce` |
+# | `reduce_scatter` | `reduce_scatter_single` | `Reduce_scatter_block` |
+# | `all_gather` | `all_gather_single` | `Allgather` |
+# | `all_to_all` | `all_to_all_single` | `Alltoall` |
+# | `send`, `recv` | `send`, `recv` | `Send`, `Recv` |
+#
+# NCCL has `ncclAllReduce` and so on. Before torch 2.13 two names were `reduce_scatter_tensor` and `all_gather_into_tensor`.
 
 # %% tags=["half-day", "statement"]
 # "`reduce` leaves the values of the other ranks as they were; `all_reduce` gives the result to all."
@@ -100,10 +100,9 @@ chunks = row("reduce_scatter", under="all_to_all")
 assert rows("after", under="all_to_all")[5] == [sum(chunks[r::4]) for r in range(4)]
 
 # %% [markdown] tags=["half-day"]
-# `reduce` leaves the values of the other ranks as they were; `all_reduce` gives the result to all. Look at
-# `reduce_scatter`: rank r gets the sum of every rank's chunk r, and nothing else. Put `all_gather` after it, and every
-# rank has all sums: **a reduce-scatter and an all-gather make an all-reduce.** That is how the ring works, and later
-# how ZeRO saves memory.
+# `reduce` leaves the values of the other ranks as they were; `all_reduce` gives the result to all. With
+# `reduce_scatter` rank r gets the sum of every rank's chunk r. Put `all_gather` after it, and every rank has all sums:
+# **a reduce-scatter and an all-gather make an all-reduce.** So works the ring, and so does ZeRO save memory.
 #
 # **Predict.** Two ranks hold (1, 2) and (3, 4). What does rank 1 hold after a `reduce_scatter`?
 
@@ -116,10 +115,9 @@ lab.predict("chunk-of-rank-1", 6)
 # %% [markdown]
 # ## Everybody to rank 0, and back
 #
-# The simplest way: all send to rank 0, which adds and sends the sum back, one message after the other. A tree shares
-# the work: in every round, half of the ranks that still have a partial sum send it to the other half; then
-# `tree_broadcast` sends the result back down the tree. This is the library's own source; `link` sends and receives,
-# `yield` waits.
+# The simplest way: all send to rank 0, which adds and sends the sum back, one message after the other. In a tree, half of
+# the ranks that still have a partial sum send it to the other half, round by round. This is the library's own source;
+# `link` sends and receives, `yield` waits.
 
 # %%
 from dtlib.comm import algorithms
@@ -127,8 +125,8 @@ from dtlib.comm import algorithms
 lab.read(algorithms.naive_all_reduce, algorithms.tree_reduce)
 
 # %% [markdown]
-# **Predict.** On eight ranks: how many *messages* does the naive way send in all, and how many does the tree send? How many
-# of them come one after the other (*rounds*), if a rank handles one message at a time?
+# **Predict.** On eight ranks: how many *messages* does each way send in all? In how many *rounds*, if a rank handles one
+# message per round?
 
 # %% tags=["stub"]
 lab.predict("naive-and-tree", {
@@ -165,16 +163,15 @@ for name in ("naive", "tree"):
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The ring
 #
-# A gradient may have a billion numbers. Then bytes count: a rank that must handle every whole array is the bottleneck.
-# In the ring all ranks send all the time, but little at once. Cut the array into as many chunks as there are ranks. In
-# every step each rank sends one chunk to its right neighbour and receives one from its left.
+# In the ring all ranks send all the time, but little at once. Cut the array into as many chunks as there are ranks. In every
+# step each rank sends one chunk to its right neighbour and receives one from its left.
 #
 # - **Reduce-scatter**, N - 1 steps on N ranks: add to your own chunk what arrives, and pass on the sum. Then each rank
 #   has one complete chunk.
 # - **All-gather**, N - 1 steps: pass complete chunks on.
 #
 # Drag the slider. Each row is a rank, each column a chunk; colours and numbers say whose values are in it; a frame
-# marks what is sent next. The library's own code runs, one step at a time.
+# marks what is sent next.
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 from dtlib.lab import ring
@@ -182,16 +179,7 @@ from dtlib.lab import ring
 ring.explore(4)
 
 # %% [markdown]
-# **Predict** for eight ranks: after how many steps has a rank its first complete chunk, and after how many all of them?
-
-# %% tags=["stub"]
-lab.predict("steps-until-complete", {"one chunk": None, "all chunks": None})
-
-# %% tags=["solution"]
-lab.predict("steps-until-complete", {"one chunk": 7, "all chunks": 14})
-
-# %% [markdown]
-# All steps of four ranks at once. (Every collective, in a web page: `dtlib browser`.)
+# All steps of four ranks at once.
 
 # %% tags=["nbval-ignore-output"]
 ring.show_all(4)
@@ -238,29 +226,15 @@ assert found(r"1000: you predicted \d+, and it came out as ([\d.]+)")[0] < 2 * 1
 assert found(r"6 messages, ([\d,]+) bytes")[0] == 2 * 1_200_000 * 3 / 4
 
 # %% [markdown]
-# No algorithm needs fewer bytes: if the ranks do the adding, N - 1 arrays are sent to be added, and N - 1 results are sent
-# back. That is 2 (N-1) n bytes in all, so the busiest rank sends at least 2 (N-1)/N n. But the ring needs many *rounds*: 2
-# (N-1).
+# No algorithm needs fewer bytes (Patarasuk, Yuan). But the ring needs many *rounds*: 2 (N-1).
 #
 # ## Recursive doubling
 #
-# Each round costs a *latency*, the time until an empty message has arrived. For small arrays another way is
-# better: each rank exchanges whole arrays with the rank whose number differs in the lowest bit, then in the next bit,
-# and so on.
+# Each round costs a *latency*, the time until an empty message has arrived. So for small arrays each rank exchanges whole
+# arrays with the rank whose number differs in the lowest bit, then in the next bit, and so on.
 
 # %%
 lab.read(algorithms.recursive_doubling_all_reduce)
-
-# %% [markdown]
-# If N is no power of two, extra ranks give a partner their values and get the result back: two more rounds.
-#
-# **Predict.** How many rounds does recursive doubling take on 4, on 6 and on 1024 ranks?
-
-# %% tags=["stub"]
-lab.predict("rounds-of-doubling", {4: None, 6: None, 1024: None})
-
-# %% tags=["solution"]
-lab.predict("rounds-of-doubling", {4: 2, 6: 4, 1024: 10})
 
 # %% tags=["statement"]
 # "On 1,024 ranks (5 µs, 25 GB/s, 4 MB) the ring pays 2,046 latencies and takes 10.5 ms, Rabenseifner's 0.42 ms."
@@ -272,8 +246,8 @@ assert int(10 * ring) == 105 and round(halving, 2) == 0.42 and 2 * 1023 == 2046
 # %% [markdown]
 # ## What it costs
 #
-# The usual model has two numbers. A message of n bytes takes α + n β seconds: α is the latency, 1/β the bandwidth. A
-# rank sends one message and receives one at a time. Then, without the time to add, N ranks need:
+# A message of n bytes takes α + n β seconds: α is the latency, 1/β the bandwidth. A rank sends one message and receives
+# one at a time. Then, without the time to add, N ranks need:
 #
 # | all-reduce | seconds |
 # |---|---|
@@ -283,10 +257,8 @@ assert int(10 * ring) == 105 and round(halving, 2) == 0.42 and 2 * 1023 == 2046
 # | ring | 2 (N-1) (α + n/N β) |
 # | Rabenseifner's | 2 log₂N α + 2 (N-1)/N n β |
 #
-# Recursive doubling pays the fewest latencies, the ring sends the fewest bytes. Rabenseifner's algorithm, for N a power
-# of two, sends as few bytes as the ring in few rounds: its reduce-scatter *halves* what a round sends, its all-gather
-# *doubles* it. On 1,024 ranks (5 µs, 25 GB/s, 4 MB) the ring pays 2,046 latencies and takes 10.5 ms, Rabenseifner's
-# 0.42 ms.
+# Doubling pays the fewest latencies, the ring sends the fewest bytes. Rabenseifner's algorithm, which halves what it sends
+# from round to round, is good at both. On 1,024 ranks (5 µs, 25 GB/s, 4 MB) the ring pays 2,046 latencies and takes 10.5 ms, Rabenseifner's 0.42 ms.
 #
 # **Predict.** Where do doubling and ring cross? Set their formulas equal for N = 4, 5 ms and 100 MB/s, and give n in
 # bytes.
@@ -298,12 +270,11 @@ lab.predict("crossing", None)
 lab.predict("crossing", 4_000_000)
 
 # %% [markdown]
-# Is the model true? Inside one computer messages are copies in memory, and ranks may share cores. So the library
-# emulates a network: it holds each message back for the time that α and β say. **What follows is EMULATED**, and so
-# slow that Python's own time adds little.
+# Is the model true? Inside one computer messages are copies in memory. So the library emulates a network: it holds each
+# message back for the time that α and β say. **What follows is EMULATED**, and so slow that Python's own time adds little.
 #
 # We pretend not to know α and β, and measure: ranks 0 and 1 send each other a message, there and back (*ping-pong*). A
-# short one gives α, a long one β. Meanwhile a thread, `progress_thread`, moves messages on.
+# short one gives α, a long one β.
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -344,7 +315,7 @@ if world.rank == 0:
 measured = {"naive": {}, "tree": {}, "recursive_doubling": {}, "ring": {}}
 with progress_thread():
     for name, seconds in measured.items():
-        for count in (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20):
+        for count in (4 * 2**10, 64 * 2**10, 2**20, 4 * 2**20, 16 * 2**20):
             act = partial(slow.all_reduce, op="max", algorithm=name)
             seconds[count] = seconds_of(act, count, repeats=3)
 
@@ -370,36 +341,91 @@ assert off < 0.4  # Python's own time, and naps of ranks that wait
 assert all(measured["naive"][n] < model["naive"][n] for n in measured["naive"])
 
 # %% [markdown]
-# Two numbers, measured on two ranks, predict three algorithms on four ranks. The naive one is faster than its model: in
-# this emulation only the *sender* waits, for its bytes. So three ranks may send to rank 0 at once, and its three answers
-# share a latency. A real card receives one after the other. **Discuss:** what else do this model and this
-# emulation leave out?
+# Two numbers, measured on two ranks, predict three algorithms on four ranks. The naive one is faster than its model: here
+# rank 0 receives three messages at once, as no real card does. Doubling and ring cross near 4 MB, as you predicted.
+# (Without `algorithm=` the library chooses by size.) **Discuss:** what else do model and emulation leave out?
+
+# %% [markdown]
+# ## Machines and links
 #
-# `all_reduce` without `algorithm=` chooses by size: doubling up to a limit, the ring above it (on 8, 16, 32, ... ranks
-# Rabenseifner's in between). The number of messages gives the choice away:
+# In one direction, for one GPU:
+#
+# | link | GB/s |
+# |---|---|
+# | NVLink 4, inside a machine of 8 H100 | 450 |
+# | InfiniBand NDR, a card of 400 Gb/s | 50 |
+# | the emulated network above | 0.1 |
+#
+# **Question 1.** Gradients of 7 billion parameters have 14 GB in 16 bits. How long does a ring of eight GPUs take over
+# NVLink, and how long over InfiniBand?
+#
+# <details><summary>Answer 1</summary>Each sends 2 x 7/8 x 14 = 24.5 GB: 54 ms and 490 ms.</details>
+#
+# A *hierarchical* all-reduce uses the slow link little. Here it is in torch's calls: `comm.group` is torch's `ProcessGroup`
+# of the ranks of `comm`. Let our four ranks be two machines of two.
+#
+# **Predict.** The array has 1.2 MB. How many MB does each *machine* send to the other, with a ring over all four ranks and
+# with the hierarchy?
+
+# %% tags=["claim"]
+# "Each sends 2 x 7/8 x 14 = 24.5 GB: 54 ms and 490 ms."
+assert 2 * 7 / 8 * 14 == 24.5 and round(24.5e3 / 450) == 54 and 24.5e3 / 50 == 490
+
+# %% tags=["stub"]
+lab.predict("between-machines", {"ring": None, "hierarchical": None})
+
+# %% tags=["solution"]
+lab.predict("between-machines", {"ring": 1.8, "hierarchical": 1.2})
 
 # %%
 # %%px
-for count in (1000, 100_000, 200_000):
-    tensor = torch.ones(count)
-    with dtlib.trace() as trace:
-        comm.all_reduce(tensor)
-    messages = trace.sent()[0]
-    if world.rank == 0:
-        name = {2: "recursive doubling", 6: "ring"}[messages]
-        print(f"{tensor.nbytes:>7,} bytes: {messages} messages from each rank, {name}")
+from torch import distributed as dist
+
+machine, across = comm.split(world.rank // 2), comm.split(world.rank % 2)  # ranks 0 1, 2 3; ranks 0 2, 1 3
+
+
+def hierarchical(tensor):
+    part = torch.empty(len(tensor) // machine.size)
+    dist.reduce_scatter_single(part, tensor, group=machine.group)
+    dist.all_reduce(part, group=across.group)
+    dist.all_gather_single(tensor, part, group=machine.group)
+
+
+with dtlib.trace() as in_steps:
+    hierarchical(gradient := torch.full((300_000,), float(world.rank)))
+with dtlib.trace() as flat:
+    comm.all_reduce(torch.ones(300_000), algorithm="ring")
+inside = sum(in_steps.sent(name)[1] for name in ("reduce_scatter", "all_gather"))
+sent_bytes = inside, in_steps.sent("all_reduce")[1], flat.sent("all_reduce")[1]
+print(f"every element is {gradient[0]:g}")
+
+# %%
+sent_by = lab.values("sent_bytes")
+rows = [(rank, *sent) for rank, sent in enumerate(sent_by)]
+lab.table(rows, ("rank", "hierarchical, inside", "hierarchical, across", "ring"))
+between = {"ring": sent_by[1][2] / 1e6, "hierarchical": (sent_by[0][1] + sent_by[1][1]) / 1e6}
 
 # %% tags=["statement"]
-# "doubling up to a limit, the ring above it"
-assert count("400,000 bytes: 2 messages .* recursive doubling") == count("800,000 bytes: 6 messages .* ring") == 1
+# "In the ring only ranks 1 and 3 send to the other machine: 1.8 MB. In the hierarchy each rank sends 0.6 MB."
+assert [row(f"{rank}", "hierarchical, inside") for rank in range(4)] == [[1_200_000, 600_000, 1_800_000]] * 4
+assert count("every element is 6")
+
+# %% [markdown]
+# In the ring only ranks 1 and 3 send to the other machine: 1.8 MB. In the hierarchy each rank sends 0.6 MB. With 128
+# machines of eight GPUs nearly 2 n leave a machine either way, but over eight cards at once, and in 268 rounds instead of
+# 2,046.
+
+# %% tags=["claim"]
+# "in 268 rounds instead of 2,046"
+assert 2 * 7 + 2 * 127 == 268 and 2 * 1023 == 2046
 
 # %% [markdown]
 # ## What a hang is
 #
 # If one rank does not arrive, the others wait forever; nothing breaks, nothing is printed. There are
-# three kinds. Here a wait has a short limit, and ends with a sentence (`tells_how_it_ended` prints it).
+# three kinds. Here a wait has a short limit, and ends with a sentence.
 #
-# **One: a rank that does not arrive.** Which rank is missing? What did it do last?
+# **One: a rank that does not arrive**, or that died. Which rank is missing? What did it do last?
 
 # %%
 # %%px
@@ -416,9 +442,7 @@ comm.time_limit = 30  # as before
 assert found(r"Waited (\d) s in barrier .*: rank (\d) has finished its cell; its last operation was all_reduce") == [2, 2]
 
 # %% [markdown]
-# MPI cannot ask a rank that is stuck, so every rank writes down its last operation and line where the others can read
-# it. A communicator in which an operation was interrupted is out of step, and refuses to go on until all ranks call
-# `dtlib.reset()`:
+# After an interrupted operation a communicator is out of step, and refuses to go on until all ranks call `dtlib.reset()`:
 
 # %%
 # %%px
@@ -430,8 +454,7 @@ print(comm.all_reduce(torch.tensor(1)))
 
 # %% [markdown]
 # **Two: ranks that disagree.** All arrive, but not at the same operation. In a notebook, ranks compare what they call
-# before each collective, so the error appears at once. Without that, an all-reduce would meet a broadcast: a hang, or
-# worse, a wrong sum.
+# before each collective. Without that, an all-reduce would meet a broadcast: a hang, or worse, a wrong sum.
 
 # %%
 # %%px
@@ -493,9 +516,9 @@ comm.time_limit = 30
 # %% [markdown]
 # The cure is to start the send, receive, and then wait for the send, as every step of the ring does.
 #
-# With the usual limit, a line below the cell says after three seconds whom everybody waits for; **Stop** ends the wait,
-# and `%px dtlib.reset()` brings the ranks back into step. A wait ends by itself after thirty seconds, or after ten if
-# the missing rank has finished its cell.
+# With the usual limit, a line below the cell says after three seconds which rank is missing; **Stop** ends the wait, and
+# `%px dtlib.reset()` brings the ranks back into step. At work: `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares calls, and
+# `init_process_group(timeout=...)` sets the limit, with NCCL ten minutes.
 
 # %% [markdown]
 # ## Quiz
@@ -506,11 +529,10 @@ lab.quiz("03")
 # %% [markdown]
 # ## Summary
 #
-# - A collective is called by all ranks, in the same order. An all-reduce is a reduce-scatter and an all-gather.
-# - Small arrays: rounds count (recursive doubling). Large ones: bytes count (ring: less than twice the array).
-# - α + n β predicts the cost from two numbers; it leaves things out, and so does an emulation.
-# - A hang is a rank that does not arrive, ranks that disagree, or ranks that wait in a circle. Read the sentence; Stop;
-#   `%px dtlib.reset()`.
+# - All ranks call a collective, in the same order. An all-reduce is a reduce-scatter and an all-gather.
+# - Small arrays: rounds count (doubling). Large ones: bytes count (ring: less than twice the array).
+# - α + n β predicts the cost from two numbers. Between machines, a hierarchy uses all cards at once.
+# - A hang: a rank does not arrive, ranks disagree, or ranks wait in a circle. Read the sentence; Stop; `%px dtlib.reset()`.
 #
 # Now the [exercises](../exercises/03_collectives_exercises.ipynb): fix a ring, build one, and explain five hangs.
 #
@@ -518,3 +540,4 @@ lab.quiz("03")
 #
 # - R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH. IJHPCA 19(1), 2005.
 # - P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations. JPDC 69(2), 2009.
+# - Links: NVIDIA's system descriptions in MLPerf Inference 4.1, 2024 (900 GB/s, both ways).

@@ -4,15 +4,6 @@ from dtlib.lab.checks.exercise import Prediction
 from dtlib.theory import collectives as theory
 
 
-def _steps_until_complete() -> dict:
-    """On eight ranks: until rank 0 has a chunk with the values of all, and until all its chunks have."""
-    from dtlib.lessons.l03 import ring
-
-    complete = {step.number: [len(chunk) == 8 for chunk in step.held[0]] for step in ring.steps(8)}
-    first, last = (next(n for n, those in complete.items() if how(those)) for how in (any, all))
-    return {"one chunk": first, "all chunks": last}
-
-
 def _megabytes_of_ring(ranks: int) -> float:
     return theory.elements_sent_by_the_busiest("all_reduce", "ring", ranks, 120_000_000) / 1e6
 
@@ -45,18 +36,15 @@ PREDICTIONS = {
             "rounds, tree": "Up log2 8, down log2 8.",
         },
     ),
-    "steps-until-complete": Prediction(
-        got=_steps_until_complete,
-        hint={"one chunk": "Seven other ranks have to add to it.", "all chunks": "The all-gather takes as many again."},
-    ),
     "megabytes-of-a-ring": Prediction(
         got=lambda: {ranks: _megabytes_of_ring(ranks) for ranks in (4, 1000)}, tolerance=0.01, hint=_RING
     ),
-    "rounds-of-doubling": Prediction(
-        got=lambda: {ranks: theory.rounds("all_reduce", "recursive_doubling", ranks) for ranks in (4, 6, 1024)},
-        hint="log2, and 2 more where N is no power of two.",
-    ),
     "crossing": Prediction(got=_crossing, tolerance=0.1, hint="2 α + 2 n β = 6 α + 1.5 n β: n = 8 α / β."),
+    "between-machines": Prediction(
+        got=lambda between: between,
+        tolerance=0.01,
+        hint={"ring": "One rank of each machine sends to the other.", "hierarchical": "n/2 from each of two ranks."},
+    ),
     # The exercises
     "tree-broadcast": Prediction(
         got=lambda: {

@@ -24,6 +24,7 @@ from dtlib.lab import digits
 from dtlib.lessons.l04.emulated import EmulatedAccelerator
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.data.plain import DataParallelBuckets
+from torch import distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
@@ -93,7 +94,7 @@ def weighted_loss(comm, model, images, labels):
 # %% tags=["solution"]
 # %%px
 def weighted_loss(comm, model, images, labels):
-    total = comm.all_reduce(torch.tensor(len(images))).item()
+    dist.all_reduce(total := torch.tensor(len(images)), group=comm.group)
     return cross_entropy(model(images), labels, reduction="sum") * comm.size / total
 
 # %%
@@ -133,7 +134,8 @@ assert found(f"your loss: {number}")[0] < 1e-12 and found(f"batch_size: {number}
 
 # %% [markdown]
 # **Uneven numbers of batches.** A rank that has one batch more than the others waits for them forever. Inside `join()`,
-# ranks that have finished take part with zeros until all have. torch's DDP has the same `join()`. Rank r has r + 1 batches:
+# ranks that have finished take part with zeros until all have. The mean is still over all ranks, so the last gradients shrink.
+# (`join(divide_by_initial_world_size=False)` divides by the ranks that still train.) torch's DDP has the same `join()`. Rank r has r + 1 batches:
 
 # %%
 # %%px
@@ -146,7 +148,8 @@ with model.join():
         cross_entropy(model(images), labels).backward()
         optimizer.step()
 weights = parameters_to_vector(model.parameters()).detach()
-from_rank_0 = (weights - comm.broadcast(weights.clone())).abs().max().item()
+dist.broadcast(rank_0 := weights.clone(), group_src=0, group=comm.group)
+from_rank_0 = (weights - rank_0).abs().max().item()
 print(f"{world.rank + 1} steps here; the weights differ from rank 0's by {from_rank_0:g}")
 
 # %% tags=["statement"]
@@ -175,7 +178,7 @@ def backward_of(kind, comm, layers=16, count=2**16, pause=0.008, **settings):
     """A backward pass of layers that sleep; its seconds and its trace."""
     model = kind(EmulatedAccelerator(layers, count, pause), comm, **settings)
     loss = model(torch.zeros(1, requires_grad=True)).sum()
-    comm.barrier()
+    dist.barrier(comm.group)
     with dtlib.trace() as trace:
         began = time.perf_counter()
         loss.backward()
@@ -187,7 +190,8 @@ threaded = {"progress": "thread", "algorithm": "ring"}
 seconds = {}
 for size in (0.25, 0.5, 1, 2, 4):  # MiB
     took = [backward_of(DataParallel, slow, bucket_cap_mb=size, **threaded)[0] for _ in range(4)]
-    seconds[size] = max(comm.all_gather_object(min(took)))
+    dist.all_reduce(slowest := torch.tensor(min(took)), op=dist.ReduceOp.MAX, group=comm.group)
+    seconds[size] = slowest.item()
 
 # %% tags=["nbval-ignore-output"]
 seconds = lab.values("seconds")[0]
@@ -210,6 +214,8 @@ assert min(seconds) < best < max(seconds)
 # networks of data centres.
 #
 # **Your turn.** Set `latency=0.0001` where `slow` is made. Which way does the best size move, and why?
+#
+# <details><summary>Answer</summary>It gets smaller: a message costs less, so leaving early pays.</details>
 #
 # ## Buckets in the wrong order
 #

@@ -108,7 +108,7 @@ lab.check("hook-fix")
 
 # %% [markdown]
 # The loss goes down in spite of the bug, because each rank trains on its own images, and the parameters are averaged in
-# the middle of the backward pass. That is a kind of local training with averaging, not data parallelism. Only a
+# the middle of the backward pass. Each rank then steps with its own gradient: that is not data parallelism. Only a
 # comparison with one process finds it.
 #
 # ## Build: gradients in buckets
@@ -183,7 +183,7 @@ lab.check("buckets-build")
 #
 # Teach three ranks all ten digits, and send as few bytes as you can. `golf(comm, x, y)` trains on this rank's images
 # and returns a model (or a function of images). On *every* rank it must get at least 95 % of the test images right, in
-# 30 seconds. Your score is the number of payload bytes that all ranks together have sent, with any operations. You pass
+# 30 seconds. Your score: all bytes that all ranks send, by whatever operation. You pass
 # at **par**, the score of a reference that comes with the check; go as far below it as you can. Results stay on your
 # computer.
 #

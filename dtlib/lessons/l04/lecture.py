@@ -5,14 +5,14 @@
 # averaged gradients, a parameter server, Horovod, torch's DDP, a config. The result is always the same, up to rounding.
 # What differs is who sends what, and when.
 #
-# **Questions.** How do many ranks train one model? Why did parameter servers give way to all-reduce? What are hooks and
-# buckets good for? What changes in a script that goes from one process to many?
+# **Questions.** Why did parameter servers give way to all-reduce? What are hooks and buckets good for? What changes in a
+# script that goes from one process to many?
 #
-# **Afterwards you can** predict the bytes of a step; average gradients by hand and prove it right; turn a serial script
-# into one for Horovod or DDP; read a timeline; write a config and understand its errors.
+# **Afterwards you can** predict the bytes of a step; average gradients and prove it right; turn a serial script into one for
+# Horovod or DDP; read a timeline; write a config.
 #
-# **You need** [03 Collectives](03_collectives.ipynb): send, recv, the ring. Odd batches, the size of buckets and an old
-# TensorFlow template are in the appendix, [04b](04b_data_parallel_appendix.ipynb).
+# **You need** [03 Collectives](03_collectives.ipynb): send, recv, the ring. Odd batches and the size of buckets are in the
+# appendix, [04b](04b_data_parallel_appendix.ipynb).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -38,10 +38,11 @@ from dtlib.lessons.l04 import figures
 figures.data_parallelism()
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Our net reads handwritten digits, in float64, so that no mistake can hide behind rounding.
+# Our net reads handwritten digits, in float64, so that rounding hides no mistake.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
+from torch import distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
@@ -91,7 +92,8 @@ def train(model, average=lambda: None, mine=MINE, rate=RATE, momentum=0.9, steps
         average()  # the new line
         optimizer.step()
         losses.append(loss.detach())
-    return comm.all_reduce(torch.stack(losses), op="mean")
+    dist.all_reduce(losses := torch.stack(losses) / comm.size, group=comm.group)
+    return losses
 
 
 alone = fresh_net()
@@ -107,7 +109,6 @@ if world.rank == 0:
 # %% tags=["two-hours", "half-day"]
 # %%px
 from dtlib.parallel.data.plain import DataParallelNaive
-from torch import distributed as dist
 
 
 def distance(one, other):
@@ -168,8 +169,8 @@ assert found(r"You predicted ([\d.]+), and it came out as") == [4 * 0.2]
 
 # %% [markdown]
 # With SGD a forgotten division is a learning rate N times too large: the net may still train, but worse with every
-# added rank. Adam nearly hides it. Equally quiet: in a mean over unequal slices, images of small ones count more
-# ([04b](04b_data_parallel_appendix.ipynb)).
+# added rank. Adam nearly hides it, as it divides by the gradient's size. Equally quiet: in a mean over unequal slices,
+# images of small ones count more ([04b](04b_data_parallel_appendix.ipynb)).
 
 # %% [markdown]
 # ## The parameter server
@@ -195,18 +196,22 @@ def serve(weights, steps):
     workers = range(1, comm.size)
     for _ in range(steps):
         for worker in workers:
-            comm.send(weights, worker)  # they pull
-        gradients = [comm.recv(torch.empty_like(weights), worker) for worker in workers]
-        weights -= RATE * sum(gradients) / len(workers)
+            dist.send(weights, group_dst=worker, group=comm.group)
+        total, gradient = torch.zeros_like(weights), torch.empty_like(weights)
+        for worker in workers:
+            dist.recv(gradient, group_src=worker, group=comm.group)
+            total += gradient
+        weights -= RATE * total / len(workers)
 
 
 def work(net, weights, batches):
     for x, y in batches:
-        vector_to_parameters(comm.recv(weights, 0), net.parameters())
+        dist.recv(weights, group_src=0, group=comm.group)
+        vector_to_parameters(weights, net.parameters())
         mine = slice(world.rank - 1, None, comm.size - 1)  # every third image
         loss = cross_entropy(net(x[mine]), y[mine])
         gradient = torch.autograd.grad(loss, list(net.parameters()))
-        comm.send(parameters_to_vector(gradient), 0)  # push
+        dist.send(parameters_to_vector(gradient), group_dst=0, group=comm.group)  # push
 
 
 net, control = fresh_net(), fresh_net()
@@ -226,8 +231,7 @@ assert world.rank > 0 or distance(net, control) < 1e-12  # the server has what o
 assert found(r"sent: you predicted ([\d,]+)")[0] == 3 * found(r"P = ([\d,]+) bytes")[0]
 
 # %% [markdown]
-# A worker sends its gradient once; the server sends and receives for all. Without a server every rank has the weights,
-# and a ring all-reduce sums the gradients. Who is busiest?
+# The server sends and receives for all. Without a server a ring all-reduce sums the gradients. Who is busiest?
 
 # %%
 sent_with_server, sent_with_ring = zip(*lab.values("sent_bytes"), strict=True)
@@ -262,16 +266,15 @@ assert ratios == sorted(ratios) and row("256", "by formula")[1] < 1.15 * row("8"
 assert 2 * 999 / 1000 < 1.12 * 2 * 9 / 10
 
 # %% [markdown]
-# Let each worker serve one slice of the weights: then each rank sends as much as in the ring. But a server can do what an
-# all-reduce cannot: let workers go on with weights that are out of date.
+# Let each worker serve one slice of the weights: then each rank sends as much as in the ring. But only a server can let
+# workers continue with weights that are out of date.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Hooks and buckets
 #
-# Averaging after the backward pass wastes time twice: the network sits idle while gradients are computed, and each
-# small message pays a *latency*, the time of an empty one. autograd, torch's part for gradients, can help. As soon as a
-# parameter's gradient is complete, it calls a *hook*, a function of yours, which can send it, alone or with others in a
-# *bucket*.
+# Averaging after the backward pass wastes time twice: the network is idle while gradients are computed, and each small
+# message pays a latency. autograd, torch's part for gradients, can help. As soon as a parameter's gradient is complete, it
+# calls a *hook*, a function of yours, which can send it, alone or with others in a *bucket*.
 
 # %% [markdown] tags=["half-day"]
 # **Predict:** which layer's gradients are ready first, those of the first layer (0) or of the last (2)?
@@ -317,7 +320,8 @@ lab.read(plain.DataParallelBuckets)
 
 # %% [markdown]
 # `flat` does the work: gradients become views into the message, so nothing is copied back. **Discuss** before you run:
-# the net has two layers with weight and bias. How many `all_reduce`s per step does each class call?
+# the net has two layers with weight and bias, and the first weight fills a bucket. How many `all_reduce`s per step does each
+# class call?
 
 # %%
 # %%px
@@ -341,18 +345,19 @@ calls = [found(f"DataParallel{kind}: (\\d+) all_reduces per step") for kind in (
 assert calls == [[4], [4], [2]]
 
 # %% [markdown]
-# With rings the bytes are the same, however they are divided: 2P(N-1)/N. `DataParallel`, the full class, goes further;
-# the file's last lines say how:
+# With rings the bytes are the same, however they are divided: 2P(N-1)/N. (At work: gradients of 7 billion parameters in 16
+# bits are 14 GB, so each GPU of many sends 28 GB per step, 0.6 s at 50 GB/s.)
 
-# %%
-lab.read_end(plain)
+# %% tags=["claim"]
+# "14 GB, so each GPU of many sends 28 GB per step, 0.6 s at 50 GB/s."
+assert 2 * 7 == 14 and round(2 * 14 / 50, 1) == 0.6
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Overlap, seen
 #
-# Sending during the backward pass helps only if the core that sends need not compute. On a cluster the GPU computes,
-# and the core is idle. We emulate that: layers whose backward pass *sleeps*, and a slow network. **These timelines are
-# EMULATED.**
+# Sending during the backward pass helps only if something else than the computing core moves the bytes. On GPUs that is a
+# second *stream*, in which NCCL's kernels run beside those of the backward pass, and slow them a little. We emulate that:
+# layers whose backward pass *sleeps*, and a slow network. **These timelines are EMULATED.**
 #
 # `DataParallelBuckets` sends from hooks: messages move on only *between* layers. The full class, `DataParallel`, can
 # leave them to a thread. **Predict:** six layers, one bucket each. How many buckets can the thread hide behind the
@@ -377,7 +382,7 @@ def emulated_step(kind, **settings):
     """A backward pass of six layers, 50 ms and 0.56 MB each; its trace."""
     model = kind(EmulatedAccelerator(6, 140_000, seconds=0.05), slow, bucket_cap_mb=0.5, **settings)
     loss = model(torch.zeros(1, requires_grad=True)).sum()
-    comm.barrier()
+    dist.barrier(comm.group)
     with dtlib.trace() as trace:
         loss.backward()
     return trace
@@ -409,12 +414,10 @@ assert [event.dtype for event in with_hooks.events if event.rank == 0].count("in
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # This is rank 0, twice on one axis. Without a thread few or none end during the backward pass. With a thread all but the
-# last do.
+# last do. (Gaps between layers: four ranks and four threads share the cores.)
 
 # %% [markdown]
-# Without a thread messages move on only at hooks, and an all-reduce needs several. On a CPU a thread takes
-# time from the computation, so on the CPU `DataParallel` works without one. (The short bar after layer 0 is the
-# plain class's check.)
+# On a CPU a thread takes time from the computation, so there `DataParallel` works without one.
 
 # %% [markdown] tags=["half-day"]
 # ## Horovod: seven changes
@@ -434,13 +437,11 @@ lab.push(folder=str(folder))
 assert count(r"(?m)^ *(.*# )?[1-7]\. |# \d\. |: +# 7\.") == 7
 
 # %% [markdown] tags=["half-day"]
-# The loop has not changed. Two things are easily forgotten: the sampler, without which all ranks train on the same
-# images; and that `batch_size` is now per rank.
+# The loop has not changed. Easily forgotten: the sampler, without which all ranks train on the same images; and that
+# `batch_size` is now per rank.
 
 # %% [markdown]
-# The fourth change is a rule of thumb; lesson 05 has its limits. Horovod's `step()` has two ideas. *Negotiation*: rank 0
-# collects the names of gradients, and announces those that all ranks have. *Tensor fusion*: these are sent as one buffer.
-# (`dtlib.horovod` has a fixed order instead.)
+# The fourth change is a rule of thumb; lesson 05 has its limits.
 #
 # **Predict.** The Horovod script runs on four ranks with 24 images per rank and rate 0.02. With which batch size and
 # which rate does the serial script end at the same weights?
@@ -475,7 +476,8 @@ assert count("89% of the test images are right") == 3
 # First only rank 0 printed; then every rank ran the serial script.
 
 # %% [markdown]
-# In a terminal: `mpiexec -n 4 python notebooks/digits_horovod.py 24 0.02`.
+# In a terminal: `mpiexec -n 4 python notebooks/digits_horovod.py 24 0.02`. With DDP: `torchrun --nproc-per-node 4
+# examples/ddp.py`.
 
 # %% [markdown] tags=["half-day"]
 # ## DDP
@@ -531,12 +533,10 @@ assert operations == ["all_reduce"] * 6
 # ## From a config
 #
 # Large projects keep such choices in a file. `dtlib.initialize` reads the keys of DeepSpeed, Microsoft's library for
-# training large models; it returns an engine that wraps model, optimizer and data, and with `runtime="torch"` runs on
-# DDP.
+# training large models; it returns an engine, and with `runtime="torch"` runs on DDP.
 #
-# **Predict.** The config below leaves out `gradient_accumulation_steps`: for how many *micro-batches*, here of 12 images, a
-# rank adds up gradients before a step. How many micro-batches does each of four ranks add up? (`spare`: a parameter that no
-# step uses; DDP by default refuses it.)
+# **Predict.** The config below leaves out `gradient_accumulation_steps`: how many *micro-batches*, here of 12 images, a rank
+# takes before each step. How many does each of four ranks take?
 
 # %% tags=["stub"]
 lab.predict("accumulation-steps", None)
@@ -556,7 +556,7 @@ config = {
 losses = {}
 for runtime in ("dtlib", "torch"):
     net, training_data = fresh_net(), torch.utils.data.TensorDataset(x, y)
-    # No step uses this parameter; both runtimes allow that.
+    # No step uses this parameter; both runtimes allow that, DDP alone refuses it.
     net.register_parameter("spare", torch.nn.Parameter(torch.zeros(1).double()))
     engine, *_ = dtlib.initialize(net, config, training_data=training_data, runtime=runtime)
     losses[runtime] = [engine.train_batch().item() for _ in range(20)]
@@ -610,9 +610,8 @@ lab.quiz("04")
 #   result is that of one process up to rounding: test that.
 # - A server sends N - 1 times the model; in a ring each rank sends less than twice the model, whatever N is.
 # - Broadcast parameters *and* buffers at the start; shard the data; weight uneven batches.
-# - Buckets save latency, hooks start them early, and overlap pays where the core that sends is not the one that
-#   computes.
-# - Horovod: seven changes. DDP: the model's line, process group, sampler and launcher. A config: one call.
+# - Buckets save latency, hooks start them early, and overlap pays where bytes move without stopping the computation.
+# - Horovod: seven changes. DDP: the model's line, process group, sampler, launcher (`torchrun`). A config: one call.
 #
 # Now the [exercises](../exercises/04_data_parallel_exercises.ipynb): fix a hook, build buckets, and play byte golf.
 #

@@ -4,13 +4,12 @@
 # A side trip of forty-five minutes. More ranks mean larger batches. You see what that does to training, which rules
 # repair it, where they break, and how far you can believe a figure without intervals.
 #
-# **Questions.** Why does data parallelism make batches large? Which learning rate goes with k times the batch? Up to
-# which batch? Do large batches find worse networks?
+# **Questions.** Which learning rate goes with k times the batch? Up to which batch? Do large batches find worse networks?
 #
 # **Afterwards you can** scale a rate by the linear and the square-root rule, with warm-up; say where the linear rule ends
 # and why; tell a difference from noise by its interval.
 #
-# **You need** lesson 04, or to know that data parallelism averages the gradients of all ranks.
+# **You need** lesson 04: data parallelism averages the gradients of all ranks.
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -21,6 +20,7 @@ import dtlib
 import torch
 from dtlib.training.rates import WarmupLR, linear_rule, square_root_rule
 from dtlib.workloads import digits
+from torch import distributed as dist
 from torch import nn
 
 world = dtlib.init()
@@ -62,7 +62,7 @@ lab.table(table, ("ranks", "batch", "steps in 20 epochs"))
 assert row("1", "steps in 20")[1] == 16 * row("16", "steps in 20")[1]
 
 # %% [markdown] tags=["half-day"]
-# Fewer steps save time, but training does not get as far with fewer steps of the same length.
+# Fewer steps save time, but training does not get as far with fewer steps of the same rate.
 
 # %% [markdown]
 # ## Ranks or one large batch: the same
@@ -134,8 +134,7 @@ assert steps[0][0] == steps[1][0] < steps[2][0]
 
 # %% [markdown]
 # So ranks do not matter: N ranks *are* one process with N times the batch. Layers that look at the whole batch, such as
-# BatchNorm, are the exception. Why does the loss go up again? At the full rate steps overshoot for a while. (As with
-# DeepSpeed, the first *two* steps have the lowest rate.)
+# BatchNorm, are the exception. Why does the loss go up again? At the full rate some steps overshoot.
 #
 # From here on each rank may train networks of its own, with a batch as large as N ranks would have made it.
 
@@ -160,7 +159,7 @@ lab.predict("rates-at-256", {"linear": 0.32, "square root": 0.08})
 # %% [markdown] tags=["half-day"]
 # **Gradual warm-up** keeps the linear rule's rate but does not begin with it: at first gradients change quickly, and k
 # small steps no longer equal one large step. For five epochs the rate grows from η to k η in a straight line (P. Goyal et
-# al., 2017).
+# al., 2017). In torch: `lr_scheduler.LinearLR(optimizer, start_factor=1 / k, total_iters=steps)`.
 
 # %%
 # %%px
@@ -203,8 +202,8 @@ lab.read(digits.forward, digits.losses)
 
 # %% [markdown]
 # A *seed* decides which 1280 images are for training (the other 517 are the test), where the network starts, and in
-# which order it sees the images. With the same seed, all rules and batches share all three: their runs are *paired*.
-# Every run has twenty epochs, without a last, smaller batch. Each rank takes 8 of the 32 seeds.
+# which order it sees the images. Runs of the same seed are *paired*.
+# Every run has twenty epochs; a batch may begin in one and end in the next. Each rank takes 8 of the 32 seeds.
 #
 # **Predict.** Batch 256 is 16 times the base. Which rule, "no scaling", "square root" or "linear", ends with the lowest
 # test error? And at batch 512? (The run takes up to a minute.)
@@ -234,7 +233,7 @@ for batch in BATCHES:
     rules = list(RULES) if batch > BASE else ["no scaling"]  # k = 1: all rules are the same
     for rule, ended in zip(rules, test_errors(batch, rules), strict=True):
         mine[batch, rule] = ended.tolist()
-every = comm.all_gather_object(mine)
+dist.all_gather_object(every := [None] * comm.size, mine, group=comm.group)
 of_all_seeds = {run: [error for one in every for error in one[run]] for run in mine}
 
 # %% tags=["nbval-ignore-output"]
@@ -242,8 +241,7 @@ errors = lab.values("of_all_seeds")[0]
 large_batches.errors(errors, base_batch=16)
 
 # %% [markdown]
-# A large mark is the mean over 32 seeds. Its interval contains the true mean in about 95 of 100 such experiments. A
-# small dot is one network; the grey band is batch 16.
+# A large mark is the mean over 32 seeds, with its 95 % interval. A small dot is one network; the grey band is batch 16.
 #
 # We say that two rules differ if the interval of their *paired* differences does not contain 0. Otherwise they are *not
 # separated*, which does not mean equal. In sixteen such comparisons about one would look different by chance, so an
@@ -306,7 +304,8 @@ on_the_way = []
 for epochs in (0, 1, 3, 10):
     parameters = digits.train(tasks, BASE, torch.full((80 * epochs, len(tasks)), RATE))
     on_the_way.append(digits.sharpness(parameters, tasks, rounds=25).mean())
-on_the_way = comm.all_reduce(torch.stack(on_the_way), op="mean").tolist()
+dist.all_reduce(means := torch.stack(on_the_way) / comm.size, group=comm.group)
+on_the_way = means.tolist()
 
 # %% tags=["nbval-ignore-output"]
 on_the_way = lab.values("on_the_way")[0]
@@ -327,7 +326,7 @@ k = found(r"ends near k = (\d+)")[0]
 assert 8 < k < 64
 
 # %% [markdown]
-# Compare with the figure. The argument is about a parabola, and a loss is not one: take it as a rough guide.
+# In the figure the rule fails before: the argument is about a parabola. Take it as a rough guide.
 #
 # ## Does warm-up help?
 #
@@ -439,7 +438,8 @@ def fitted(batch, rate, epochs):
         "sharpness": digits.sharpness(parameters, tasks),
         "loss": digits.train_losses(parameters, tasks),
     }
-    every = comm.all_gather_object({what: values.tolist() for what, values in series.items()})
+    mine = {what: values.tolist() for what, values in series.items()}
+    dist.all_gather_object(every := [None] * comm.size, mine, group=comm.group)
     return {what: [value for one in every for value in one[what]] for what in series}
 
 
@@ -478,14 +478,13 @@ assert count("is higher than batch 16 by") == 4
 # %% [markdown]
 # With wrong labels to learn by heart, batch 600 does worse on new images than batch 16, and lies in a sharper valley,
 # at the same training loss. This does not prove that one causes the other: sharpness can be changed without changing what a
-# network computes (L. Dinh et al., 2017). And it is one task, made hard; Goyal et al. find no gap up to 8192 once the rate is
-# right. **Discuss:** do Keskar's table and Goyal's contradict each other?
+# network computes (L. Dinh et al., 2017). **Discuss:** do Keskar's table and Goyal's contradict each other?
 #
 # ## Beyond SGD
 #
 # With Adam, which divides by the gradients' size, the square-root rule fits better (S. Malladi et al., 2022). LARS and
-# LAMB give each layer its own rate, for batches of 32,768 and more (Y. You et al., 2017, 2020). And every task has a *critical
-# batch*: beyond it, more samples hardly save steps (S. McCandlish et al., 2018).
+# LAMB give each layer its own rate, for batches of 32,768 and more. And every task has a *critical batch*: beyond it, more
+# samples hardly save steps (S. McCandlish et al., 2018). The exercises estimate it.
 
 # %% [markdown]
 # ## Quiz
@@ -498,11 +497,11 @@ lab.quiz("05")
 #
 # - N ranks are one process with N times the batch: the same losses, and N times fewer steps per epoch.
 # - Linear rule: k times the batch, k times the rate. Square-root rule: √k times. Warm-up: begin at η, grow to k η.
-# - The linear rule has an elbow. Sharpness gives a guess where: on a parabola a rate above 2 (1 + β) / λ diverges.
+# - The linear rule has an elbow: on a parabola a rate above 2 (1 + β) / λ diverges.
 # - At this size warm-up has not been shown to help at any batch. For ResNet-50 at batch 8192 it is worth a point.
-# - One run proves nothing: pair seeds, give intervals, and say "not separated".
+# - One run proves nothing: pair seeds, and give intervals.
 #
-# Now the [exercises](../exercises/05_large_batches_exercises.ipynb): predict, fix a warm-up, and tell rules apart.
+# Now the [exercises](../exercises/05_large_batches_exercises.ipynb).
 #
 # ## References
 #

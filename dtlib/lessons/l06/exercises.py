@@ -329,7 +329,7 @@ lab.check("gather-on-demand")
 # ## Fit it
 #
 # A model has 7.5 billion parameters, and is trained with Adam in mixed precision: 2 + 2 + 12 bytes per parameter. Each
-# rank has 16 GB for them (10⁹ bytes each). How few ranks are enough? Give the stage, the number of ranks, and the
+# rank has 16 GB for these states alone (10⁹ bytes each). What is the smallest number of ranks? Give the stage, the number of ranks, and the
 # gigabytes that each rank then holds.
 
 # %% tags=["two-hours", "half-day", "stub"]

@@ -33,7 +33,6 @@ PREDICTIONS = {
         ),
         hint="A ring is a reduce_scatter, then an all_gather.",
     ),
-    "gathers-left": Prediction(got=lambda gathers: gathers[0], hint="Whole in the backward pass already."),
     "bytes-at-stage-2": Prediction(
         got=lambda lines_of: _bytes_a_parameter(lines_of[0], stage=2), tolerance=1e-3, hint="2 + (2 + 12) / 4."
     ),
@@ -43,9 +42,13 @@ PREDICTIONS = {
     "units-of-four-micro-batches": Prediction(
         got=lambda units_of_four: round(float(units_of_four[2][3]), 2), hint="Four reduce_scatters, one all_gather."
     ),
+    "sent-across-machines": Prediction(
+        got=lambda hybrid, flat: hybrid[0][2] / (4 * flat[0][0]), tolerance=0.01, hint="A shard is half of them."
+    ),
     "gathered-in-order": Prediction(got=lambda order: order, kind=str, hint="Forward, then in reverse."),
     "factor-on-states": Prediction(
-        got=lambda first, cases: cases["mixed precision"][1] / first[1], hint="2 + 2 + 4 + 8 is 16 as well."
+        got=lambda cases: cases[0]["perceptron, mixed precision"][1] / cases[0]["perceptron, float32"][1],
+        hint="2 + 2 + 4 + 8 is 16 as well.",
     ),
     "stage-that-fits": Prediction(
         got=lambda: next(stage for stage in range(4) if _states(64, stage) <= 24 * GIB),

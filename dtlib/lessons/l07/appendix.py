@@ -235,6 +235,19 @@ assert grows[0] == min(grows) == 2 * 3 * 2 and grows[2] == max(grows)
 # With slow messages GPipe is the fastest: it pays for them only at its beginning and its end. 1F1B waits for an
 # answer in every round, and interleaved 1F1B sends twice as many messages.
 #
+# **Question 1.** GPT-3 (175 billion parameters, width 12,288) runs on 8 ranks, a sequence of 2,048 tokens per micro-batch.
+# How long is a message, in forward passes of a stage, over 50 GB/s? A GPU does 250 TFLOP/s.
+#
+# <details><summary>Answer 1</summary>50 MB take 1 ms. A stage's forward pass is 2 x 22 billion x 2,048 operations, 0.36 s. So
+# a message is 0.003: the left edge of the figure, where ZB-H1 is the fastest. On Ethernet of 10 Gb/s it is 0.11.</details>
+
+# %% tags=["claim"]
+# "So a message is 0.003: the left edge of the figure, where ZB-H1 is the fastest. On Ethernet of 10 Gb/s it is 0.11."
+message, forward = 2 * 2048 * 12288, 2 * 175e9 / 8 * 2048 / 250e12
+assert round(message / 1e6) == 50 and round(forward, 2) == 0.36
+assert round(message / 50e9 / forward, 3) == 0.003 and round(message / 1.25e9 / forward, 2) == 0.11
+
+# %% [markdown]
 # **Predict.** The simulator lets any number of messages travel at once. A real link carries them one after the other. Let
 # an EMULATED one do so, with messages as long as 2 forward passes. Is the measured makespan of GPipe more than a tenth above
 # the simulated one?
@@ -338,7 +351,8 @@ assert max(number for (_, m), numbers in table.items() if m == 1 for number in n
 # | HetPipe (2020) | in pipelines as PipeDream's; between them by parameter servers | no worker may be more than a few *waves* (minibatches in flight together) ahead of the slowest | GPUs of different kinds form *virtual workers*, each a pipeline |
 # | DAPPLE (2021) | once a batch | 1F1B's bubble | a planner: stages, cuts, and copies of each stage |
 #
-# Pipe-torch (2019) is for clusters in which some links are fast and some slow: there the cuts must mind the links, too.
+# Since then: interleaved 1F1B (Megatron-LM, 2021), zero bubble (2024), DualPipe (DeepSeek-V3, 2024). torch has them as
+# `ScheduleInterleaved1F1B`, `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` and `ScheduleDualPipeV`.
 #
 # PipeDream's several versions are *weight stashing*. Between the forward and the backward pass of a minibatch its neighbours
 # have changed the weights. So each stage keeps the weights of the forward pass until the backward pass has used them. 1F1B
@@ -366,5 +380,3 @@ lab.quiz("07b")
 # - J. H. Park et al.: HetPipe: enabling large DNN training on (whimpy) heterogeneous GPU clusters through integration of
 #   pipelined model parallelism and data parallelism. USENIX ATC, 2020.
 # - S. Fan et al.: DAPPLE: a pipelined data parallel approach for training large models. PPoPP, 2021.
-# - J. Zhan, J. Zhang: Pipe-torch: pipeline-based distributed deep learning in a GPU cluster with heterogeneous
-#   networking. CBD, 2019.

@@ -26,6 +26,7 @@ from torch import nn
 from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 world = dtlib.init()
+group = world.comm.group
 
 # %% [markdown]
 # ## Predict: bubble and activations
@@ -58,19 +59,20 @@ for name, step in simulated.items():
     print(f"{name}\n{draw(step)}")
 
 # %% [markdown]
-# Then the library's schedules, on the engines. The stages are EMULATED: they sleep, so that ranks do not compete for cores.
+# Then the library's schedules, on the ranks. The stages are EMULATED: they sleep. Measured bubbles are larger, as each action
+# starts a little late.
 
 # %%
 # %%px
 class Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
-        time.sleep(0.02)
+        time.sleep(0.05)
         return x * weight
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(0.04)
+        time.sleep(0.1)
         return gradient, gradient.sum()
 
 class SleepingStage(nn.Module):
@@ -88,13 +90,13 @@ def measured(kind):
     schedule = kind(stage, n_microbatches=6, loss_fn=nn.functional.mse_loss)
     x = target = torch.ones(6, 1)
     for _ in range(2):  # the first step only warms up
-        world.comm.barrier()
+        dist.barrier(group)
         began = time.monotonic()
         schedule.step(*[x] * (world.rank == 0), target=target)
-    times = world.comm.all_gather_object((began, time.monotonic()))
+    dist.all_gather_object(times := [None] * world.size, (began, time.monotonic()), group=group)
     makespan = max(end for _, end in times) - min(begin for begin, _ in times)
-    peaks = world.comm.all_gather_object(schedule.peak_in_flight)
-    return 1 - 6 * (0.02 + 0.04) / makespan, peaks
+    dist.all_gather_object(peaks := [None] * world.size, schedule.peak_in_flight, group=group)
+    return 1 - 6 * (0.05 + 0.1) / makespan, peaks
 
 runs = [("GPipe", *measured(ScheduleGPipe)), ("1F1B", *measured(Schedule1F1B))]
 

@@ -22,11 +22,6 @@ PREDICTIONS = {
     "percentage-lost": Prediction(
         got=lambda: {m: 100 * simulate(gpipe(4, m)).bubble for m in (1, 8, 32)}, tolerance=0.01, hint="3 / (m + 3)."
     ),
-    "percentage-with-nobody-ahead": Prediction(
-        got=lambda ran: 100 * (1 - ran["nobody ahead"].bubble),
-        tolerance=0.15,
-        hint="How many micro-batches are under way?",
-    ),
     "which-hangs": Prediction(
         got=lambda hangs: hangs,
         choices=("A", "B"),

@@ -13,7 +13,7 @@
 from dtlib import lab  # no dtlib? Kernel > Change Kernel
 
 # %%
-from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
+from dtlib.schedule import draw, gpipe, simulate
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The puzzle's rules
@@ -102,10 +102,12 @@ lab.check("schedule-puzzle-2")
 assert found(r"Makespan (\d+), par (\d+); bubble \d+%; (\d+) activations") == [33, 33, 4]
 
 # %% [markdown]
-# Here the ranks keep 4, 3, 2 and 1 activations, and with 100 micro-batches they would keep no more. The library's list is
-# the same, in another notation:
+# Here the ranks keep 4, 3, 2 and 1 activations, and with 100 micro-batches they would keep no more. This order is called
+# **1F1B**: after the start each rank does one forward, one backward. The library's list is the same, in another notation:
 
 # %%
+from dtlib.schedule import one_f_one_b
+
 print(one_f_one_b(4, 8)[0])
 print(simulate(one_f_one_b(4, 8)))
 
@@ -117,7 +119,7 @@ assert found(r"peak activations (\d), (\d), (\d), (\d)") == [4, 3, 2, 1]
 # ## Level 3: at most 3 activations
 #
 # On rank 0 an activation is kept from F0 until B0 is over: that takes four F and four B, 12 in all. Three activations do
-# not give a rank enough work for that time. How little time can you lose? (1F1B with at most 3 activations takes 48. Par is
+# not give a rank enough work for that time. How short can it be? (1F1B with at most 3 activations takes 48. Par is
 # 39.)
 
 # %% tags=["stub"]
@@ -229,7 +231,8 @@ winner = duel.rank(lines, message=0.5)
 assert row("Ann", "A message takes 0.5")[-1] == 4 and row("Ben", "A message takes 0.5")[-1] == 2
 
 # %% [markdown]
-# Does the winner win on ranks as well? Here it runs beside 1F1B and ZB-H1, with EMULATED stages and network:
+# The winner beats the other player, and is behind the library's two. Is the ranking the same on ranks? Here they run, with
+# EMULATED stages and network:
 
 # %% tags=["nbval-ignore-output"]
 lab.engines(4)
