@@ -115,7 +115,7 @@ lab.check("noise-scale")
 
 # %% [markdown]
 # Now measure with it: a net learns the digits, and after some epochs each rank computes its gradient on a third of the
-# training images. **Discuss** before you run: does the noise scale grow or shrink while the net learns?
+# training images. Guess before you run: does the noise scale grow or shrink while the net learns?
 
 # %%
 # %%px
