@@ -240,10 +240,7 @@ SOON = before_the_night(a_day_ago())
 @pytest.mark.timeout(func_only=True)
 @pytest.mark.parametrize(
     "stem",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in SOON else pytest.mark.nightly)
-        for name in notebooks()
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name in SOON else pytest.mark.nightly) for name in notebooks()],
 )
 def test_solutions_print_what_is_stored(differences, stem):
     assert not differences.get(stem), "\n".join(differences[stem])

@@ -100,7 +100,7 @@ def test_text_shows_the_questions_and_a_choice_is_explained(capsys):
     quiz.quiz("03")
     shown = capsys.readouterr().out
     reasons = [option.because for question in QUIZZES["03"].questions for option in question.options]
-    assert "1. A ring all-reduce of 120 MB" in shown and "Discuss: " in shown and 'answers="....."' in shown
+    assert "1. A ring all-reduce of 96 MB" in shown and "Discuss: " in shown and 'answers="....."' in shown
     assert not [reason for reason in reasons if reason in " ".join(shown.split())], "without a choice nothing is told"
     assert QUIZZES["03"].answer[:40] not in shown
 

@@ -38,7 +38,7 @@ def links(known: dict[str, str]) -> str:
     places |= (
         {"Try it in a web page": f"{site}/page/index.html"}
         if site
-        else {"Build a web page to try it": "docs/how-to/use_the_web_page.md"}
+        else {"Try it in a browser": "docs/how-to/use_the_web_page.md"}
     )
     return " · ".join(f"[{words}]({place})" for words, place in places.items())
 

@@ -22,14 +22,19 @@ DISCUSSIONS = FILE.with_name("questions_to_discuss.md")
 PROMPTS = Path(__file__).parent / "data" / "prompts.toml"
 HEAD = """# Wrong answers
 
-This page is for teachers. It lists common wrong answers of each exercise. For each one it gives a question that you
-can ask the learner. The left column shows the wrong value that the check prints, or the name of the mistake. The check
-itself gives more explicit hints if the learner checks the same answer again.
+This page is for teachers. It lists common wrong answers of each exercise: what the learner did, what the check shows
+of it (if that has words), and a question that you can ask. Some questions begin with a fact: say it, then ask. The
+check itself gives more explicit hints if the learner checks the same answer again.
 
 `python -m tools.instructor` writes this page from the wrong answers of the tests.
 """
 SENTENCE = re.compile(r"[^.?!]+(?:[.?!](?!\s|$)[^.?!]*)*[.?!]*")
 SHORT = 22  # words
+ASKS = {
+    r"(?i)(return|yield)\b": " What do you return?",
+    r"(This|That|These|It) (is|are|begins|divides|leaves)\b": " Which line does that?",
+    "": " What follows for your code?",
+}  # after a hint that only states something
 
 
 recorded = functools.cache(recordings.read)
@@ -45,27 +50,34 @@ def verdict_on(key: str):
 
 
 def mistakes(exercise: str) -> dict:
-    """Name of a mistake -> the first verdict on a wrong answer that makes it, and how many of them do."""
+    """Name of a mistake -> the first verdict on a wrong answer that makes it, and the name of that answer."""
     found = {}
     for key, case in CASES.items():
         if case.exercise == exercise and case.name in recorded(exercise):
             verdict = verdict_on(key)
-            found.setdefault(verdict.mistake, [verdict, 0])[1] += 1
+            found.setdefault(verdict.mistake, (verdict, case.name))
     return found
 
 
 def question(hints: tuple[str, ...]) -> str:
-    """The first hint that asks, or its question alone if the hint is long; the first sentence if no hint asks."""
+    """The first hint that asks, or its question alone if the hint is long; else the first sentence, and a question."""
     for hint in hints:
         if "?" in hint:
             return hint if len(hint.split()) <= SHORT else next(filter(_asks, SENTENCE.findall(hint))).strip()
-    return SENTENCE.findall(hints[0])[0].strip()
+    says = SENTENCE.findall(hints[0])[0].strip()
+    says += "" if says.endswith((".", ":")) else "."
+    return says + next(asks for start, asks in ASKS.items() if re.match(start, says))
 
 
-def answer(mistake: str, got: str) -> str:
-    """What the check shows of an answer if that has words, else the name of the mistake."""
-    shown = _in_short(got)
-    return shown if len(re.findall(r"[A-Za-z]{2,}", shown)) > 2 else mistake.replace("-", " ")
+def deed(name: str) -> str:
+    """What the learner did: the name that the tests give the wrong answer, in words."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("_", " ").replace("-", " ").lower()
+
+
+def shown(got: str) -> str:
+    """What the check shows of an answer, if that has words; no object of Python, and no place in a file."""
+    got = re.sub(r" ?\(`?\w+\.py:.*", "", got)
+    return "" if len(re.findall(r"[A-Za-z]{2,}", got)) < 3 or got[:1] in "([{<" else _in_short(got)
 
 
 def page() -> str:
@@ -73,17 +85,19 @@ def page() -> str:
     text, lesson = HEAD, ""
     asked = "".join(source.read_text(encoding="utf-8") for source in notebooks().values())
     for exercise in sorted(homes(), key=lambda name: asked.index(f'lab.check("{name}")')):
-        rows: dict[str, list[str]] = {}
-        for mistake, (verdict, _) in mistakes(exercise).items():
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for mistake, (verdict, name) in mistakes(exercise).items():
             if mistake not in ("missing", "other-size"):
-                rows.setdefault(question(verdict.hints), []).append(answer(mistake, verdict.got))
+                rows.setdefault(question(verdict.hints), []).append((deed(name), shown(verdict.got)))
         if not rows:
             continue
         number = homes()[exercise].parent.name[1:]
         if number != lesson:
             text, lesson = f"{text}\n## Lesson {number}\n", number
-        text += f"\n### {exercise}\n\n| answer | question |\n|---|---|\n"
-        text += "".join(f"| {_cell('; '.join(dict.fromkeys(got)))} | {_cell(ask)} |\n" for ask, got in rows.items())
+        text += f"\n### {exercise}\n\n| the learner's code | the check shows | ask |\n|---|---|---|\n"
+        for asks, answers in rows.items():
+            did, seen = (_cell("; ".join(dict.fromkeys(filter(None, each)))) for each in zip(*answers, strict=True))
+            text += f"| {did} | {seen} | {_cell(asks)} |\n"
     return text
 
 

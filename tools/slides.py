@@ -6,7 +6,8 @@ slide. Text, lists, tables and code are shown as they stand there. Results of th
 
     {figure: words}     the lecture's first figure with these words in its alternative text; "words #2" is the second
     {table: words}      its first table with these words
-    {asks: name}        the slide puts this prediction to the room: its answer may stand on later slides only
+    {asks: name}        the slide puts this prediction to the room: its answer may stand on later slides only, and what
+                        the speaker says begins with PAUSE
     Say: ...            to the end of the slide: what the speaker says
 
 git ignores the decks themselves, as they hold nothing that sources and stored notebooks do not hold.
@@ -30,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "notebooks" / "source" / "decks"
 FOLDER = ROOT / "notebooks" / "slides"
 SLIDES, WORDS, LINES = 12, 40, 12  # the most of a deck; the most of a slide, beside tables and code
+PAUSE = "(Wait for three answers, then run the prediction.)"
 _IMAGE = re.compile(r'<img alt="([^"]*)" src="data:image/svg[^>]*>')
 _TABLE = re.compile(r"<table>.*?</table>", re.S)
 _BLOCK = re.compile(r"^\{(figure|table|asks): ([^}\n]+)\}$|^```(\w+)\n(.*?)^```$|((?:^\|[^\n]*\n?)+)", re.M | re.S)
@@ -156,6 +158,8 @@ def _slide(part: str, outputs: list, name: str) -> Slide:
         else:
             slide.blocks.append(Block("table", table, _sized(mistune.create_markdown(plugins=["table"])(table))))
     _add_text(slide, rest[at:])
+    if slide.asks and "(Wait" not in slide.says:
+        slide.says = f"{PAUSE} {slide.says}"
     return slide
 
 

@@ -178,8 +178,8 @@ def _with_a_rank_less(verdict: Verdict, fewer: Verdict) -> Verdict:
             f"on {ranks_in_words([*range(fewer.ranks)])} alone, with a comm of size {fewer.ranks}: {fewer.expected}"
         ),
         hints=(
-            f"On {verdict.ranks} ranks it is right, on {fewer.ranks} it is not. Is a number of ranks written into it? "
-            "Or does it remember something from the call before?",
+            f"On {verdict.ranks} ranks it is right, on {fewer.ranks} it is not. Does it use a fixed number of "
+            "ranks, the communicator of all ranks (world.comm), or a value from the call before?",
             "Ask comm.rank and comm.size, and talk through comm: world is all ranks, and comm may be fewer.",
         ),
     )  # fmt: skip

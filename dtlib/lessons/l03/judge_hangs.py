@@ -139,7 +139,7 @@ def judge_hangs(observations) -> None:
     explained = observations[0]
     wrong = rows(0)
     wrong("type", isinstance(explained, str), "a dict: {1: (rank, line), ...}", explained,
-          'Such as explained = {1: (0, "comm.barrier()"), 2: (1, 4)}.',
+          'Write explained = {1: (0, "comm.barrier()"), 2: (1, 4)}.',
           "The five keys are the numbers of the hangs; each value is a pair of a rank and a line.")
     for number, hang in HANGS.items():
         got = explained.get(number)

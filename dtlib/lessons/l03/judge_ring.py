@@ -118,7 +118,7 @@ def _judge_values(cases) -> None:
     everything = [_times(case["values"][i], i, size, dtype) for case in cases.values() for i in range(length)]
     wrong("other-values", None in everything, got,
           "This is no sum of the ranks' values: does a receive write over what is still to be added, or sent?",
-          "Receive into a tensor of its own, then add it to the chunk.")
+          "Receive into a separate tensor, then add it to the chunk.")
     wrong("written-over", any(max(times) > 1 and 0 in times for times in everything), got,
           "The first half writes over what it should add to: where is a chunk received?",
           "Receive into a new tensor, torch.empty_like(chunk), and add that: chunk += received.")
@@ -194,7 +194,7 @@ def _judge_cost(cases) -> None:
           "In which type do chunks travel here?", "torch.empty_like(chunk) has the type of the chunk; no .double().")
     wrong("bytes", sums[rank][1] > most, f"at most {most:,} bytes from each rank, for {length} elements",
           f"{sums[rank][1]:,} bytes in {sums[rank][0]} messages",
-          "The values are right, but this rank sends too much: whole arrays, or in more steps than it takes?",
+          "The values are right, but this rank sends too much. Are they whole arrays, or more steps than needed?",
           "Each step sends one chunk, a comm.size-th of the tensor: 2 (N-1) steps, 2 (N-1)/N of the tensor.")
     if length != lengths(size)[0]:
         return  # chunks that are empty need no message

@@ -89,7 +89,7 @@ def _judge_values(cases, moved: bool) -> None:
     wrong("second-step", kind == "again", f"{where} in the second step",
           "something else, after a first step that was right",
           "What is left over from the first step? After zero_grad() parameter.grad is another tensor, or None.",
-          "Look up parameter.grad in each step anew.")
+          "Look up parameter.grad again in each step.")
     if all(_close(cases[r]["gradients"][n], cases[r]["local"][n]) for r, n in everywhere):
         got = f"each rank's own gradient, although {calls} operations ran" if calls else "each rank's own gradient"
         wrong("not-averaged", True, f"{where}: the same on all ranks", got,
@@ -106,7 +106,7 @@ def _judge_values(cases, moved: bool) -> None:
         counts = ", ".join(f"{case['samples']}" for case in cases)
         wrong("weight-remembered", True, f"{where}: the mean over all samples (the ranks have {counts} this time)",
               "another weighting, after an uneven batch that was right",
-              "What was found out for one batch need not hold for the next: who has how many samples this time?",
+              "The next batch may differ from the last one: how many samples has each rank this time?",
               "Ask in every call: all_reduce the samples in average_gradients, and keep neither total nor weight.")
     if kind == "uneven":
         _judge_weights(cases, rank, where, ratio, everywhere)

@@ -141,7 +141,7 @@ def judge_golf(observations) -> Score:
         if seen["mine"]["loads"]:
             raise Wrong("loads-digits", rank, "training on the images that golf gets, and on nothing else",
                         "all digits, loaded by this rank on its own",
-                        "Whoever has all images needs no other rank: the play is about what ranks tell one another.",
+                        "A rank with all images needs no other rank. The game is about what ranks send to one another.",
                         "Take x and y as they are, and let ranks send: gradients, weights, or images.")
     worst = min(range(len(observations)), key=lambda rank: observations[rank]["mine"]["right"])
     right, images, unknown = (observations[worst]["mine"][name] for name in ("right", "images", "unknown"))
@@ -156,8 +156,8 @@ def judge_golf(observations) -> Score:
     wrong = rows(0)
     wrong("nothing-sent", not mine and len(observations) > 1, "some bytes, sent by an operation of comm",
           f"{accuracy:.1%} without a byte",
-          "No rank has all digits. From where does this one know the others', if nobody has told it?",
-          "Only what travels through comm counts, and something has to.")
+          "Nothing was sent through comm, yet this rank knows the others' digits. Which way did they take?",
+          "Send what the ranks must exchange through comm: only those bytes count.")
     score = Score(mine, par, "bytes", f"{mine:,} bytes for {accuracy:.1%}; par is {par:,}.")
     wrong("over-par", mine > par, f"at most {par:,} payload bytes, sent by all ranks together (par)",
           f"{mine:,} bytes, for {accuracy:.1%}", "Bytes = steps x bytes of a step. Larger batches need fewer steps.",

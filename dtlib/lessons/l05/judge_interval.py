@@ -112,7 +112,7 @@ def _judge_ends(seen, expected: str, got: str) -> None:
           "These are rounded: return all digits.", "Round where you print, not in what is returned.")
     middles = all(abs(sum(ends) / 2 - truth[0]) < 1e-4 for ends, truth in zip(seen, truths, strict=True))
     wrong("wrong-middle", not middles,
-          "The middle of the interval is not the mean of the differences.",
+          "The middle of the interval is not the mean of all differences. Is each seed in it, once?",
           "The middle is the mean of a[i] - b[i]; the ends are middle - half and middle + half.")
     wrong("unpaired", all(_same(ends, stats.ttest_ind(a, b, equal_var=False).confidence_interval())
                           for ends, (a, b) in zip(seen, ERRORS, strict=True)), *HINTS["unpaired"])

@@ -55,7 +55,7 @@ def _judge_steps(cases) -> None:
         wrong = rows(rank, what)
         wrong("second-step", step, f"{got}, after a first step that was right",
               "What is forgotten between two steps, or left over? Adam's moments must stay.",
-              "Make the optimizer once, in __init__, and fill its gradient anew in each step.")
+              "Make the optimizer once, in __init__, and fill its gradient again in each step.")
         wrong("not-copied-back", all(torch.equal(values, start) for values in after), "all of them as before",
               "Something was updated, but not what the model uses.",
               "Let parameter.data be a view of the flat memory, or copy the new values into parameter.data.")
@@ -175,7 +175,7 @@ def _judge_held(cases) -> None:
               "Keep the parameters themselves, not a list of parameter.data, parameter.detach() or their clones.")
         wrong("zeroed-not-freed", case["zeros"] > shard + SPARE, f"{case['zeros']} bytes of zeros in one piece",
               "zero_() writes zeros, and the memory stays. Which tensor is needed during step() only?",
-              "Make flat gradients anew in each step, in a local variable: it goes when the method returns.")
+              "Create flat gradients in each step, in a local variable: they are freed when the method returns.")
         wrong("gradients-kept", True, f"{case['held']} bytes in all",
               "What is as long as all parameters, neither states nor parameters, and still there after step()?",
               "Flat gradients are needed during step() only: a local variable goes when it returns.")

@@ -124,13 +124,13 @@ def judge_steps(observations) -> None:
               "After all handles have been waited for, self.sent.clear(): the handles go, and the buckets with them.")
         wrong("outputs-kept", views and abs(grows - output) <= SPARE, growth,
               "A guess has ten numbers. How many bytes has the memory that it is a view of?",
-              "A view keeps its whole storage: keep output[0].detach().clone(), which has memory of its own.")
+              "A view keeps its whole storage: keep output[0].detach().clone(), which has separate memory.")
         wrong("outputs-elsewhere", abs(grows - output) <= SPARE, growth,
               "The guesses have memory of their own. In which other place does each step leave its whole output?",
               "A list, an attribute or a function has it, perhaps as an array or as numbers: the first row is enough.")
         wrong("something-grows", grows > ROW + SPARE // 2, growth,
-              "There is more memory after each step. What does each step add to, and what does it take away?",
-              "Print live.by_line() after one step and after four, and compare.")
+              "Memory grows in each step. Print live.by_line() after one step and after four: which line has more?",
+              "Which list, attribute or function refers to what that line made? Keep only what the next step needs.")
         padded = NUMBER * sum(length_of(p.numel(), ranks) for p in net_of(*WIDTHS).parameters())
         wrong("shards-are-views", seen[-1]["behind shards"] > padded + SPARE,
               f"{last} bytes: {seen[-1]['behind shards']} behind the shards, of {padded}",

@@ -79,7 +79,7 @@ def judge_sharded(observations) -> None:
         wrong("memory-kept", held > wanted + SPARE, f"{wanted} bytes held after backward(): this rank's shards",
               f"{held} bytes",
               "The shards are small, and yet memory is held: a slice is a view, and keeps all of its memory.",
-              "Let own = torch.empty(length, dtype=parameter.dtype) be memory of its own, and keep no other tensors.")
+              "Let own = torch.empty(length, dtype=parameter.dtype) be separate memory, and keep no other tensors.")
 
 
 def _judge_shards(seen, step: int) -> None:
@@ -109,8 +109,8 @@ def _judge_shards(seen, step: int) -> None:
                 continue
             wrong("shared-memory", any(other == one["shards"][i] for j, other in enumerate(one["shards"]) if j != i),
                   "the shard of another parameter, that is as long",
-                  "Each parameter needs memory of its own for its shard: do two of them have the same tensor?",
-                  "own = torch.empty(length, dtype=parameter.dtype) in the hook, for every gradient anew.")
+                  "Each parameter needs separate memory for its shard: do two of them have the same tensor?",
+                  "own = torch.empty(length, dtype=parameter.dtype) in the hook, for every gradient.")
             wrong("second-pass", step, "something else, after a first pass that was right",
                   "What is left over from the pass before?", "Each pass begins with a fresh flat tensor.")
             _judge_shard(got, average, [gradients[i] for gradients in locals_], rank, what)

@@ -148,10 +148,10 @@ def _judge_gathering(case, rank: int, ranks: int) -> None:
         what = f"{wanted} bytes sent in call {call + 1}: each shard to the other ranks"
         wrong = rows(rank, what)
         wrong("too-many-bytes", sent > wanted + SPARE, f"{sent} bytes",
-              "The values are right. But do zeros travel, or sums that are none?",
-              "comm.all_gather(whole, own) sends each shard once around; all_reduce twice as much.")
+              f"The values are right. But {sent / max(1, wanted):.1f} times the bytes: how often does a call gather?",
+              "One comm.all_gather(whole, own) in each call is enough, for weight and bias together.")
         wrong("nothing-gathered", sent < wanted / 2 and not case.get("uncounted"), f"{sent} bytes",
-              "Who has a shard alone must ask the others for the rest, in each call. Where does it come from here?",
+              "A rank that holds one shard must get the other shards in each call. Where do they come from here?",
               "Call comm.all_gather in __call__, on every rank.")
 
 

@@ -63,13 +63,13 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
     if any(two) and all(a or b for a, b in zip(two, ones, strict=True)):
         wrong("counted-twice", True, f"micro-batch {two.index(True)} twice", *ONCE)
     said = ", ".join(f"{value:.3g}" for value in times)
-    hint = f"By what is each loss scaled? The scales sum to {sum(found):.3g}, and should sum to 1."
+    hint = f"Micro-batches count {said} times, each should count once. Is that a number of ranks, samples or features?"
     if alike:
         hint = "It shrinks as a micro-batch grows: a mean over its samples has divided by them already."
     elif uneven and max(found / weights**2) - min(found / weights**2) < 1e-6 * max(found / weights**2):
         hint = "It grows with the samples of a micro-batch: is its loss a sum over them, where a mean is wanted?"
     wrong("scaled", True, f"micro-batches {said} times", hint,
-          "The loss of a micro-batch is a mean over its samples; its weight is len(x) / (samples of the whole batch).")
+          "The loss is a mean over samples and features; a micro-batch has the weight len(x) / (samples of the batch).")
 
 
 def _tell_mixed_up(rank: int, what: str, cases) -> None:

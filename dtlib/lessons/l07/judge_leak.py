@@ -273,7 +273,7 @@ def _judge_bytes(rank: int, size: int, few: dict, many: dict, of_last: dict) -> 
           "A list for the log, or a function in it, needs a number of each output: compute that at once.")
     wrong("memory-of-outputs", alive["memory"] > FRAMES, nothing,
           f"the memory of {alive['memory']} outputs of finished micro-batches is alive, although the outputs are gone",
-          "output.detach() is another tensor with the same memory. Who has it, on each rank but the last?",
+          "output.detach() is another tensor with the same memory. What refers to it, on each rank but the last?",
           "A handle keeps the tensor that it sends. And a list keeps its handles.",
           "After each pass: sending[:] = [handle for handle in sending if not handle.done()].")
     wrong("inputs-held", alive["inputs"] > FRAMES, nothing,

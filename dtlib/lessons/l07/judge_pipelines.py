@@ -75,17 +75,17 @@ def _judge_places(cases) -> None:
         others = {entry[0] for entry in case["log"] if len(entry) == 3} - {"send", "recv"}
         wrong = rows(rank)
         wrong("collective-inside", others, "send and recv alone", ", ".join(sorted(others)),
-              "A stage talks to its two neighbours: to nobody else.", "Use comm.send and comm.recv.")
+              "Does any rank but a neighbour need the loss?", "None does: use comm.send and comm.recv alone.")
         wrong("loss-elsewhere", rank < last and any(entry[0] == "L" for entry in case["log"]),
               f"loss_fn on rank {last} alone", f"a call of loss_fn on rank {rank}",
-              "Who has the output of the whole model?",
+              "Which rank has the output of the whole model?",
               "With more than two ranks there are some in the middle: they are neither first nor last, and "
               "receive and send in both directions.")
         neighbours = (rank - 1, rank + 1)
         far = next((dest for name, dest, *_ in case["log"] if name == "send" and dest not in neighbours), None)
         wrong("not-a-neighbour", far is not None, "messages to neighbours", f"one to rank {far}",
               "Activations go to rank + 1, gradients to rank - 1.",
-              "Whom does a rank in the middle send to? Nobody but these two; the ranks do not form a ring.")
+              "To which ranks does a rank in the middle send? To these two alone: the ranks form no ring.")
     for rank, case in sorted(cases.items()):
         if ("F", None) in case["log"] or ("R", None) in case["log"]:
             raise Wrong("other-input", rank, "inputs that are the outputs of the stage before",

@@ -147,7 +147,7 @@ def _judge_parameters(one, ways, rank: int, ranks: int) -> None:
         if same(gradient, right):
             continue
         wrong("gradient-negative", same(gradient, -right), "the same with the other sign",
-              "With which sign does it enter?", "The output is linear(x, self.weight), added up, + self.bias.")
+              "How often is it used, and with which sign?", "Output: linear(x, self.weight), added up, + self.bias.")
         wrong("gradient-zero", not gradient.any(), "zeros", f"Is {name} used on this rank too, or multiplied by 0?",
               "What a rank has, it uses: all ranks compute with it alike.")
         if same(gradient, ranks * right) and "bias" not in name:

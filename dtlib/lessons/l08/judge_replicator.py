@@ -85,7 +85,7 @@ def judge_step(observations) -> None:
         if not same(as_tensor(one["loss"]), reference["loss"]):
             raise Wrong(
                 "other-loss", rank, "the loss of this replica's samples before each step", "something else",
-                "Is the loss computed anew in each step, from its inputs, and before minimize changes the parameters?",
+                "Is the loss computed again in each step, from its inputs, and before minimize changes the parameters?",
                 "scores = model(x), once; loss = cross_entropy(scores, y); then minimize(loss).")
     for rank, seen in enumerate(observations):
         _judge_graph(seen, rank)

@@ -114,7 +114,7 @@ def judge_cost(observations) -> None:
             elif fraction < 1:
                 mistakes += [
                     (files / opens + (wanted - files / opens) * fraction, "columns-everywhere",
-                     "Whoever stores records whole reads them whole: only Parquet can leave columns out.")
+                     "Files with whole records are read whole: only Parquet can leave columns out.")
                 ]
             for value, mistake, hint in mistakes:
                 wrong(mistake, math.isclose(got, value, rel_tol=1e-9), f"{got:.6g} s", hint, FORMULA)

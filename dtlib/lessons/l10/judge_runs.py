@@ -44,8 +44,8 @@ def judge_config(seen: list) -> None:
               said["batch"] != BATCH or said["micro"] > MICRO or said["optimizer"] not in ("Adam", "AdamW"), got,
               "What is learnt must stay the same: batch and optimizer.",
               f"Keep train_batch_size {BATCH}, and micro-batches of {MICRO} at most.")
-        wrong("too-much", said["bytes"] > BUDGET, got, "Bytes a parameter times 24 million: lesson 06 has the formula.",
-              "In bf16 stage 1 holds 4 + 12 / N bytes a parameter.")
+        wrong("too-much", said["bytes"] > BUDGET, got, "Which stage shards more than this one, and sends no more?",
+              "In bf16 stage 1 holds 4 + 12 / N bytes per parameter.")
         if said["stage"] == 3 or (said["stage"] == 2 and said["steps"] > 1):
             raise Wrong("sends-more", rank, "no more bytes sent than data parallelism sends", got,
                         "It fits. What does this stage send for each micro-batch?",

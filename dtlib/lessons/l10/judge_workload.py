@@ -69,7 +69,7 @@ def _judge_evaluate(found: list) -> None:
         where = f", on {one['ranks']} ranks" if one["ranks"] > 1 else ", on one rank"
         if "of the world" in one:
             raise Wrong("world-comm", rank, "every call on comm, which evaluate is given", one["of the world"],
-                        "Whoever evaluates decides on which ranks: may they be fewer than all?",
+                        "The caller decides which ranks evaluate: may they be fewer than all?",
                         "comm, in place of world.comm.")
         if "odd" in one:
             raise Wrong("no-accuracy", rank, 'evaluate(model, comm) returns {"accuracy": ...}', one["odd"],

@@ -19,11 +19,10 @@ def judge(observations) -> None:
             continue
         plan = DEATHS[name]
         if len(cases) - len(living) < len(plan):
-            step = plan[0].step
             wrong("no-exchange", True, f"{name}: in each step ranks add up their gradients, by all_reduce on comm",
-                  f"comm.all_reduce was not called in step {step}, so that nobody died in it",
-                  "Each rank computes its part of the batch: how do the others get its gradient?",
-                  "comm.all_reduce(parameter.grad), on the communicator that train was given, or that shrunk gave.")
+                  f"comm.all_reduce was not called in step {plan[0].step}, so no rank died in it",
+                  "The check lets a rank die inside comm.all_reduce. Which call adds the gradients up here?",
+                  "comm.all_reduce(parameter.grad), on the communicator that train got, or that shrunk returned.")
         off = [rank for rank, case in living.items() if not _close(case["parameters"], right)]
         if off:
             _explain(name, living, off[0])
@@ -42,7 +41,7 @@ def _judge_steps(name: str, living: dict) -> None:
                     "steps-redone", rank, f"{name}: training goes on with step {death.step}",
                     f"it goes on with step {min(steps)}, which all ranks had done",
                     "The result is right, and costs steps that were done. Which ranks still have them?",
-                    "Whoever lives has the parameters after the last step: go on with them, from no older copy.")
+                    "Survivors have the parameters after the last step: continue from these, from no older copy.")
 
 
 def _judge_shares(name: str, living: dict) -> None:
@@ -71,7 +70,7 @@ def _judge_ends(name: str, living: dict) -> None:
               "Ask comm.rank and comm.size, call comm.all_reduce, and after a death comm = shrunk(comm).")
         wrong("no-such-root", case["end"] == "NoSuchRoot", f"{name}: a root that lives",
               f"a broadcast with {case.get('said')}",
-              "Ranks are numbered anew after a death. Which rank is there, however few are left?",
+              "Ranks are renumbered after a death. Which rank exists, however few are left?",
               "root=0, of the communicator that shrunk gave.")
         wrong("one-death-only", case["end"] == "failed" and case["deaths"], f"{name}: training goes on",
               "the second failure ended it here",
@@ -192,7 +191,7 @@ def _explain_shares(name: str, living: dict, rank: int, what: str) -> None:
     wrong = rows(rank)
     wrong("other-batch", got, f"{name}: the whole batch in step {step} too, on those who are left", got,
           "Who computes what the dead rank had?",
-          "In every step ask comm.rank and comm.size of the communicator in use, and cut the whole batch anew.")
+          "In every step ask comm.rank and comm.size of the communicator in use, and cut the whole batch again.")
     wrong("other-mean", True, what, "the same on all ranks, but others",
           "Each sample is computed once after the death too. By what are the gradients divided, and is anything of the "
           "failed step still in them, or in the momentum?",

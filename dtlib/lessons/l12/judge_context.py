@@ -123,7 +123,7 @@ def judge_merge(observations) -> None:
                 mistake = found[0] if found else "other-lse"
                 told = said[mistake][1] if found else "another number"
                 raise Wrong(mistake, rank, f"{what}: log-sum-exp of the scores of both", told,
-                            "The next block will be merged with this one. What will it have to know of it?",
+                            "The next block will be merged with this result. Which two values does that merge need?",
                             "return out, torch.logaddexp(lse, block_lse)")
 
 
@@ -173,7 +173,7 @@ def observe_add_block(add_block, comm):
     return seen
 
 
-_RESCALED = "exp(top - new_top), once for total and once, with [:, None], for out"
+_RESCALED = "Rescale total and out (with [:, None]) by exp(top - new_top), and return new_top, total, out"
 
 
 def judge_add_block(observations) -> None:
@@ -187,7 +187,7 @@ def judge_add_block(observations) -> None:
         "total-not-rescaled": "out is rescaled when a larger score arrives. And total, by which it is divided?",
         "not-rescaled": "A larger score arrives: by how much too large is what was added before?",
         "new-rescaled": "Against which score is the new block's weight computed: has it to be rescaled, too?",
-        "top-not-carried": "Against which score was the last block's weight computed: who remembers it?",
+        "top-not-carried": "Against which score was the last block's weight computed, and where is that score kept?",
     }
     for what, size in (("ordinary scores", 1), ("large scores", LARGE)):
         for rank, seen in enumerate(observations):

@@ -52,7 +52,7 @@ def judge_send_home(observations) -> None:
                             "What travels is to grow: each rank adds its own to what arrives.",
                             "here = summand(owner) + pass_on(comm, travelling)()"),
             "of-all": (sum(complete(owner) for owner in range(ranks)), "the sum of all ranks' gradients, of all keys",
-                       "Each rank has keys of its own."),
+                       "Each rank has different keys."),
             "divided": (complete(rank) / ranks, f"divided by {ranks}",
                         "The gradient of keys is a sum over all queries, wherever they are: nobody divides."),
         }

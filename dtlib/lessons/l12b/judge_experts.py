@@ -202,13 +202,13 @@ def judge_dispatch(observations) -> None:
         chosen_by = [of_rank[what][1] for of_rank in everyones]
         for rank, seen in enumerate(observations):
             (x, chosen), (got, sent) = everyones[rank][what], seen[what]
-            expected = f"{what}: of each token what its expert computes of it"
             wrong = rows(rank)
             wrong("type", isinstance(got, str), f"{what}: {tuple(x.shape)}, a row a token", got,
-                  "Every token is returned, whether its expert is here or there.")
+                  "Return one row for each token of this rank. Which ranks wait for the rows that arrived?",
+                  "A second all_to_all sends them back: received and sent change places.")
             right = torch.stack([expert_of(int(e))(row) for e, row in zip(chosen, x, strict=True)]) if len(x) else x
             if len(x) and not same(got, right, 1e-12):
-                _explain_dispatch(rank, expected, got, right, x)
+                _explain_dispatch(rank, f"{what}: of each token what its expert computes of it", got, right, x)
             leave = int((chosen != rank).sum())
             arrive = sum(int((theirs == rank).sum()) for other, theirs in enumerate(chosen_by) if other != rank)
             most = (leave + arrive) * WIDTH * 8

@@ -117,7 +117,7 @@ def of_top_k(fraction: float) -> dict:
                      "places = wanted.abs().topk(k).indices; values = wanted[places]"),
         "smallest": ({"send": smallest}, "Which elements are worth their bytes: the largest in size, or the smallest?",
                      "wanted.abs().topk(k).indices"),
-        "by-senders": ({"send": largest, "mean_of": by_senders}, "The mean is over all ranks, those without it, too.",
+        "by-senders": ({"send": largest, "mean_of": by_senders}, "Some ranks send nothing: are they in the mean, as 0?",
                        "mean.index_add_(0, places, values / comm.size)"),
         "k-shared-out": ({"send": largest, "sent_of": k_shared_out}, "How many elements does each rank send?",
                          "k = math.ceil(fraction * len(gradient)), on each rank."),

@@ -121,7 +121,7 @@ _TURNS = "How many turns has a step of p stages?", "micro_batches + stages - 1 t
 _SHARE = "How much of the model does a rank compute?", "A turn takes samples * sample / (stages * tensor)."
 _OF_A_STEP = (
     "Are messages and bytes those of a turn, of a micro-batch, or of a step?",
-    "messages and sent are of a whole step: they are added once, beside the turns.",
+    "messages and sent are of a whole step: they are added once, to the turns.",
 )
 # m micro-batches, p stages and t tensor ranks: how often a turn's computing counts, a step's latency, and its bytes
 SECONDS = {
@@ -168,9 +168,9 @@ def right_choice(plans, limit, sample, latency, bandwidth, mistake: str = ""):
         return {"ignores-the-limit": True, "below-the-limit": held < limit}.get(mistake, held <= limit)
 
     def key(name):
-        seconds = seconds_of(plans[name], sample, latency, bandwidth, mistake)
-        of_others = {"slowest": -seconds, "the-first": 0, "smallest": plans[name]["held"]}
-        return of_others.get(mistake, seconds)
+        first, *sending = _parts(plans[name], sample, latency, bandwidth, mistake)
+        others = {"slowest": -first - sum(sending), "the-first": 0, "smallest": plans[name]["held"]}
+        return {**others, "overlapped": max(first, sum(sending))}.get(mistake, first + sum(sending))
 
     if mistake == "looks-afterwards":
         return next((name for name in [min(plans, key=key)] if fits(name)), None)
@@ -192,6 +192,7 @@ HINTS = {
     "looks-afterwards": ("The fastest of all may not fit. What of those that do?", _FITTING),
     "the-first": ("Several plans fit. Which of them is chosen?", _FITTING),
     "smallest": ("Which is wanted: the plan that holds least, or the shortest step?", _FITTING),
+    "overlapped": ("Is a step the sum of its parts, or the longest one?", "Nothing is hidden: add all three."),
     "slowest": ("Which one is wanted, the longest or the shortest step?", "min(...)"),
     **{mistake: hints for mistake, (_, *hints) in SECONDS.items() if hints},
 }
@@ -216,7 +217,7 @@ def judge_choice(observations) -> None:
     wrong = rows(None, expected)
     for mistake, hints in HINTS.items():
         wrong(mistake, seen == [right_choice(*task, mistake=mistake) for task in TASKS.values()], said, *hints)
-    wrong("other-choice", True, said, "Compute both by hand: which part do you count otherwise?",
+    wrong("other-choice", True, said, "Compute both plans by hand: which of the three parts differs?",
           "(micro_batches + stages - 1) * samples * sample / (stages * tensor) + messages * latency + sent / bandwidth")
 
 

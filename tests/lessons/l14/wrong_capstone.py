@@ -207,7 +207,7 @@ WRONG = {
         smallest: "smallest",
         fastest_if_it_fits: "looks-afterwards",
         first_that_fits: "the-first",
-        hidden_behind_computing: "other-choice",
+        hidden_behind_computing: "overlapped",
         two_mistakes: "other-choice",
     },
     "capstone-race": {

@@ -20,5 +20,6 @@ from dtlib import pi
 # %% [markdown]
 # ## So far
 #
-# A *rank* is a process with a number, and shares no memory. Ranks work together by collectives. A speed-up is measured
-# against the best program on one rank, and ends where the cores end.
+# A *rank* is a process with a number, and shares no memory. Ranks work together by collectives. Point i is computed
+# from i alone, so any rank can compute it, and no two ranks count the same one. A speed-up is measured against the best
+# program on one rank, and ends where the cores end.

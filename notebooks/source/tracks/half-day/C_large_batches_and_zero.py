@@ -28,8 +28,26 @@ from dtlib.theory.zero import GB, SCHEMES, zero_bytes
 # 05_large_batches
 
 # %% [markdown]
-# Every rule ends somewhere: beyond some batch the linear rule's rate is more than the network bears, and runs fail.
+# What the rules did for ResNet-50 on ImageNet, at batch 8192 on 256 GPUs. The rows on warm-up use
+# the linear rule. Which row is as good as the small batch?
+
+# %%
+rows = [(row["batch"], row["setting"], row["top1_error_pct"]) for row in lab.published("goyal2017.csv")[:6]]
+lab.table(rows, ("batch", "setting", "error in %"), "P. Goyal et al., 2017")
+
+# %% tags=["statement"]
+# "Only the linear rule with gradual warm-up is."
+small, warm = (found(f"{setting} +([\\d.]+)", "Goyal")[0] for setting in ("256 small batch", "8192 gradual warm-up"))
+others = [found(f"8192 {setting} +([\\d.]+)", "Goyal")[0] for setting in ("no warm-up", "square root", "no scaling")]
+assert warm - small < 0.2 < 1 < min(others) - small
+
+# %% [markdown]
+# Only the linear rule with gradual warm-up is. But every rule has a limit: beyond some batch the linear rule's rate is
+# too high for the network, and runs fail.
 # [Lesson 05](../../lectures/05_large_batches.ipynb) shows where, on 32 seeds.
+#
+# A config calls the samples that a rank takes at once `train_micro_batch_size_per_gpu`. A rank can add the gradients of
+# several such *micro-batches* before a step: `gradient_accumulation_steps` is their number.
 
 # %% [raw]
 # 06_zero

@@ -61,15 +61,15 @@ assert fast < 50 < slow
 # %% [markdown]
 # ## Which cut, when?
 #
-# The cuts of this half-day and two more, as questions. Read from top to bottom: where the answer is yes, go right; where
-# that is not enough, go on down. Two minutes, with your neighbour: a model of 13 billion parameters, mixed-precision Adam,
-# eight GPUs of 80 GB in one machine. What does the first question say, and where do you stop?
+# The cuts of this half-day and two more, as questions. Read from top to bottom. If the answer is yes, go right. If it
+# is no, or not enough, go down. Two minutes, with your neighbour: a model of 13 billion parameters, mixed-precision Adam,
+# eight GPUs of 80 GB in one machine (a *node*). What does the first question say, and where do you stop?
 
 # %%
 lab.chart()
 
 # %% [markdown]
-# 16 bytes a parameter make 208 GB: no GPU holds that. With ZeRO-1 a GPU holds 52 + 156/8 = 72 GB, and has 8 left for
+# 16 bytes per parameter make 208 GB: no GPU holds that. With ZeRO-1 a GPU holds 52 + 156/8 = 72 GB, and has 8 left for
 # activations; with ZeRO-2 26 + 182/8 = 49 GB. So stop at ZeRO-2, if 31 GB are enough for the activations: with one
 # micro-batch a step it sends no more than data parallelism.
 # Then ask the same of your own model.

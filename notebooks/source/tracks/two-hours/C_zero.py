@@ -1,7 +1,7 @@
 # %% [markdown]
 # # C Keep only your share
 #
-# Twenty-two minutes. Data parallelism keeps the same states on every rank; ZeRO shares them out. **Your turn**: make a
+# Twenty-two minutes. Data parallelism keeps the same states on every rank; ZeRO shards them. **Your turn**: make a
 # model fit (five minutes).
 #
 # A cell that starts with `%%px --local` runs on the ranks and in the notebook.
@@ -26,7 +26,7 @@ from dtlib.theory.zero import GB, SCHEMES, zero_bytes
 # 06_zero
 
 # %% tags=["statement"]
-# "it sends three parts where the others send two: half as much again"
+# "it sends three parts where the others send two: 1.5 times as much"
 # "In a step with one micro-batch, stages 1 and 2 send what data parallelism sends."
 from dtlib.theory.zero import zero_wire_elements
 
@@ -34,9 +34,10 @@ parts = [zero_wire_elements(4_000, 4, stage) / 3_000 for stage in range(4)]
 assert parts == [2, 2, 2, 3]
 
 # %% [markdown]
-# In a step with one micro-batch, stages 1 and 2 send what data parallelism sends. Stage 3 gathers
-# each layer's parameters twice, for the forward and for the backward pass, so it sends three parts where the others
-# send two: half as much again.
+# Two keys are new. `gradient_accumulation_steps` cuts the batch into *micro-batches*, whose gradients are added;
+# `gradient_clipping` limits the gradient's length. In a step with one micro-batch, stages 1 and 2 send what data
+# parallelism sends. Stage 3 gathers each layer's parameters twice, for the forward and for the backward pass, so
+# it sends three parts where the others send two: 1.5 times as much.
 
 # %% [raw]
 # 06_zero_exercises

@@ -19,9 +19,9 @@ from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 # %% [markdown]
 # ## 1F1B
 #
-# The usual order of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021). As soon as it can, it
+# The usual order of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021). As early as possible, it
 # does *one forward, one backward* in turn. Rank r of p keeps p - r activations at most, however many micro-batches there
-# are. Beside GPipe:
+# are. With GPipe above:
 
 # %%
 both = {"GPipe": simulate(gpipe(4, 8)), "1F1B": simulate(one_f_one_b(4, 8))}
@@ -35,7 +35,7 @@ assert of_gpipe[:3] == eager[:3] and of_gpipe[3:] == [8] * 4 and eager[3:] == [4
 
 # %% [markdown]
 # The bubble is the same, the memory is not. So large trainings run 1F1B. Whatever the order, the gradients are those of
-# one process: [lesson 07](../../lectures/07_pipelines.ipynb) trains a net so.
+# one process: [lesson 07](../../lectures/07_pipelines.ipynb) shows it.
 
 # %% [markdown]
 # ## So far
@@ -44,6 +44,8 @@ assert of_gpipe[:3] == eager[:3] and of_gpipe[3:] == [8] * 4 and eager[3:] == [4
 
 # %% [markdown]
 # ## Which cut, when?
+#
+# A *node* is a machine of several GPUs.
 #
 # From top to bottom, stop where it fits. `lab.chart()` asks four more questions, which lessons
 # [08](../../lectures/08_tensor_and_hybrid.ipynb), [12](../../lectures/12_sequences.ipynb) and
