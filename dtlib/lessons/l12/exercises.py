@@ -97,11 +97,11 @@ lab.check("merge-build")
 # %% tags=["stub"]
 # %%px
 def pass_on(comm, tensor):
-    arriving, there, here = torch.empty_like(tensor), comm.rank + 1, comm.rank - 1
-    works = dist.batch_isend_irecv([
-        dist.P2POp(dist.irecv, arriving, group=comm.group, group_peer=here % comm.size),
-        dist.P2POp(dist.isend, tensor, group=comm.group, group_peer=there % comm.size),
-    ])
+    arriving, group = torch.empty_like(tensor), comm.group
+    works = [
+        dist.isend(tensor, group_dst=(comm.rank + 1) % comm.size, group=group),
+        dist.irecv(arriving, group_src=(comm.rank - 1) % comm.size, group=group),
+    ]
     return lambda: ([work.wait() for work in works], arriving)[1]
 
 
@@ -118,11 +118,11 @@ def send_home(comm, summand):
 # %% tags=["solution"]
 # %%px
 def pass_on(comm, tensor):
-    arriving, there, here = torch.empty_like(tensor), comm.rank + 1, comm.rank - 1
-    works = dist.batch_isend_irecv([
-        dist.P2POp(dist.irecv, arriving, group=comm.group, group_peer=here % comm.size),
-        dist.P2POp(dist.isend, tensor, group=comm.group, group_peer=there % comm.size),
-    ])
+    arriving, group = torch.empty_like(tensor), comm.group
+    works = [
+        dist.isend(tensor, group_dst=(comm.rank + 1) % comm.size, group=group),
+        dist.irecv(arriving, group_src=(comm.rank - 1) % comm.size, group=group),
+    ]
     return lambda: ([work.wait() for work in works], arriving)[1]
 
 
