@@ -152,7 +152,7 @@ class Communicator(ObjectOperations):
         link = self._incoming(tag)
         steps = receive_message(link, content.flat, source, call, self._notes(tag))
         self._messages -= 1
-        return Operation(call, link, steps, content.store, content).start(self, async_op, in_turn=False)
+        return Operation(call, link, steps, content.store, content).start(self, async_op, in_turn=False)  # type: ignore[return-value]
 
     # One to all, all to one
 

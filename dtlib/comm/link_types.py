@@ -1,11 +1,16 @@
 """What algorithms.py asks of a link and of an array, and who waits of a request, for a type checker."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
 from dtlib.comm.numbers import Numbers
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 Array = TypeVar("Array", np.ndarray, Numbers)
 Combine = Callable[[Array, Array, Array], object]
@@ -15,7 +20,7 @@ Steps = Iterator[list]  # of requests
 class Request(Protocol):
     """MPI's, or one of ours that stands for several or for one that has not left yet."""
 
-    def Test(self, status: Any = None) -> bool: ...
+    def Test(self, status: MPI.Status | None = None) -> bool: ...
     def Cancel(self) -> None: ...
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from dtlib.comm.call import Call
+    from dtlib.comm.communicator import Communicator
     from dtlib.comm.link_types import Request
 
 SPIN_SECONDS = 0.0005  # small collectives finish within this
@@ -201,23 +202,20 @@ class Operation(Generic[V]):
         "complete", "error", "event", "rounds",
     )  # fmt: skip
 
-    def __init__(
-        self, call: Call, link: Any, steps: Iterator[list], finish: Callable[[], V],
-        keep: object = None,
-    ):  # fmt: skip
+    def __init__(self, call: Call, link: object, steps: Iterator[list], finish: Callable[[], V], keep: object = None):
         self.call = call
         self.complete = False  # well, or with an error
         self.error: BaseException | None = None
         self.event: recorder.Event | None = None  # what the recorder keeps of it
         self.rounds = 0  # how often what it waited for has arrived
-        self._link = link
+        self._link: Any = link
         self._steps: Any = steps
         self._finish = finish
         self._keep = keep
         self._requests: Any = []  # None: not known
         self._value: Any = None
 
-    def start(self, comm: Any, async_op: bool = False, in_turn: bool = True) -> Any:
+    def start(self, comm: Communicator, async_op: bool = False, in_turn: bool = True) -> V | Operation[V]:
         """Start on a communicator, and wait for the result unless it is asynchronous: then return this handle.
 
         ``in_turn``: after all that this communicator has started so, as a collective.

@@ -320,7 +320,7 @@ lab.quiz("12b")
 #
 # ## References
 #
-# - Mistakes, on github.com: microsoft/DeepSpeed/issues/5618, pytorch/pytorch/issues/160285,
+# - Mistakes, on https://github.com: microsoft/DeepSpeed/issues/5618, pytorch/pytorch/issues/160285,
 #   NVIDIA-NeMo/Automodel/issues/1408, NVIDIA/Megatron-LM/pull/5047.
 # - D. Lepikhin et al.: GShard. arXiv:2006.16668.
 # - W. Fedus et al.: Switch transformers. arXiv:2101.03961.
