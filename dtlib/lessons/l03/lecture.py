@@ -381,7 +381,7 @@ lab.predict("between-machines", {"ring": 1.8, "hierarchical": 1.2})
 # %%px
 from torch import distributed as dist
 
-machine, across = comm.split(world.rank // 2), comm.split(world.rank % 2)  # ranks 0 1, 2 3; ranks 0 2, 1 3
+machine, across = comm.split(world.rank // 2), comm.split(world.rank % 2)  # 0 1, 2 3; 0 2, 1 3
 
 
 def hierarchical(tensor):

@@ -119,13 +119,14 @@ lab.check("noise-scale")
 
 # %%
 # %%px
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
 torch.manual_seed(0)
 images, labels = digits.load()
 images, labels = images[:1440].double(), labels[:1440]
-net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)).double()
+net = torch.nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).double()
 sgd = torch.optim.SGD(net.parameters(), lr=0.1)
 mine, scales = slice(world.rank, None, world.size), {}
 for epoch in range(11):

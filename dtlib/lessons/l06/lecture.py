@@ -448,7 +448,8 @@ def kept_and_sent(kind, group):
 flat, hybrid = kept_and_sent(Stage3, comm.group), kept_and_sent(Hybrid, mesh["card"].group)
 
 # %%
-whole, parts = (lab.values(name)[1] for name in ("flat", "hybrid"))  # of rank 1, which sends to rank 2
+# Of rank 1, which sends to rank 2.
+whole, parts = (lab.values(name)[1] for name in ("flat", "hybrid"))
 rows = [("stage 3", *whole, whole[1]), ("hybrid", *parts, 2 * parts[2])]
 headers = ("", "shards", "sent for units", "sent across", "bytes that leave a machine")
 lab.table(rows, headers)
