@@ -1,13 +1,9 @@
 """Messages that are longer than MPI can count."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
-    from mpi4py import MPI
+import numpy as np
+from mpi4py import MPI
 
 
 class Pieces:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from dtlib.comm.call import Call
-    from dtlib.comm.communicator import Communicator
     from dtlib.comm.link_types import Request
 
 SPIN_SECONDS = 0.0005  # small collectives finish within this
@@ -215,18 +214,17 @@ class Operation(Generic[V]):
         self._requests: Any = []  # None: not known
         self._value: Any = None
 
-    def start(self, comm: Communicator, async_op: bool = False, in_turn: bool = True) -> V | Operation[V]:
+    def start(self, owner: object, async_op: bool = False, in_turn: bool = True) -> V | Operation[V]:
         """Start on a communicator, and wait for the result unless it is asynchronous: then return this handle.
 
         ``in_turn``: after all that this communicator has started so, as a collective.
         """
+        comm: Any = owner
         self._queue: Queue = comm._queue
         self._time_limit = comm.time_limit
         self._blocking = not async_op
-        if self._queue.broken:
-            raise CommunicationError(
-                f"This communicator {self._queue.broken}, so ranks are out of step: call dtlib.reset() on all ranks."
-            )
+        if broken := self._queue.broken:
+            raise CommunicationError(f"This communicator {broken}, so ranks are out of step. {RESET}")
         # The board, a recording and a comparison of calls want the caller's line; without them nobody looks for it.
         call, on_board = self.call, comm.on_board
         call.hidden = not on_board
