@@ -442,14 +442,20 @@ def warn_of_activations(tensor: torch.Tensor) -> None:
 def group_over(comm: ObjectOperations) -> Group:
     """A group whose operations are those of ``comm``; every rank of it may make one at any time.
 
-    torch translates ranks of the world, such as ``src=0``, only for groups that it knows.
+    torch translates ranks of the world, such as ``src=0``, only for groups that it knows. A communicator has one group
+    at a time, because ``dist.batch_isend_irecv`` takes operations of one group.
     """
-    group = Group(dist.HashStore(), comm, list(comm.members), lambda _: None)
+    if group := _groups.get(comm):
+        return group
+    _groups[comm] = group = Group(dist.HashStore(), comm, list(comm.members), lambda _: None)
     world: Any = c10d._world
     known = _Known(group, lambda known: (world.pg_group_ranks.pop(known, None), world.pg_map.pop(known, None)))
     world.pg_group_ranks[known] = {member: rank for rank, member in enumerate(comm.members)}
     world.pg_map[known] = ("dtlib", group.get_group_store())
     return group
+
+
+_groups: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # by communicator
 
 
 class _Known(weakref.ref):

@@ -19,7 +19,7 @@ from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.torch.group_work import Carried, GroupHandle, Reduced, backends_of, disjoint, failure, make_group
 from dtlib.comm.types import AnyTensor, T
 from dtlib.comm.watch import board, recorder
-from dtlib.errors import CommunicationError
+from dtlib.errors import RESET, CommunicationError
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -296,10 +296,7 @@ class ProcessGroupCommunicator(ObjectOperations):
     def _start(self, call, content, begin, finish, async_op, sent=0):
         """Begin the work on a carried tensor; ``sent`` are the payload bytes that count for this rank."""
         if self.broken:
-            raise CommunicationError(
-                f"This communicator {self.broken}, so ranks are out of step: call dtlib.reset() on all ranks, or make "
-                "a new process group."
-            )
+            raise CommunicationError(f"This communicator {self.broken}, so ranks are out of step. {RESET}")
         event = None
         board.last = call.operation, call.op, call.peer, "", self.name, 0, False
         if recorder.recordings:
