@@ -19,9 +19,8 @@ from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 # %% [markdown]
 # ## 1F1B
 #
-# The usual order of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021). As early as possible, it
-# does *one forward, one backward* in turn. Rank r of p keeps p - r activations at most, however many micro-batches there
-# are. With GPipe above:
+# The usual order of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021): *one forward, one backward*
+# in turn. Rank r of p keeps p - r activations at most, however many micro-batches there are. With GPipe above:
 
 # %%
 both = {"GPipe": simulate(gpipe(4, 8)), "1F1B": simulate(one_f_one_b(4, 8))}
