@@ -93,7 +93,7 @@ def test_a_lecture_and_a_course_of_five_days_take_no_longer_than_is_said():
     of_five_days = sum(minutes for name, minutes in stated.items() if not name.startswith(left_out))
     assert round(of_five_days / 60) == int(row[2]) and of_five_days + 5 * 20 <= 5 * 6 * 60, of_five_days
     for source in build.sources(ROOT):
-        if navigation.name_of(source).startswith(left_out[:-1]):
+        if navigation.name_of(source).startswith(("04b_", "07b_", "08b_")):
             assert "optional" in source.read_text()[:300], f"{source} does not say that it is optional"
 
 
