@@ -326,7 +326,7 @@ k = found(r"ends near k = (\d+)")[0]
 assert 8 < k < 64
 
 # %% [markdown]
-# In the figure the rule fails before: the argument is about a parabola, so take it as a rough guide.
+# In the figure it fails before: the argument is about a parabola, so take it as a rough guide.
 #
 # ## Does warm-up help?
 #
