@@ -20,7 +20,6 @@ import dtlib
 import torch
 from dtlib.training.rates import WarmupLR, linear_rule, square_root_rule
 from dtlib.workloads import digits
-from torch import distributed as dist
 from torch import nn
 
 world = dtlib.init()
@@ -233,7 +232,7 @@ for batch in BATCHES:
     rules = list(RULES) if batch > BASE else ["no scaling"]  # k = 1: all rules are the same
     for rule, ended in zip(rules, test_errors(batch, rules), strict=True):
         mine[batch, rule] = ended.tolist()
-dist.all_gather_object(every := [None] * comm.size, mine, group=comm.group)
+every = comm.all_gather_object(mine)
 of_all_seeds = {run: [error for one in every for error in one[run]] for run in mine}
 
 # %% tags=["nbval-ignore-output"]
@@ -304,8 +303,7 @@ on_the_way = []
 for epochs in (0, 1, 3, 10):
     parameters = digits.train(tasks, BASE, torch.full((80 * epochs, len(tasks)), RATE))
     on_the_way.append(digits.sharpness(parameters, tasks, rounds=25).mean())
-dist.all_reduce(means := torch.stack(on_the_way) / comm.size, group=comm.group)
-on_the_way = means.tolist()
+on_the_way = comm.all_reduce(torch.stack(on_the_way), op="mean").tolist()
 
 # %% tags=["nbval-ignore-output"]
 on_the_way = lab.values("on_the_way")[0]
@@ -438,8 +436,7 @@ def fitted(batch, rate, epochs):
         "sharpness": digits.sharpness(parameters, tasks),
         "loss": digits.train_losses(parameters, tasks),
     }
-    mine = {what: values.tolist() for what, values in series.items()}
-    dist.all_gather_object(every := [None] * comm.size, mine, group=comm.group)
+    every = comm.all_gather_object({what: values.tolist() for what, values in series.items()})
     return {what: [value for one in every for value in one[what]] for what in series}
 
 
