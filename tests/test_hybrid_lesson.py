@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, linear
 
@@ -162,7 +163,7 @@ def test_the_stubs_of_lesson_08_are_wrong_and_their_solutions_right(world, cells
 
     for exercise, source, expected in cells_of_lesson_08:
         names = {"torch": torch, "nn": nn, "linear": linear, "gelu": gelu, "cross_entropy": cross_entropy}
-        names |= {"copy_to_ranks": copy_to_ranks, "reduce_from_ranks": reduce_from_ranks}
+        names |= {"copy_to_ranks": copy_to_ranks, "reduce_from_ranks": reduce_from_ranks, "dist": dist}
         exec(source, names)
         verdict = judge_on_this_rank(exercise, names)
         assert verdict.mistake == expected, verdict.text()

@@ -72,7 +72,7 @@ def test_ranks_that_disagree_are_told_both_sides_and_their_lines(world, what):
         DISAGREEMENTS[what](comm, odd)
     assert "test_safety.py:" in str(raised.value)
     said = str(raised.value)
-    with pytest.raises(CommunicationError, match=r"call dtlib.reset\(\) on all ranks"):
+    with pytest.raises(CommunicationError, match=r"Call dtlib.reset\(\) on all ranks"):
         comm.barrier()
     back_to_work(world)
     assert len(set(world.comm.all_gather_object(said))) == 1

@@ -16,11 +16,9 @@ LESSONS = {"l05": "judge_rates", "l09": "judge_formats", "l11": "judge_scaling"}
 
 def _named() -> dict:
     """Name of an exercise -> (its lesson's folder, the exercise)."""
-    return {
-        name: (lesson, each)
-        for lesson, judges in LESSONS.items()
-        for name, each in import_module(f"dtlib.lessons.{lesson}.{judges}").EXERCISES.items()
-    }
+    return {name: (lesson, each) for lesson, judges in LESSONS.items()
+            for name, each in import_module(f"dtlib.lessons.{lesson}.{judges}").EXERCISES.items()
+            if name != "efficiency-fix"}  # fmt: skip  # its ranks talk
 
 
 def task(name: str) -> tuple[str, str]:

@@ -129,7 +129,7 @@ assert count(r"complete without an all_reduce: \{'columns': False, 'rows': True\
 
 # %%
 lab.read(plain.CopyToRanks, plain.ReduceFromRanks)
-lab.read(plain.ColumnParallelLinear, plain.RowParallelLinear)
+lab.read(plain.slice_of, plain.ColumnParallelLinear, plain.RowParallelLinear)
 
 # %% [markdown] tags=["half-day"]
 # Most transformer blocks have two layers with an activation between them: gelu(X A) B. (Gated ones have three: two by columns, one

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import dtlib
-import dtlib.backend
 from dtlib.measure.live import Live
 from dtlib.training.initialization import initialize
 
@@ -51,6 +50,8 @@ def net() -> nn.Sequential:
 def counted(runtime: str) -> dict:
     """The third step of a net of 932,362 parameters: messages and bytes sent, bytes held between steps and at the peak.
     Tensors of all kinds count, on this rank."""
+    import dtlib.backend
+
     if not dist.is_initialized():
         dist.init_process_group("dtlib", init_method="dtlib://")  # so that the trace sees what each runtime sends
     chance = torch.Generator().manual_seed(dtlib.init().rank)
