@@ -317,6 +317,15 @@ class MeanOfScaled(wrong_buckets.Right):
         self.comm.all_reduce(flat, op="mean")
 
 
+class WeightOfATensor(wrong_buckets.Right):
+    """Whole numbers divided are a float32 in torch."""
+
+    def weight(self, samples):
+        import torch
+
+        return samples / self.comm.all_reduce(torch.tensor([samples]))
+
+
 def golf_right(comm, x, y):
     from dtlib.lessons.l04.judge_byte_golf import reference
 
@@ -328,6 +337,7 @@ RIGHT_TO_LESSON_04 = {
     "hook-fix": (hooks_right, hooks_that_divide_afterwards, hooks_that_return_the_average),
     "buckets-build": (
         wrong_buckets.Right, BucketsInForwardOrder, BucketsOfTheLibrary, SamplesTravelAlong, MeanOfScaled,
+        WeightOfATensor,
     ),
 }  # fmt: skip
 

@@ -177,6 +177,16 @@ class ComputesAgain(wrong_pipelines.Step):
         super().backward(m)
 
 
+class WeightsOfATensor(wrong_pipelines.Step):
+    """Whole numbers divided are a float32 in torch."""
+
+    def weight(self, m):
+        import torch
+
+        samples = torch.tensor([len(x) for x in self.inputs])
+        return (samples[m] / samples.sum()).item()
+
+
 class Checkpoints(wrong_pipelines.Step):
     """The same by torch's hand."""
 
@@ -275,7 +285,7 @@ RIGHT = {
     "pipeline-fix": (trains_right, trains_and_multiplies_afterwards),
     "gpipe-build": (
         wrong_pipelines.Step, Gradients1By1, BackwardFromTheLast, SendsThatWait, ReceivesAskedForFirst, HeadersFirst,
-        GraphsTravelToo, ComputesAgain, Checkpoints,
+        GraphsTravelToo, ComputesAgain, Checkpoints, WeightsOfATensor,
     ),
     "1f1b-build": (
         wrong_pipelines.Right1F1B, Receives1F1BAskedForFirst, Headers1F1B, OneBackwardOneForward, ReceivesBeforeItSends,

@@ -86,7 +86,7 @@ class ObjectOperations:
             if len(counts) != self.size or sum(counts) != rows or min(counts) < 0:
                 raise CommunicationError(
                     f"all_to_all: {name}_split_sizes={counts} are to be {self.size} numbers from 0 on whose sum is "
-                    f"{rows}, the rows of {'out' if name == 'output' else 'tensor'}."
+                    f"{rows}, the rows of {'out' if name == 'output' else 'tensor'}; without lists, equal pieces."
                 )
             sizes.append([row * count for count in counts])
         if sizes[0][self.rank] != sizes[1][self.rank]:

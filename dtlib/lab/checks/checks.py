@@ -29,7 +29,7 @@ from dtlib.world import in_engine
 
 WAIT_SECONDS = 5  # that a learner's function may wait for other ranks
 TRIES = 2  # that have failed before a solution is offered
-ON_ITS_OWN = "Call it where it is defined (after %%px: on all ranks), with small values, and print what that line uses."
+ON_ITS_OWN = "Call it where it is defined (if on ranks, after %%px), with small values, and print what that line uses."
 LEFT = "Your function has returned on this rank, and others still wait in it. Does it return early there?"
 _tries: dict[str, tuple[str, int]] = {}  # exercise -> (fingerprint of the answer, how often it was judged)
 _failed: Counter[str] = Counter()  # exercise -> how many answers were not right
@@ -242,9 +242,10 @@ def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
         more = "Compare both ends: what this rank waits for, and the last line of the rank that the sentence names."
         got = f"{error}"
         if not isinstance(error, DtlibError):
-            got = (
-                f"MPI ended a call with an error ({error}): ranks were in different calls, or one of them had given up"
-            )
+            got = f"MPI ended a call with an error ({error}): different calls on ranks, other sizes, or one gave up"
+        ends = re.search(r" in (\S+) of (\(.*?\)).* last operation was \1 of (\(.*?\))", got)
+        if hint != LEFT and (got != f"{error}" or (ends and ends[2] != ends[3])):
+            hint = "Do all ranks call the same operation with tensors of the same size? Print its shape on each rank."
         return Problem("waited", rank, "ranks that call the same operations", got, (hint, more))
     except Exception as error:
         return Problem("raised", rank, "no error", *told(error, answer))
@@ -331,6 +332,9 @@ def _has(error: BaseException, sign: type | str) -> bool:
 _ADVICE: tuple = (
     ((NameError,), "That name is not known there: has its cell run, on this side (with %%px: on the ranks)?"),
     (("should return None",), "A function that is to return nothing returns something: a lambda returns a value."),
+    (("incompatible function arguments",), "It takes arguments of other types: compare that call with the text."),
+    (("non-iterator",), "__iter__ returns an iterator: iter(...), or it has a yield."),
+    (("split_sizes",), "How many rows arrive from each rank, and how many leave for it? Two lists say it."),
     (("NoneType", " None"), "Something is None there: who should have made it, or returned it?"),
     ((TimeoutError,), "What ends the loop there, and when?"),
     ((ZeroDivisionError,), "What is zero there, and in which case may it be?"),

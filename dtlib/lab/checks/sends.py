@@ -1,4 +1,4 @@
-"""Asynchronous sends of an answer: does it ever ask whether they are over?
+"""Asynchronous operations of an answer, sends above all: does it ever ask whether they are over?
 
 Until ``wait()`` returns, MPI may still read the tensor; whoever changes it before, sends what nobody meant. Short
 messages leave at once, so that neither values nor messages show a wait that is missing.
@@ -27,25 +27,25 @@ class _Watched:
 
 
 @contextmanager
-def watched_sends(comm: Communicator) -> Iterator[list]:
-    """The handles of all sends that are started on ``comm`` meanwhile, with ``async_op=True`` or by ``dist.isend``;
-    yields them as a list. Those of mpi4py are not among them, as ``Waitall`` would not be seen."""
-    send, handles = comm.send, []
+def watched_handles(comm: Communicator, operation: str = "send") -> Iterator[list]:
+    """The handles of all sends, or of another operation, that are started on ``comm`` meanwhile, with ``async_op=True``
+    or by torch; yields them as a list. Those of mpi4py are not among them, as ``Waitall`` would not be seen."""
+    call, handles = getattr(comm, operation), []
 
-    def watched(tensor, dest, tag=0, async_op=False):
-        got = send(tensor, dest, tag, async_op)
-        if not async_op:
+    def watched(*arguments, **named):
+        got = call(*arguments, **named)
+        if not hasattr(got, "wait"):
             return got
         handles.append(_Watched(got))
         return handles[-1]
 
-    vars(comm)["send"] = watched
+    vars(comm)[operation] = watched
     try:
         yield handles
     finally:
-        del vars(comm)["send"]
+        del vars(comm)[operation]
 
 
 def not_waited_for(handles: list[_Watched]) -> tuple[int, int]:
-    """How many of these sends nobody has seen the end of, and how many there are."""
+    """How many of these operations nobody has seen the end of, and how many there are."""
     return sum(not handle.seen for handle in handles), len(handles)

@@ -128,9 +128,7 @@ def observe_hangs(explained, comm):
 
 def _plain(value):
     if isinstance(value, (tuple, list)) and len(value) == 2:
-        return value[0] if isinstance(value[0], int) else f"{value[0]}", value[1] if isinstance(
-            value[1], int
-        ) else f"{value[1]}"
+        return tuple(each if isinstance(each, int) else f"{each}" for each in value)
     return f"{value!r:.80}"
 
 

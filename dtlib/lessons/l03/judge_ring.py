@@ -45,6 +45,10 @@ def _judge_errors(cases) -> None:
           f"{got}, and with float64 it was right",
           "A tensor may have another type: where does the code take one for granted?",
           "torch.empty_like(chunk) has the type of the chunk.")
+    wrong("other-type", "more arrived" in got and f") {case['dtype']}: more" not in got,
+          f"a tensor of {case['dtype']} to receive into", got,
+          "What arrives has the type of the tensor that was sent: which type has the one it is received into?",
+          "torch.empty_like(chunk) has the type of the chunk.")
     wrong("other-chunk", "more arrived" in got, "messages of the chunk that the receiver has room for", got,
           "Two ranks mean different chunks: which one does the left neighbour send in this step? An empty one, too?",
           "In every step of both halves each rank sends to the right and receives from the left: one chunk each.")

@@ -34,12 +34,12 @@ def _observed(all_reduce, length, dtype, comm):
     from dtlib.comm.watch.recorder import recording
     from dtlib.errors import WaitTimeout
     from dtlib.lab.checks.checks import told
-    from dtlib.lab.checks.sends import not_waited_for, watched_sends
+    from dtlib.lab.checks.sends import not_waited_for, watched_handles
 
     tensor = input_of(comm.rank, length, comm.size, dtype)
     memory = tensor.view_as(tensor)  # what others see, if the answer lets the tensor have another memory
     case = {"length": length, "dtype": dtype, "itemsize": tensor.element_size()}
-    with recording() as events, watched_sends(comm) as handles:
+    with recording() as events, watched_handles(comm) as handles:
         try:
             got = all_reduce(comm, tensor)
         except (WaitTimeout, MPI.Exception) as error:

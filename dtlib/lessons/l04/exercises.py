@@ -188,7 +188,7 @@ lab.check("buckets-build")
 # computer.
 #
 # Training images are sorted: rank 0 has the digits from 0 to 3, rank 1 those from 3 to 6, rank 2 the rest. So no rank
-# can do without the others. You may not load the digits yourself. `torch.manual_seed(0)` is called first, so a run can
+# can do without the others. You may not load the digits yourself, neither in `golf` nor before it. `torch.manual_seed(0)` is called first, so a run can
 # be repeated.
 #
 # What are the bytes spent on? Steps × parameters × bytes per number. Which of the three can you reduce?

@@ -1,16 +1,10 @@
 """Lesson 04: averaged gradients, judged by their values against one process, and by what is reduced."""
 
+from dtlib.lab.checks.equality import as_tensor, factors
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
+from dtlib.lessons.l04 import observe_averaging as observed
 from dtlib.lessons.l04.judge_cost import TIED, judge_cost
-from dtlib.lessons.l04.observe_averaging import (
-    EVEN,
-    GOES_ON,
-    MODELS,
-    joined_gradients,
-    observe_buckets,
-    observe_hooks,
-    values_of,
-)
+from dtlib.lessons.l04.observe_averaging import EVEN, GOES_ON, MODELS, joined_gradients, values_of
 
 
 def judge(observations) -> None:
@@ -54,7 +48,7 @@ def _judge_values(cases, moved: bool) -> None:
     off = {}  # rank -> names
     for rank, case in enumerate(cases):
         names = [name for name in expected if not _close(case["gradients"][name], expected[name])]
-        if names:
+        if names and not _weights_are_rounded(rank, cases, names):
             off[rank] = names
     if not off and not moved:
         return
@@ -81,6 +75,10 @@ def _judge_values(cases, moved: bool) -> None:
     ratios = {(r, n): _ratio(cases[r]["gradients"][n], expected[n]) for r, n in everywhere}
     same = set(ratios.values())
     ratio = same.pop() if len(same) == 1 else None
+    wrong("not-waited", any(case["not waited for"] for case in cases), f"{where}: the sum, once it is there",
+          "something else, and an all_reduce with async_op=True that nobody has waited for",
+          "Until work.wait() returns, the tensor does not hold the sum. When is it copied back?",
+          "work = dist.all_reduce(..., async_op=True), and work.wait() before its result is used.")
     wrong("rounded",
           ratio is None and all(_close(case["gradients"][n], expected[n], 1e-2) for case in cases for n in expected),
           f"{where} in float64, as the gradients are", "nearly that: it was rounded on its way",
@@ -119,32 +117,43 @@ def _judge_values(cases, moved: bool) -> None:
         if cases[0]["hooks"]:
             hints = (
                 "A sum over ranks is as a learning rate that grows with their number.",
-                'Average: op="mean", or divide by comm.size once.',
+                'Average: op=dist.ReduceOp.AVG, or divide by comm.size once.',
             )
         wrong("not-divided", True, f"{where}: the mean over all samples", _times(ratio), *hints)
     wrong("divided-twice", ratio in (1 / size, 1 / size / EVEN, 1 / size**2), f"{where}: the mean over all samples",
-          _times(ratio), 'It is divided more than once: op="mean" divides already.',
-          'Use op="sum" and divide by comm.size, or op="mean" alone.')
+          _times(ratio), *(
+              ("It is divided more than once: op=dist.ReduceOp.AVG divides already.", "That, or a sum divided by size.")
+              if cases[0]["hooks"] else ("It is weighted or divided twice: before the sum, and after?", weights[1])))
     for choose in (max, min):
         chosen = {n: [choose(column) for column in zip(*(case["local"][n] for case in cases), strict=True)]
                   for _, n in everywhere}
         wrong("other-op", all(_close(cases[r]["gradients"][n], chosen[n]) for r, n in everywhere),
               f"{where}: the mean over all ranks", f"the {choose.__name__} over ranks",
               "min and max choose a number of one rank. Which op uses those of all?",
-              'comm.all_reduce(parameter.grad, op="mean").')
+              'dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=comm.group)')
     if ratio is not None and ratio != 1:
         hints = (
             "The direction is right and the length is not: what multiplies or divides?",
-            'op="mean" divides by the number of ranks, and nothing else does.',
+            'op=dist.ReduceOp.AVG divides by the number of ranks, and nothing else does.',
         )
         wrong("scaled", True, f"{where}: the mean over all samples", _times(ratio),
               *(hints if cases[0]["hooks"] else weights))
     wrong("other-values", cases[0]["hooks"], f"{where}: the gradient of the joined batch", "something else",
           "What combines the gradients of all ranks, and has every parameter that is trained a hook?",
-          'In the hook of each parameter: comm.all_reduce(parameter.grad, op="mean").')
+          'In the hook of each parameter: dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=comm.group)')
     wrong("other-values", True, f"{where}: the gradient of the joined batch", "something else",
           "Are the pieces copied back to the parameters that they were copied from, in the same order on all ranks?",
           "Keep the bucket's list of gradients; split the flat tensor by their numel(), and copy_ piece by piece.")
+
+
+def _weights_are_rounded(rank: int, cases, names) -> bool:
+    """The right sum but for its weights, as of ``samples / torch.tensor(total)``, which is a float32."""
+    of_rank, total = [cases[rank]["gradients"], *(case["local"] for case in cases)], sum(c["samples"] for c in cases)
+    if any(gradients[name] is None for gradients in of_rank for name in names):
+        return False
+    flat = [as_tensor([number for name in names for number in gradients[name]]) for gradients in of_rank]
+    found = factors(*flat) or [0] * len(cases)
+    return all(abs(f * total / case["samples"] - 1) < 1e-6 for f, case in zip(found, cases, strict=True))
 
 
 def _judge_roots(cases, off, where, expected) -> None:
@@ -163,7 +172,7 @@ def _judge_roots(cases, off, where, expected) -> None:
               f"{where}: the mean over all ranks' samples",
               f"on every rank the gradient of rank {root}'s samples alone",
               "All ranks have the same now. But whose samples are in it?",
-              'broadcast copies what one rank has; all_reduce with op="sum" or op="mean" combines what all have.')
+              'broadcast copies what one rank has; all_reduce combines what all have.')
 
 
 def _judge_weights(cases, rank, where, ratio, everywhere) -> None:
@@ -213,6 +222,6 @@ def _times(ratio) -> str:
 
 
 EXERCISES = {
-    "hook-fix": Exercise("average_with_hooks", observe_hooks, judge, any_size=True),
-    "buckets-build": Exercise("MyDataParallel", observe_buckets, judge, any_size=True),
+    "hook-fix": Exercise("average_with_hooks", observed.observe_hooks, judge, any_size=True),
+    "buckets-build": Exercise("MyDataParallel", observed.observe_buckets, judge, any_size=True),
 }

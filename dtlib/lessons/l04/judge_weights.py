@@ -31,23 +31,26 @@ def observe(weighted_loss, comm):
         elif not loss.isfinite():
             seen.append(("no number", None))
         else:
-            seen.append(("loss", _weight(net, loss, images, labels)))
+            seen.append(_weight(net, loss, images, labels))
     return seen
 
 
-def _weight(net, loss, images, labels) -> float | None:
-    """The gradient of the loss over that of the mean loss of these images; None if it has another direction."""
+def _weight(net, loss, images, labels) -> tuple[str, float | None]:
+    """What is said of a loss, and its gradient over that of these images' mean loss: None in another direction."""
     import torch
     from torch.nn.functional import cross_entropy
 
     weights = list(net.parameters())
-    got = torch.autograd.grad(loss, weights, materialize_grads=True)
+    got = torch.autograd.grad(loss, weights, allow_unused=True)
+    if all(g is None for g in got):  # torch's DDP would send nothing
+        return "no graph", None
+    got = [torch.zeros_like(w) if g is None else g for g, w in zip(got, weights, strict=True)]
     if not len(images):
-        return 0.0 if all(torch.equal(g, torch.zeros_like(g)) for g in got) else None
+        return "loss", None if any(g.any() for g in got) else 0.0
     mean = torch.autograd.grad(cross_entropy(net(images), labels), weights)
     got, mean = (torch.cat([g.flatten().double() for g in each]) for each in (got, mean))
     ratio = (got @ mean / (mean @ mean)).item()
-    return ratio if torch.allclose(got, ratio * mean, rtol=1e-5, atol=1e-8) else None
+    return "loss", ratio if torch.allclose(got, ratio * mean, rtol=1e-5, atol=1e-8) else None
 
 
 def judge(observations) -> None:
@@ -62,7 +65,7 @@ def judge(observations) -> None:
             wrong("nan-of-none", said == "no number", "no finite number",
                   "What is the mean of no images? Another reduction has an answer for none.",
                   'cross_entropy(..., reduction="sum") of no images is 0. Divide by what all ranks have together.')
-            wrong("no-graph", said == "no graph", "a tensor without a graph, so backward() fails",
+            wrong("no-graph", said == "no graph", "a tensor whose graph has no parameter of the model",
                   "Every rank calls backward(), a rank without images too: its gradients are zeros, and travel.",
                   "Compute the loss from model(images) for no images as well, and use neither item() nor detach().")
             wrong("type", said != "loss", said, "Return the loss, a tensor with one number.",
@@ -79,6 +82,10 @@ def _judge_weights(kind, counts, got, right, where) -> None:
     size, total = len(counts), sum(counts)
     expected = f"the mean losses of {where} with weights {_words(right)}"
     wrong = rows(None, expected, f"weights {_words(got)}")
+    mean = total // size
+    wrong("whole-number-mean", kind == "short" and mean and _same(got, [count / mean for count in counts]),
+          "The mean number of images of a rank need not be whole: is there a //, or an int()?",
+          "comm.size * len(images) / total.")
     wrong("ranks-with-images", kind == "short",
           "The last rank has no image: it counts as a rank in the average, and adds 0 to the total.",
           "comm.size * len(images) / total, with comm.size as it is.")

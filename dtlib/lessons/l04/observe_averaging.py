@@ -89,6 +89,7 @@ def observe_buckets(cls, comm):
 
 def _observe(wrap, comm, hooks):
     from dtlib.comm.watch.recorder import recording
+    from dtlib.lab.checks.sends import not_waited_for, watched_handles
 
     cases = []
     nets = {}
@@ -108,11 +109,11 @@ def _observe(wrap, comm, hooks):
             mine.data.copy_(theirs.data)
         loss_of(local, x).backward()
         case["local"] = gradients_of(local)
-        with recording() as events:
+        with recording() as events, watched_handles(comm, "all_reduce") as handles:
             loss_of(net, x).backward()
             if not hooks:
                 wrapped.average_gradients(len(x))
-        case["gradients"] = gradients_of(net)
+        case["gradients"], case["not waited for"] = gradients_of(net), not_waited_for(handles)[0]
         case["reduced"] = [_reduced(event) for event in events if event.kind == "operation"]
         cases.append(case)
     cases[0]["moved"] = _moved(*nets["plain"], comm, hooks)

@@ -132,6 +132,8 @@ HINTS = {
                    "Divide the standard deviation by the square root of the number of seeds."),
     "divided-by-n": ("With four times the seeds an interval is half as wide, not a quarter.",
                      "Divide the standard deviation by sqrt(n), not by n."),
+    "n-minus-one-twice": ("n - 1 is in the standard deviation already.", "Divide it by sqrt(n)."),
+    "half-of-half": ("Half of the width is what is added and what is subtracted.", "Do not divide the quantile by 2."),
     "population": ("The mean comes from the same data, so these squares are a little too small.",
                    "Divide the sum of squares by n - 1: statistics.stdev, or ddof=1 in numpy."),
     "normal": ("With few seeds the standard deviation is uncertain, too. The normal distribution leaves that out.",
@@ -155,12 +157,14 @@ def _halves() -> list[tuple[list[str], list[float]]]:
         ("variance", lambda a, b: variance(_minus(a, b))), ("unpaired", lambda a, b: math.hypot(stdev(a), stdev(b))),
         ("unpaired", lambda a, b: math.hypot(pstdev(a), pstdev(b))), ("unpaired", lambda a, b: stdev(a) + stdev(b)),
     )  # fmt: skip
-    divisors = (("", math.sqrt), ("of-one-run", lambda n: 1), ("divided-by-n", lambda n: n))
+    divisors = (("", math.sqrt), ("of-one-run", lambda n: 1), ("divided-by-n", lambda n: n),
+        ("n-minus-one-twice", lambda n: math.sqrt(n - 1)))
     quantiles = [("", lambda n: stats.t.ppf(0.975, n - 1)), ("one-sided", lambda n: stats.t.ppf(0.95, n - 1))]
     quantiles += [("degrees", lambda n, of=of: stats.t.ppf(0.975, of(n))) for of in (
         lambda n: n, lambda n: n - 2, lambda n: n + 1, lambda n: 2 * n - 2, lambda n: 2 * n - 1)]
     quantiles += [("normal", lambda n, z=z: z) for z in (1.96, stats.norm.ppf(0.975), 2)]
     quantiles += [("one-sided", lambda n: 1.645), ("no-quantile", lambda n: 1)]
+    quantiles.append(("half-of-half", lambda n: stats.t.ppf(0.975, n - 1) / 2))
     return [
         ([mistake for mistake, _ in made if mistake],
          [spread(a, b) / divisor(len(a)) * quantile(len(a)) for a, b in ERRORS])

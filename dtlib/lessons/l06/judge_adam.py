@@ -2,16 +2,8 @@
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, factors, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
-from dtlib.lessons.l06.observe_adam import (
-    SETTINGS,
-    STEPS,
-    flat_of,
-    in_one_process,
-    length_of,
-    make_net,
-    observe_adam,
-    own_shard,
-)
+from dtlib.lessons.l06 import observe_adam as observed
+from dtlib.lessons.l06.observe_adam import STEPS, flat_of, in_one_process, length_of, make_net, own_shard
 
 
 def judge_adam(observations) -> None:
@@ -91,7 +83,8 @@ def _judge_optimizer(after, rank: int, kind: str, step: int, what: str) -> None:
     wrong("other-optimizer", are_of(optimizer="Adam"), "those of torch.optim.Adam",
           "Both have a weight_decay, and treat it in different ways. Which one is asked for?",
           "torch.optim.AdamW([self.own], **settings)")
-    for but in (*((key,) for key in SETTINGS), tuple(key for key in SETTINGS if key != "lr"), tuple(SETTINGS)):
+    keys = tuple(observed.SETTINGS)
+    for but in (*((key,) for key in keys), tuple(key for key in keys if key != "lr"), keys):
         wrong("settings-lost", are_of(but=but), f"those with torch's own {', '.join(but)}",
               "Do all settings that were passed reach the optimizer?", "torch.optim.AdamW([self.own], **settings)")
 
@@ -111,13 +104,13 @@ def _judge_gradients(after, rank: int, kind: str, what: str, got: str) -> None:
     wrong = rows(rank, what)
     wrong("not-divided", ranks > 1 and on_all_ranks(ranks), f"{got}: the gradient is {ranks} times as large",
           "Adam hides a wrong scale, but not quite: this is the sum over ranks.",
-          'Average: op="mean", or divide by comm.size once.')
+          'Average: op=dist.ReduceOp.AVG, or divide by comm.size once.')
     wrong("no-gradient", on_all_ranks(0), f"{got}: as after a step whose gradient is zero",
           "Weight decay moves them, and no gradient does. Which gradients are there when step() begins?",
           "backward() has filled parameter.grad: read it in step(), and clear nothing before.")
     wrong("divided-twice", ranks > 1 and on_all_ranks(1 / ranks),
           f"{got}: the gradient is 1/{ranks} of what it should be",
-          'It is divided twice: op="mean" divides already.', 'Use op="mean" alone, or op="sum" and divide.')
+          "It is divided twice: op=dist.ReduceOp.AVG divides already.", "Use that alone, or add and divide.")
     alone = [in_one_process(kind, ranks, only=r, steps=1)[0][0] for r in range(ranks)]
     wrong("not-averaged", all(same(own_shard(after[r], r, ranks), own_shard(alone[r], r, ranks)) for r in range(ranks)),
           f"{got}: each shard is updated with one rank's gradient alone",
@@ -181,4 +174,4 @@ def _judge_held(cases) -> None:
               "Flat gradients are needed during step() only: a local variable goes when it returns.")
 
 
-EXERCISES = {"sharded-adam": Exercise("ShardedAdam", observe_adam, judge_adam, any_size=True)}
+EXERCISES = {"sharded-adam": Exercise("ShardedAdam", observed.observe_adam, judge_adam, any_size=True)}

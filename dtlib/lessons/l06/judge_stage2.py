@@ -7,7 +7,7 @@ from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lab.checks.held import Snapshot, nbytes
 from dtlib.lessons.l06.observe_adam import length_of, loss_of, make_batch, own_shard
 
-TWICE = ('It is divided twice: op="mean" divides already.', 'op="mean" alone, or op="sum" and a division by comm.size.')
+TWICE = "It is divided twice: op=dist.ReduceOp.AVG divides already.", "That alone, or a sum, divided by comm.size."
 SIZES = (16, 13, 12, 12)  # some of its parameters divide by 2, 3 and 4, some do not; two biases are as long
 
 # fix: shard_gradients(comm, module)
@@ -147,7 +147,7 @@ def _judge_shard(got, average, locals_, rank: int, what: str) -> None:
     expected = own_shard(average, rank, ranks)
     wrong = rows(rank, what)
     wrong("not-divided", same(got, expected * ranks), f"{ranks} times as much",
-          "That is the sum over ranks.", 'Average: op="mean", or divide by comm.size once.')
+          "That is the sum over ranks.", "Average: op=dist.ReduceOp.AVG, or divide by comm.size once.")
     wrong("divided-twice", same(got, expected / ranks), f"1/{ranks} of it", *TWICE)
     wrong("not-averaged", same(got, own_shard(locals_[rank], rank, ranks)), "this rank's own gradient",
           "Is the shard taken from what reduce_scatter gave?",
@@ -164,7 +164,7 @@ def _judge_shard(got, average, locals_, rank: int, what: str) -> None:
           "By what is the sum over ranks divided? On another number of ranks it must be right, too.", TWICE[1])
     wrong("other-values", True, "something else",
           "Which operation combines what, and where in flat does the gradient stand?",
-          'op="mean" of the gradients; flat has length * comm.size elements: the gradient, then zeros.')
+          'op=dist.ReduceOp.AVG, of gradients; flat has length * comm.size elements: the gradient, then zeros.')
 
 
 EXERCISES = {"zero2-fix": Exercise("shard_gradients", observe_sharded, judge_sharded, any_size=True)}

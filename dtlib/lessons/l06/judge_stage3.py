@@ -7,9 +7,9 @@ from dtlib.lessons.l06.judge_adam import judge_errors
 from dtlib.lessons.l06.observe_adam import attempt, length_of
 from dtlib.theory.zero import GB, GIB, STAGES, fewest_ranks, zero_bytes, zero_wire_elements
 
-LAYERS = {"even": (31, 24), "uneven": (24, 23)}  # 768 parameters divide by 2, 3 and 4; 575 by none of them
+LAYERS = {"even": (7, 96), "uneven": (4, 115)}  # 768 parameters divide by 2, 3 and 4; 575 by none of them
 CALLS = 3
-ROOM = 128  # bytes, for padding, of rows too, and shapes: a whole bias is larger
+ROOM = 128  # bytes, for padding, of rows too, and shapes: a whole bias, beside a shard of the weight, is larger
 NO_OUTPUT = ("__call__ returns the output: a tensor.", "return linear(x, weight, bias), with what was gathered.")
 BIAS = "A linear layer has a weight and a bias.", "The bias follows the weight in the flat tensor."
 EACH = ("Replace each None by a number.", 'Such as fit = {"stage": 1, "ranks": 4, "gigabytes": 12.5}.')
@@ -138,7 +138,7 @@ def _judge_memory(case, rank: int, ranks: int) -> None:
           "with a grad_fn keeps what it was made of.",
           "Keep detach().clone() of this rank's shard, and of the layer its shapes alone, not the layer.")
     wrong("not-freed", max(after) > shard + ROOM, f"{shard} bytes held after a call: this rank's shard",
-          f"{max(after)} bytes", "What was gathered is not needed after the call. Who keeps it?",
+          f"{max(after)} bytes", "What was gathered, or passed as x, is not needed after the call. Who keeps it?",
           "Gather into a local variable: its memory goes when __call__ returns.")
 
 

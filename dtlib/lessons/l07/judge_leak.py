@@ -118,7 +118,7 @@ def observe(step, comm) -> list[dict]:
     from mpi4py import MPI
 
     from dtlib.errors import WaitTimeout
-    from dtlib.lab.checks.sends import not_waited_for, watched_sends
+    from dtlib.lab.checks.sends import not_waited_for, watched_handles
     from dtlib.measure.live import Live
 
     found = []
@@ -142,7 +142,7 @@ def observe(step, comm) -> list[dict]:
                 lines = [(count, text) for count, _, text in live.by_line(at_peak=True)]
                 case.update(peak=live.peak, lines=lines[:3], in_flight=watch.in_flight, alive=watch.alive)
             else:
-                with watched_sends(comm) as handles:
+                with watched_handles(comm) as handles:
                     got = step(comm, inner, *_arguments(kind, comm))
                     case["sends"] = not_waited_for(handles)
                 case["loss"], case["means"] = _numbers(got)

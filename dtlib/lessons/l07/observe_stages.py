@@ -202,14 +202,14 @@ def _observe(step, comm, kinds, arguments_for) -> list[dict]:
 
     from dtlib.comm.watch.recorder import recording
     from dtlib.errors import WaitTimeout
-    from dtlib.lab.checks.sends import not_waited_for, watched_sends
+    from dtlib.lab.checks.sends import not_waited_for, watched_handles
 
     cases, inner = [], make_stage(comm.rank)
     _get_ready(comm)
     for kind in kinds:
         inner.zero_grad()
         case = {"kind": kind, "M": len(sizes_of(kind, comm.size))}
-        with recording() as events, watched_sends(comm) as handles:
+        with recording() as events, watched_handles(comm) as handles:
             expected = reference(kind, comm.size).inputs[comm.rank]
             stage = watched(inner, expected, events, last=comm.rank == comm.size - 1)
             try:

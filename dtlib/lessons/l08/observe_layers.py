@@ -134,7 +134,9 @@ def _with_others(linear1, linear2, x) -> dict:
     others["gelu twice"] = lambda x: functional.gelu(functional.gelu(x))
     others["no bias in the first layer"] = lambda x: functional.gelu(x - linear1.bias)
     found = {name: linear2(activation(linear1(x))).detach() for name, activation in others.items()}
-    return found | {"gelu behind the second layer": functional.gelu(linear2(linear1(x))).detach()}
+    found["gelu behind the second layer"] = functional.gelu(linear2(linear1(x))).detach()
+    behind = functional.gelu(linear1(x) @ linear2.weight.T) + linear2.bias
+    return found | {"gelu behind the sum": behind.detach()}
 
 
 def _with_f_late(linear1, linear2, x, gradient, rank: int, ranks: int) -> list:

@@ -85,24 +85,13 @@ def judge_cost(observations) -> None:
                 mistakes += [
                     (plain, "no-headers", "In a tar file 512 bytes stand before each record."),
                     (plain + 512 * samples / speed, "no-padding", "Records in a tar file take whole blocks of 512."),
-                    (
-                        files / opens + samples * (record_bytes // 512 + 2) * 512 / speed,
-                        "a-block-too-many",
-                        "A record of 1024 bytes takes two blocks, not three: round up.",
-                    ),
+                    (files / opens + samples * (record_bytes // 512 + 2) * 512 / speed, "a-block-too-many",
+                     "A record of 1024 bytes takes two blocks, not three: round up."),
                     (wanted - 512 * samples / speed, "no-headers", "In a tar file 512 bytes stand before each record."),
-                    (
-                        files / opens + (math.ceil(size / 512) * 512 + 512 * samples) / speed,
-                        "padded-once",
-                        "Each record takes whole blocks of its own.",
-                    ),
-                ]
-                mistakes += [
-                    (
-                        files / opens + (size + 512 * files) / speed,
-                        "header-a-file",
-                        "The 512 bytes stand before each record, not once in a file.",
-                    ),
+                    (files / opens + (math.ceil(size / 512) * 512 + 512 * samples) / speed, "padded-once",
+                     "Each record takes whole blocks of its own."),
+                    (files / opens + (size + 512 * files) / speed, "header-a-file",
+                     "The 512 bytes stand before each record, not once in a file."),
                     (wanted + 1024 * files / speed, "end-of-archive", "What ends a tar file is not counted here."),
                 ]
             if form == "parquet":
@@ -112,10 +101,8 @@ def judge_cost(observations) -> None:
                      "Fewer columns have fewer bytes: multiply by columns_read."),
                 ]
             elif fraction < 1:
-                mistakes += [
-                    (files / opens + (wanted - files / opens) * fraction, "columns-everywhere",
-                     "Files with whole records are read whole: only Parquet can leave columns out.")
-                ]
+                mistakes += [(files / opens + (wanted - files / opens) * fraction, "columns-everywhere",
+                              "Files with whole records are read whole: only Parquet can leave columns out.")]
             for value, mistake, hint in mistakes:
                 wrong(mistake, math.isclose(got, value, rel_tol=1e-9), f"{got:.6g} s", hint, FORMULA)
             if rounded(got, wanted):

@@ -146,7 +146,7 @@ def judge_stream(observations) -> None:
               "Without workers get_worker_info() returns None. What does this process read then?",
               f"If it is None, order[rank::ranks]. Else {SHARE.removeprefix('mine = ')}")
     for (samples, ranks, workers), of_ranks in zip(STREAMS, observations[0], strict=True):
-        case = f"{samples} samples, {ranks} ranks, {workers} workers each"
+        case = f"{samples} samples, {ranks} rank{'s' * (ranks > 1)}, {workers} workers each"
         _judge_epoch(case, samples, ranks, workers, [[n for _, n in first] for first, _ in of_ranks])
         for rank, (first, second) in enumerate(of_ranks):
             _judge_workers(case, workers, rank, [worker for worker, _ in first])
@@ -190,7 +190,7 @@ def _judge_epoch(case: str, samples: int, ranks: int, workers: int, of_ranks) ->
     if workers and most > 1 and not everywhere:
         twice = next(number for number in order if seen.count(number) > 1)
         wrong("workers-overlap", True, f"{case}: each sample once", f"sample {twice} {seen.count(twice)} times",
-              "Workers begin at different places but walk on over each other's samples, or ranks share some.", SHARE)
+              "Do workers walk on over each other's samples, has each its own order, or do ranks share some?", SHARE)
     _once(of_ranks, order, case, ranks, SHARE)
 
 

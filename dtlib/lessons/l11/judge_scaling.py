@@ -157,7 +157,7 @@ def _explain_step(rank, seen, case, expected, got, digits: int) -> None:
     numbers = all(isinstance(value, float) for value in seen)
     wrong("one-rank",
           case[0] == 1 and all(_same(value, other[1] + _best(other[0], *other[2:])) for other, value in several), said,
-          "One rank has nobody to send to.", "if ranks == 1: ...")
+          "One rank sends nothing, and computes all the same.", "if ranks == 1: return compute")
     for mistake, (model, *hints) in _MISTAKES.items():
         wrong(mistake, numbers and all(_same(value, model(*other)) for other, value in several), said, *hints)
     for n in range(2, 9):
@@ -194,6 +194,7 @@ def _least(**turned):
 
 
 _ALL = "The least of: ring 2(N-1)(a + n/(N B)), doubling log2 N (a + n/B), halving 2 log2 N a + 2(N-1)/N n/B."
+_HALVING = "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth"
 _ADD = "compute + seconds of the all-reduce"
 _LOG = "Doubling: 2, 4, 8 ... ranks. Which logarithm counts that?", "log2(ranks), in both formulas"
 # What somebody computed who made this mistake, and hints.
@@ -209,13 +210,9 @@ _MISTAKES = {
         "bandwidth is bytes a second: how many seconds do so many bytes take?", "rounds * latency + bytes / bandwidth"),
     "bits": (lambda n, t, count, a, b: t + _best(n, 8 * count, a, b), "count is in bytes, and so is the bandwidth.",
         _ALL),
-    **{
-        f"always-{name.replace('_', '-')}": (
-            lambda n, t, *network, name=name: t + _cost(name, n, *network),
-            f"It is never another one than {name}: are the others missing, or too dear? Count their rounds.", _ALL,
-        )
-        for name in MODELS
-    },
+    **{f"always-{name.replace('_', '-')}": (lambda n, t, *network, name=name: t + _cost(name, n, *network),
+        f"It is never another one than {name}: are the others missing, or too dear? Count their rounds.", _ALL)
+        for name in MODELS},
     "among-them": (lambda n, t, *network: min(t, *_three(n, *network)),
         "Computing is no fourth algorithm: it is done first.", _ADD),
     "compute-added-up": (lambda n, t, *network: t * n + _best(n, *network), "All ranks compute at the same time.",
@@ -226,11 +223,9 @@ _MISTAKES = {
         "min(...)"),
     "all-three": (lambda n, t, *network: t + sum(_three(n, *network)), "One algorithm runs, not all three.",
         "min(...)"),
-    "without-halving": (
-        lambda n, t, *network: t + min(_cost(name, n, *network) for name in ("ring", "recursive_doubling")),
+    "without-halving": (lambda n, t, *network: t + min(_cost(m, n, *network) for m in ("ring", "recursive_doubling")),
         "With many ranks and a middling size the third one wins: what does it cost?",
-        "Rabenseifner: 2 log2 N rounds, the ring's bytes.",
-    ),
+        "Rabenseifner: 2 log2 N rounds, the ring's bytes."),
     "without-doubling": (lambda n, t, *network: t + min(_cost(name, n, *network) for name in ("ring", "rabenseifner")),
         "Two are there; with a short message, the third one wins: it has fewest rounds.",
         "Recursive doubling: log2 N rounds, each with all the bytes."),
@@ -249,20 +244,15 @@ _MISTAKES = {
         "In recursive doubling partners send each other all that they have.",
         "log2(ranks) * (latency + count / bandwidth)"),
     "halving-own-part": (_least(halving=lambda n, count, a, b: 2 * math.log2(n) * a + 2 * count / b),
-        "A rank does not send its own part: (N - 1) / N of the bytes, twice.",
-        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth"),
+        "A rank does not send its own part: (N - 1) / N of the bytes, twice.", _HALVING),
     "halving-sends-all": (_least(halving=lambda n, count, a, b: 2 * math.log2(n) * (a + count / b)),
-        "Rabenseifner's rounds send less and less: all of them together send the ring's bytes.",
-        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth"),
+        "Rabenseifner's rounds send less and less: all of them together send the ring's bytes.", _HALVING),
     "halving-once": (_least(halving=lambda n, count, a, b: math.log2(n) * a + 2 * count * (n - 1) / n / b),
-        "Rabenseifner's has two phases of log2 N rounds each: how many latencies are that?",
-        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth"),
+        "Rabenseifner's has two phases of log2 N rounds each: how many latencies are that?", _HALVING),
     "halving-half": (_least(halving=lambda n, count, a, b: 2 * math.log2(n) * a + count * (n - 1) / n / b),
-        "Rabenseifner's sends the ring's bytes: what the ring's 2 (N - 1) rounds send together.",
-        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth"),
+        "Rabenseifner's sends the ring's bytes: what the ring's 2 (N - 1) rounds send together.", _HALVING),
     "halving-latency-once": (_least(halving=lambda n, count, a, b: a + 2 * count * (n - 1) / n / b),
-        "Each round is a message with its own latency: 2 (N - 1) in the ring, 2 log2 N in Rabenseifner's.",
-        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth"),
+        "Each round is a message with its own latency: 2 (N - 1) in the ring, 2 log2 N in Rabenseifner's.", _HALVING),
     "tree": (lambda n, t, *network: t + _cost("tree", n, *network), "A tree moves the whole array in every round.",
         _ALL),
 }

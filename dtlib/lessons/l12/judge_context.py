@@ -4,6 +4,10 @@ from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 QUERIES, KEYS, WIDTH = 3, 4, 2
 LARGE = 1e4  # whose exponential is no number
+# What scores are multiplied by, and what is added to them.
+SCORES = {"ordinary scores": (1, 0), "large scores": (LARGE, 0), "scores far below zero": (1, -10 * LARGE)}
+_ONE_AT_LEAST = ("It is right for ordinary scores. Is 0, or -1e4, taken for the least that a score can be?",
+                 "Only -inf is below every score: nothing is cut off, by clamp() or where a search begins.")
 
 
 def numbers(rank: int, *shape: int, of: int = 0):
@@ -31,9 +35,9 @@ def about(thing) -> str:
 # Two blocks merged
 
 
-def block(rank: int, number: int, size: float):
+def block(rank: int, number: int, size: float, more: float = 0):
     """Scores and values of a block of keys, for this rank's queries."""
-    return numbers(rank, QUERIES, KEYS, of=number) * size, numbers(rank, KEYS, WIDTH, of=number + 50)
+    return numbers(rank, QUERIES, KEYS, of=number) * size + more, numbers(rank, KEYS, WIDTH, of=number + 50)
 
 
 def looked_at(blocks):
@@ -51,9 +55,10 @@ def nothing():
 
 
 def pairs(rank: int) -> dict:
-    """What ``merge`` is called with: two blocks, scores too large for exp, and a first block."""
-    ordinary, large = ([looked_at([block(rank, number, size)]) for number in (1, 2)] for size in (1, LARGE))
-    return {"two blocks": ordinary, "large scores": large, "the first block": [nothing(), ordinary[1]]}
+    """What ``merge`` is called with: two blocks, of scores too large or too small for exp, too, and first blocks."""
+    found = {what: [looked_at([block(rank, number, *scores)]) for number in (1, 2)] for what, scores in SCORES.items()}
+    first = {"the first block": "ordinary scores", "the first block, far below zero": "scores far below zero"}
+    return found | {what: [nothing(), found[scores][1]] for what, scores in first.items()}
 
 
 def observe_merge(merge, comm):
@@ -94,12 +99,14 @@ def judge_merge(observations) -> None:
             w, v = ((each - right).exp()[:, None] for each in (lse, block_lse))
             expected = f"{what}: the average over the keys of both"
             wrong = rows(rank, expected)
-            if out.isnan().any() or total.isnan().any():
+            if not (out.isfinite().all() and total.isfinite().all()):
                 first = what == "the first block"
-                wrong("no-number-at-first" if first else "overflow", True, "NaN",
+                wrong("no-number-at-first" if first else "overflow", True, "no number",
                       "Before the first block lse is -inf: what is -inf - (-inf)?" if first
-                      else f"What is exp({LARGE:g}), and what is 0 / 0? Each query needs its own largest score.",
+                      else f"What are exp({LARGE:g}), exp(-{LARGE:g}) and 0 / 0? Each query needs its largest score.",
                       "torch.logaddexp(lse, block_lse) takes care of all of them.")
+            wrong("least-score", "far" in what and not (same(out, w * a + v * b) and same(total, right)),
+                  "something else", *_ONE_AT_LEAST)
             if not same(out, w * a + v * b):
                 for mistake, (merged, *hints) in _MERGES.items():
                     wrong(mistake, same(out, merged(a, b, w, v)), "another average", *hints)
@@ -130,10 +137,10 @@ def judge_merge(observations) -> None:
 # A block taken in
 
 
-def blocks_of_ring(rank: int, ranks: int, size: float) -> list:
+def blocks_of_ring(rank: int, ranks: int, *scores: float) -> list:
     """In the order in which they arrive, two from each rank."""
     owners = [(rank - step) % ranks for step in range(ranks)]
-    return [block(rank, 10 + 2 * owner + half, size) for owner in owners for half in (0, 1)]
+    return [block(rank, 10 + 2 * owner + half, *scores) for owner in owners for half in (0, 1)]
 
 
 def taken_in(blocks, mistake: str = ""):
@@ -159,9 +166,9 @@ def observe_add_block(add_block, comm):
     import torch
 
     seen = {}
-    for what, size in (("ordinary scores", 1), ("large scores", LARGE)):
+    for what, scores_of in SCORES.items():
         top, total, out = nothing()[1], torch.zeros(QUERIES).double(), nothing()[0]
-        for scores, values in blocks_of_ring(comm.rank, comm.size, size):
+        for scores, values in blocks_of_ring(comm.rank, comm.size, *scores_of):
             got = add_block(scores.clone(), values.clone(), top, total, out)
             shapes = (QUERIES,), (QUERIES,), (QUERIES, WIDTH)
             if not (isinstance(got, tuple) and len(got) == 3):
@@ -189,9 +196,9 @@ def judge_add_block(observations) -> None:
         "new-rescaled": "Against which score is the new block's weight computed: has it to be rescaled, too?",
         "top-not-carried": "Against which score was the last block's weight computed, and where is that score kept?",
     }
-    for what, size in (("ordinary scores", 1), ("large scores", LARGE)):
+    for what, scores in SCORES.items():
         for rank, seen in enumerate(observations):
-            blocks = blocks_of_ring(rank, ranks, size)
+            blocks = blocks_of_ring(rank, ranks, *scores)
             expected = f"{what}: the softmax over the keys of all {2 * ranks} blocks"
             if same(seen[what], looked_at(blocks)[0]):
                 continue
@@ -199,7 +206,8 @@ def judge_add_block(observations) -> None:
             for mistake, hint in hints.items():
                 wrong(mistake, same(seen[what], taken_in(blocks, mistake)), "another average", hint, _RESCALED)
             if not seen[what].isfinite().all():
-                first = size == 1
+                first = what == "ordinary scores"
+                wrong("least-score", "far" in what, "no number", *_ONE_AT_LEAST)
                 wrong("no-number" if first else "overflow", True, "NaN",
                       "Before the first block top is -inf: in which direction may it be subtracted?" if first
                       else f"What is exp({LARGE:g}), and what is 0 / 0? Each query has its own largest score so far.",

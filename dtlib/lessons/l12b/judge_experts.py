@@ -12,6 +12,8 @@ from dtlib.lessons.l12.judge_context import about, is_like, numbers, same
 TOKENS, EXPERTS = 12, 5
 WIDTH = 64  # numbers of a row: its bytes are more than those of all counts
 
+_MEAN = "dist.all_reduce(share, op=dist.ReduceOp.AVG, group=comm.group)"
+
 # The loss for the balance
 
 
@@ -68,12 +70,10 @@ def judge_balance(observations) -> None:
             wrong = rows(rank, expected)
             if of_one and ranks > 1:
                 wrong("one-ranks-share", True, f"the share of rank {of_one[0]}'s choices, on all ranks",
-                      "All ranks use the same share now. Whose choices are in it?",
-                      "share = comm.all_reduce(share, op='mean')")
+                      "All ranks use the same share now. Whose choices are in it?", _MEAN)
             wrong("own-share", same(got, own) and not same(own, ones * of_all),
                   "the share of this rank's choices alone",
-                  "Each rank may be in balance, and all together not: whose choices are to be counted?",
-                  "share = comm.all_reduce(share, op='mean')")
+                  "Each rank may be in balance, and all together not: whose choices are to be counted?", _MEAN)
             factor = got.sum() / (ones * of_all).sum()
             if not same(got, factor * ones * of_all):
                 soft = sum(choices(each, top)[0].mean(0) for each in range(ranks)) / ranks
@@ -97,8 +97,9 @@ def _judge_factors(rank: int, factors: list[float], ranks: int) -> None:
     known = {
         (1, 2): ("of-tokens", "With two choices a token, there are twice as many choices as tokens.",
                  "chosen.numel(), not len(chosen)"),
-        (ranks, ranks): ("summed", "Shares add up to one. And the sum of all ranks' shares?", "op='mean'"),
-        (1 / ranks, 1 / ranks): ("divided-twice", "The mean is taken. Who divides again?", "op='mean', and no more"),
+        (ranks, ranks): ("summed", "Shares add up to one. And the sum of all ranks' shares?", _MEAN),
+        (1 / ranks, 1 / ranks): ("divided-twice", "The mean is taken. Who divides again?",
+                                 "op=dist.ReduceOp.AVG, and no more"),
         (TOKENS, TOKENS): ("sum-of-probabilities", "A share is between 0 and 1. And a mean probability?",
                            "probabilities.mean(0)"),
         (ranks / EXPERTS, ranks / EXPERTS): ("ranks-for-experts", "How many experts are there?",
@@ -107,12 +108,12 @@ def _judge_factors(rank: int, factors: list[float], ranks: int) -> None:
                                      "experts * (...).sum()"),
     }
     wrong = rows(rank, "experts * sum of share * mean probability")
+    times = f"{factors[0]:.3g} and {factors[1]:.3g} times as much, with one and two choices a token"
     for found, (mistake, *hints) in known.items():
         wrong(mistake, found != (1, 1) and all(abs(a - b) < 1e-6 for a, b in zip(factors, found, strict=True)),
-              f"{factors[1]:.3g} times as much with two choices a token", *hints)
+              times, *hints)
     wrong("other-factor", not all(abs(factor - 1) < 1e-6 for factor in factors),
-          f"{factors[0]:.3g} and {factors[1]:.3g} times as much, with one and two choices a token",
-          "By what is divided, and how often?", "A share is choices of an expert / all choices.")
+          times, "By what is divided, and how often?", "A share is choices of an expert / all choices.")
 
 
 # Tokens there and back
@@ -205,7 +206,7 @@ def judge_dispatch(observations) -> None:
             wrong = rows(rank)
             wrong("type", isinstance(got, str), f"{what}: {tuple(x.shape)}, a row a token", got,
                   "Return one row for each token of this rank. Which ranks wait for the rows that arrived?",
-                  "A second all_to_all sends them back: received and sent change places.")
+                  "A second all_to_all_single sends them back: received and sent change places.")
             right = torch.stack([expert_of(int(e))(row) for e, row in zip(chosen, x, strict=True)]) if len(x) else x
             if len(x) and not same(got, right, 1e-12):
                 _explain_dispatch(rank, f"{what}: of each token what its expert computes of it", got, right, x)
@@ -215,7 +216,7 @@ def judge_dispatch(observations) -> None:
             wrong("too-many-bytes", sent > most + SPARE,
                   f"{what}: {most} bytes, {leave} rows that leave and {arrive} that go back", f"{sent} bytes",
                   "The values are right. Which rows have to travel?",
-                  "comm.all_to_all(out, rows, received, sent): a number of rows for each rank, and zero is one.")
+                  "all_to_all_single(out, rows, received, sent, ...): a number of rows for each rank, and zero is one.")
 
 
 def _explain_dispatch(rank, expected, got, right, x) -> None:
@@ -225,13 +226,13 @@ def _explain_dispatch(rank, expected, got, right, x) -> None:
     is_there = [(got - row).abs().amax(1).min() < 1e-6 for row in right]
     wrong = rows(rank, expected)
     wrong("own-expert", same(got, expert_of(rank)(x)), "what this rank's expert computes of all of them",
-          "A token belongs to expert chosen[i], which is on rank chosen[i]: how does it get there?",
-          "Sort the tokens by their expert, and all_to_all.")
+          "A token belongs to expert chosen[i], which is on rank chosen[i]: is it there when expert is called?",
+          "Sort the tokens by their expert, and all_to_all_single.")
     wrong("unchanged", same(got, x), "the tokens as they were", "Who calls expert(rows)?")
     wrong("lost", bool(lost.any()) and all(same(c, r) for c, r in zip(got[~lost], right[~lost], strict=True)),
           f"{int(lost.sum())} of {len(x)} tokens without an answer",
           "How many rows does each rank get? Not as many as each other one.",
-          "Counts travel first: all_to_all of how many go where, and then of rows.")
+          "Counts travel first: all_to_all_single of how many go where, and then of rows.")
     wrong("rounded", same(got, right, 1e-2), "nearly that: it was rounded", "In which type do rows travel?",
           "torch.empty(...) is float32: x.new_empty(...) has the type of x.")
     wrong("not-in-order", all(is_there), "the right rows, in another order",

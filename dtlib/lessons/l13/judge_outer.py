@@ -20,10 +20,8 @@ def outer_played(ranks: int, mistake: str = "", rank: int = 0) -> list:
         if mistake == "own-velocity":
             own_velocity = [MOMENTUM * p + w for p, w in zip(own_velocity, gradients, strict=True)]
             gradient, velocity = gradients[0], own_velocity[0]
-        elif mistake == "sum":
-            gradient = gradient * ranks
-            velocity = MOMENTUM * velocity + gradient
         else:
+            gradient = gradient * {"sum": ranks, "divided-twice": 1 / ranks}.get(mistake, 1)
             velocity = MOMENTUM * velocity + gradient
         rate = RATES[step]
         looked_ahead = {"heavy-ball": velocity, "no-momentum": gradient}.get(mistake, gradient + MOMENTUM * velocity)
@@ -32,6 +30,9 @@ def outer_played(ranks: int, mistake: str = "", rank: int = 0) -> list:
         velocity = MOMENTUM * velocity if mistake == "momentum-twice" else velocity
         starts.append(start.tolist())
     return starts
+
+
+_FIRST = "dist.all_reduce(gradient, op=dist.ReduceOp.AVG, group=comm.group) is first; velocity is made of that."
 
 
 def observe_outer(outer_step, comm):
@@ -64,11 +65,13 @@ def judge_outer(observations) -> None:
     if len(observations) > 1 and any(not close(seen["starts"], observations[0]["starts"]) for seen in observations):
         raise Wrong("ranks-differ", 1, what, "ranks begin the next round in different places",
                     "Which of the numbers are this rank's own: is the velocity made of them, or of their mean?",
-                    "gradient = comm.all_reduce(start - parameters, op='mean') is first; velocity is made of it.")
+                    _FIRST)
     step = "start - rate * (gradient + momentum * velocity)"
     hints = {
-        "sum": ("The gradient is the mean over ranks: who divides?", "op='mean'"),
-        "heavy-ball": ("That is momentum without Nesterov's look ahead.", step),
+        "sum": ("The gradient is the mean over ranks: who divides?", "op=dist.ReduceOp.AVG"),
+        "divided-twice": ("The gradient is the mean over ranks: who divides once more?", "op=dist.ReduceOp.AVG"),
+        "heavy-ball": ("That is momentum without Nesterov's look ahead.",
+            f"velocity = momentum * velocity + gradient comes first; then {step}, with the new velocity"),
         "no-momentum": ("The velocity is computed: where is it used?", step),
         "momentum-twice": ("The next call multiplies the velocity by momentum: what is returned now?",
             "return ..., velocity, as it was computed"),
@@ -90,13 +93,15 @@ def judge_outer(observations) -> None:
             hint = "The first round is right. What is the velocity that the second one gets, and what becomes of it?"
         elif first == [round(RATES[0] * (1 + MOMENTUM) - 1, 4)]:
             hint = "Is `start` still where the round began? Operations in place, such as all_reduce, change it."
+        elif first == [round(RATES[0] * (1 + MOMENTUM) + 1, 4)]:
+            hint = "It goes once too often along the gradient: does it begin at `start`, or at a mean of parameters?"
         wrong("other-step", True, f"{what}: {_told(wanted)}", _told(got) if got[0] + got[1] else "another step",
               hint, f"velocity = momentum * velocity + gradient; start = {step}")
     differ = [r for r, seen in enumerate(observations) if not close([seen["velocity"]], [observations[0]["velocity"]])]
     if differ:
         raise Wrong("own-velocity", differ[0], "the same velocity on all ranks", "another one than rank 0's",
                     "The starts are right, as a mean hides it. Which velocity would a checkpoint of rank 0 have?",
-                    "gradient = comm.all_reduce(start - parameters, op='mean') is first; velocity is made of it.")
+                    _FIRST)
 
 
 def _in_gradients(starts, ranks: int) -> tuple[list, list]:
@@ -109,7 +114,7 @@ def _in_gradients(starts, ranks: int) -> tuple[list, list]:
 
 
 def _told(numbers) -> str:
-    one, two = ([f"{number:.3g}" for number in each] for each in numbers)
+    one, two = ([f"{round(number, 9) + 0:.3g}" for number in each] for each in numbers)
     second = f"; round 2 {two[0]} times its gradient and {two[1]} times that of round 1" if two else ""
     return f"round 1 goes back {one[0]} times the gradient{second}" if one else "no gradient of all ranks"
 

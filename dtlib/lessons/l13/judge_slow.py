@@ -4,7 +4,7 @@ import math
 
 from dtlib.lab.checks.equality import as_tensor, factors, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
-from dtlib.lessons.l13.observe_slow import COUNT, FRACTIONS, STEPS, gradient_of, observe_signs, observe_top_k
+from dtlib.lessons.l13.observe_slow import COUNT, FEW, FRACTIONS, STEPS, gradient_of, observe_signs, observe_top_k
 
 
 def signs_of(wanted):
@@ -140,18 +140,24 @@ def judge_signs(observations) -> None:
 
 
 def judge_top_k(observations) -> None:
-    for fraction, seen in zip(FRACTIONS, zip(*observations, strict=True), strict=True):
+    for fraction, seen in zip(FRACTIONS, zip(*(one for one, _ in observations), strict=True), strict=True):
         _judge_feedback(seen, lambda wanted, fraction=fraction: largest_of(wanted, fraction), of_top_k(fraction))
-        ranks, k = len(seen), math.ceil(fraction * COUNT)
-        most = (ranks - 1) * k * (8 + 8)
-        for rank, one in enumerate(seen):
-            if one["bytes"] > most:
-                raise Wrong(
-                    "too-many-bytes", rank,
-                    f"at most {most} bytes for k = {k} on {ranks} ranks: places and values, by all_gather",
-                    f"{one['bytes']} bytes",
-                    "The values are right. What travels: all elements, zeros among them, or k of them?",
-                    "Two all_gathers of k elements each: places, and wanted[places]. Then index_add_ into zeros.")
+        _judge_bytes(seen, math.ceil(fraction * COUNT))
+    for rank, (_, long) in enumerate(observations):
+        rows(rank)("small-places", not long["at their places"], "the mean of 70,000 elements", "another one",
+                   f"With {COUNT} elements it is right. Has the type of the places numbers as large as 70,000?",
+                   "int16 ends at 32,767, and uint8 at 255: places travel as int32, or as int64, as topk gives them.")
+    _judge_bytes([long for _, long in observations], FEW)
+
+
+def _judge_bytes(seen, k: int) -> None:
+    most = (len(seen) - 1) * k * (8 + 8)
+    for rank, one in enumerate(seen):
+        rows(rank)("too-many-bytes", one["bytes"] > most,
+                   f"at most {most} bytes for k = {k} on {len(seen)} ranks: places and values, by all_gather",
+                   f"{one['bytes']} bytes",
+                   "The values are right. What travels: k elements, or all, zeros and those of the same size, too?",
+                   "Two all_gathers of k elements each: places, and wanted[places]. Then index_add_ into zeros.")
 
 
 def _judge_feedback(observations, send, others=None) -> None:
@@ -199,7 +205,7 @@ def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
     since = "after the first step" if first else "from the first step on"
     wrong("rounded", all(abs(a - b) <= 0.02 for ones, more in zip(got, played(send, ranks)["means"], strict=True)
           for a, b in zip(ones, more, strict=True)), f"nearly that, {since}",
-          "In which type do values travel?", "They keep the type of the gradient; only places may be small.")
+          "In which type do values travel?", "They keep the type of the gradient; only places may have another.")
     for mistake, (settings, *hints) in others.items():
         wrong(mistake, close(got, played(**settings, ranks=ranks, rank=rank)["means"]), f"others, {since}", *hints)
     wrong("alone", close(got, _alone(send, rank)), "what this rank sends, alone", "Where do the others come in?")

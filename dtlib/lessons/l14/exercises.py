@@ -59,7 +59,7 @@ lab.check("held-fix")
 # `choose(plans, limit, sample, latency, bandwidth)` returns the name of the plan with the shortest step among those that fit,
 # and None where none does. `plans` maps a name to a dictionary:
 #
-# - `held`, bytes of model states; `samples`, those of a micro-batch; `micro_batches`; `stages` and `tensor`, ranks that share
+# - `held`, bytes of model states of a rank; `samples`, those of a micro-batch; `micro_batches`; `stages` and `tensor`, ranks that share
 #   the layers and each layer;
 # - `messages` and `sent`, messages and bytes of a *step*, one after the other.
 #

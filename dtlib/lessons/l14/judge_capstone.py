@@ -57,20 +57,19 @@ _STAGES = "From stage 1 on states, from 2 on gradients, from 3 on parameters."
 _OWN = "own = parameters / (tensor * pipe)"
 # What is mistaken, in one of several ways, and hints.
 OTHERS = {
-    "over-all-ranks": (
-        [{"ranks": ranks} for ranks in (
-            lambda d, t, p: d * t * p, lambda d, t, p: d * t, lambda d, t, p: d * p, lambda d, t, p: t * p
-        )],
+    "over-all-ranks": ([{"ranks": ranks} for ranks in (
+            lambda d, t, p: d * t * p, lambda d, t, p: d * t, lambda d, t, p: d * p, lambda d, t, p: t * p)],
         "Which ranks have the same parameters to share out?",
-        "ZeRO shares out over the data axis alone: divide by data.",
-    ),
-    "whole-model": ([{"own": lambda n, t, p: n}], "What of the model does a rank have, before ZeRO?", _OWN),
+        "ZeRO shares out over the data axis alone: divide by data."),
+    "whole-model": ([{"own": lambda n, t, p: n}, {"own": lambda n, t, p: n, "ranks": lambda d, t, p: d * t * p}],
+        "What of the model does a rank have, before ZeRO?", _OWN),
     "one-axis-cuts": ([{"own": lambda n, t, p: n / t}, {"own": lambda n, t, p: n / p}],
         "Tensor ranks cut each layer, stages take some of the layers: what is left on a rank of both axes?", _OWN),
     "twice-cut": ([{"own": lambda n, t, p: n / (t * p) ** 2}], "The parameters are divided twice.",
         "own is already this rank's part."),
     "not-shared": ([{"ranks": lambda d, t, p: 1}], "Which stage shares out what?", _STAGES),
-    "one-stage-off": ([{"shared_from": (2, 1, 0)}], "Which stage shares out states: 0 or 1?", _STAGES),
+    "one-stage-off": ([{"shared_from": (2, 1, 0)}, {"shared_from": (4, 3, 2)}],
+        "Which stage shares out states: 0, 1 or 2?", _STAGES),
     "other-stages": ([{"shared_from": (a, b, c)} for a in (1, 2, 3) for b in (1, 2, 3) for c in (1, 2, 3)],
         "Each stage shares out one thing more: what does this one leave whole?", _STAGES),
     "mixed-precision": ([{"parts": (2, 2, 12)}], "These are the bytes of mixed precision.",
@@ -82,11 +81,9 @@ OTHERS = {
 # Choosing
 
 
-def _plan(held, samples, micro_batches, stages, tensor, messages, sent) -> dict:
-    return {
-        "held": held, "samples": samples, "micro_batches": micro_batches, "stages": stages, "tensor": tensor,
-        "messages": messages, "sent": sent,
-    }
+def _plan(*values) -> dict:
+    names = "held", "samples", "micro_batches", "stages", "tensor", "messages", "sent"
+    return dict(zip(names, values, strict=True))
 
 
 _PLANS = {
@@ -115,14 +112,13 @@ TASKS = {
     "memory": (_PLANS, 6e6, 0.02, 0.002, 20e6),
     "at the limit": (_PLANS, 4e6, 0.02, 0.002, 20e6),
     "no room": (_PLANS, 3e6, 0.02, 0.002, 20e6),
+    "slow": (_PLANS, 6e6, 0.02e12, 0.002e12, 20e6),
     **{f"drawn {seed}": _drawn(seed) for seed in range(120)},
 }
 _TURNS = "How many turns has a step of p stages?", "micro_batches + stages - 1 turns"
 _SHARE = "How much of the model does a rank compute?", "A turn takes samples * sample / (stages * tensor)."
-_OF_A_STEP = (
-    "Are messages and bytes those of a turn, of a micro-batch, or of a step?",
-    "messages and sent are of a whole step: they are added once, to the turns.",
-)
+_OF_A_STEP = ("Are messages and bytes those of a turn, of a micro-batch, or of a step?",
+              "messages and sent are of a whole step: they are added once, to the turns.")
 # m micro-batches, p stages and t tensor ranks: how often a turn's computing counts, a step's latency, and its bytes
 SECONDS = {
     "": (lambda m, p, t: (m + p - 1, 1, 1),),
@@ -138,6 +134,8 @@ SECONDS = {
         "sent / bandwidth belongs to a step."),
     "messages-alone": (lambda m, p, t: (0, 1, 1),
         "Computing counts for nothing here: is it there, and are all parts seconds?", _SHARE[1]),
+    "bytes-alone": (lambda m, p, t: (1e-13, 1e-13, 1),  # which decide between plans of as many bytes
+        "The bytes count for all of it here: how many seconds do so many bytes take?", "sent / bandwidth"),
     "compute-alone": (lambda m, p, t: (m + p - 1, 0, 0), "What does the link cost?",
         "messages * latency + sent / bandwidth"),
     "messages-of-a-turn": (lambda m, p, t: [m + p - 1] * 3, *_OF_A_STEP),
@@ -209,7 +207,9 @@ def judge_choice(observations) -> None:
     wrong = rows(None, expected)
     if isinstance(got, list):
         wrong("type", True, got[0], "Return a name of plans, or None.", "min(fitting, key=seconds)")
-    wrong("always-chooses", right[at] is None, repr(got), "What if no plan fits?", "min(..., default=None)")
+    wrong("always-chooses", right[at] is None, repr(got),
+          "No plan holds that little, and yet one is returned: which condition let it through?",
+          "plan['held'] <= limit, and min(..., default=None)")
     wrong("never-chooses", all(each is None for each in seen), "None", "Return a name.", "min(fitting, key=seconds)")
     expected += _of(plans[right[at]], limit, link)
     if got in plans:
@@ -217,6 +217,8 @@ def judge_choice(observations) -> None:
     wrong = rows(None, expected)
     for mistake, hints in HINTS.items():
         wrong(mistake, seen == [right_choice(*task, mistake=mistake) for task in TASKS.values()], said, *hints)
+    wrong("starts-at-a-number", got is None and list(TASKS)[at] == "slow", said,
+          "However long steps are, one is the shortest: from which number does it search?", "float('inf'), or min(...)")
     wrong("other-choice", True, said, "Compute both plans by hand: which of the three parts differs?",
           "(micro_batches + stages - 1) * samples * sample / (stages * tensor) + messages * latency + sent / bandwidth")
 

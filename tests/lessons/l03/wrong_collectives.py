@@ -231,6 +231,17 @@ def takes_float64_for_granted(comm, tensor):
         incoming.copy_(incoming + received if adds else received)
 
 
+def takes_float32_for_granted(comm, tensor):
+    """What torch.empty gives."""
+    chunks = torch.tensor_split(tensor, comm.size)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for step in range(comm.size - 1):
+        received = torch.empty(len(chunks[(comm.rank - step - 2) % comm.size]))
+        sending = comm.send(chunks[(comm.rank - step - 1) % comm.size], right, async_op=True)
+        comm.recv(received, left)
+        sending.wait()
+
+
 def element_by_element(comm, tensor):
     """A ring in which every element is a message."""
     rank, size = comm.rank, comm.size
@@ -370,6 +381,7 @@ WRONG = {
         travels_in_single_precision: ("rounded", 2),
         travels_in_double_precision: ("wider-type", 2),
         takes_float64_for_granted: ("other-type", 2),
+        takes_float32_for_granted: ("other-type", 2),
         element_by_element: ("messages", 2),
         a_mean: ("divided", 2),
         takes_the_largest: ("other-op", 2),

@@ -214,6 +214,11 @@ class OneBucket(Right):
         return [self.parameters()]
 
 
+class NobodyWaits(Right):
+    def reduce(self, flat):
+        self.comm.all_reduce(flat, async_op=True)
+
+
 class NotCopiedBack(Right):
     def average_gradients(self, samples):
         weight = self.weight(samples)
@@ -342,6 +347,7 @@ WRONG = {
         OneMessageEach: "no-buckets",
         OneBucket: "one-bucket",
         NumbersForBytes: "one-bucket",
+        NobodyWaits: "not-waited",
         NotCopiedBack: "not-averaged",
         ZerosForUnused: "unused",
         FrozenTravelsToo: "bytes",

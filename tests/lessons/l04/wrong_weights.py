@@ -145,6 +145,16 @@ def skips_the_sum_without_images(comm, model, images, labels):
     return summed(model, images, labels) * comm.size / total_of(comm, images)
 
 
+def zero_beside_the_model(comm, model, images, labels):
+    """It has a graph, in which no parameter of the model has a part: torch's DDP would send nothing."""
+    total = total_of(comm, images)
+    return summed(model, images, labels) * comm.size / total if len(images) else torch.zeros((), requires_grad=True)
+
+
+def mean_in_whole_numbers(comm, model, images, labels):
+    return summed(model, images, labels) / (total_of(comm, images) // comm.size)
+
+
 def weight_of_the_others(comm, model, images, labels):
     total = total_of(comm, images)
     weight = comm.size * (total - len(images)) / total / (comm.size - 1)
@@ -174,6 +184,8 @@ WRONG = {
         smooths_labels: "other-values",
         one_loss_an_image: "type",
         divides_by_most: "largest",
+        zero_beside_the_model: "no-graph",
+        mean_in_whole_numbers: "whole-number-mean",
         averages_the_loss: "no-graph",
         skips_the_sum_without_images: "waited",
         weight_of_the_others: "other-weights",

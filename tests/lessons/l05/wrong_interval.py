@@ -42,6 +42,16 @@ def divides_by_n(a, b):
     return made(statistics.mean(d), t(len(d)) * statistics.stdev(d) / len(d))
 
 
+def divides_by_the_root_of_n_minus_1(a, b):
+    d = minus(a, b)
+    return made(statistics.mean(d), t(len(d)) * statistics.stdev(d) / math.sqrt(len(d) - 1))
+
+
+def half_of_half_the_width(a, b):
+    d = minus(a, b)
+    return made(statistics.mean(d), t(len(d)) / 2 * statistics.stdev(d) / math.sqrt(len(d)))
+
+
 def normal_for_t(a, b):
     d = minus(a, b)
     return made(statistics.mean(d), 1.96 * statistics.stdev(d) / math.sqrt(len(d)))
@@ -209,6 +219,8 @@ WRONG = {
         two_samples: "unpaired",
         deviation_of_one_run: "of-one-run",
         divides_by_n: "divided-by-n",
+        divides_by_the_root_of_n_minus_1: "n-minus-one-twice",
+        half_of_half_the_width: "half-of-half",
         normal_for_t: "normal",
         population_and_normal: "population",
         degrees_are_n: "degrees",

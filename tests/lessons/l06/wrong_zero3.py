@@ -228,6 +228,20 @@ class BiasKept(RightLayer):
         return self.whole_bias
 
 
+class WeightAloneIsShared(RightLayer):
+    """The bias is no part of the flat tensor, and whole on every rank."""
+
+    def __init__(self, comm, layer):
+        weight = layer.weight.detach().flatten()
+        weight = torch.nn.functional.pad(weight, (0, -len(weight) % comm.size))
+        self.comm, self.shape, self.count = comm, layer.weight.shape, layer.weight.numel()
+        self.own, self.whole_bias = weight.chunk(comm.size)[comm.rank].clone(), layer.bias.detach().clone()
+        self.length = len(self.own)
+
+    def bias(self, whole):
+        return self.whole_bias
+
+
 class RestAsBytes(RightLayer):
     def __init__(self, comm, layer):
         super().__init__(comm, layer)
@@ -299,6 +313,7 @@ WRONG = {
         RestAsArray: "whole-at-rest",
         RestAsBytes: "whole-at-rest",
         RestAsList: "whole-at-rest",
+        WeightAloneIsShared: "whole-at-rest",
         BiasKept: "whole-at-rest",
         GatheredAsArray: "not-freed",
         GatheredByAllReduce: "too-many-bytes",

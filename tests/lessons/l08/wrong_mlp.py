@@ -72,6 +72,11 @@ class GeluBehindTheSum(RightMLP):
         return gelu(self.g(linear(linear(self.f(x), self.weight1, self.bias1), self.weight2)) + self.bias2)
 
 
+class GeluBetweenSumAndBias(RightMLP):
+    def forward(self, x):
+        return gelu(self.g(linear(linear(self.f(x), self.weight1, self.bias1), self.weight2))) + self.bias2
+
+
 class FAndGTurnedRound(RightMLP):
     def f(self, x):
         return reduce_from_ranks(x, self.comm)
@@ -255,6 +260,7 @@ WRONG = {
         FBeforeEachProduct: "f-twice",
         WithoutFirstBias: "other-activation",
         GeluBehindTheSum: "other-activation",
+        GeluBetweenSumAndBias: "other-activation",
         FAndGTurnedRound: "other-values",
         GReducesToo: "g-reduces-too",
         ReducesOnlyInTraining: "no-grad",

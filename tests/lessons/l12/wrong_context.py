@@ -72,6 +72,20 @@ def merge_as_it_was(out, lse, block_out, block_lse):
     return out, lse
 
 
+def merge_above_a_least_score(out, lse, block_out, block_lse):
+    """A usual stand-in for -inf, which scores far below zero are below."""
+    lse = lse.clamp(min=-1e4)
+    share, block_share, total = shares(lse, block_lse)
+    return share * out + block_share * block_out, total
+
+
+def merge_by_log1p(out, lse, block_out, block_lse):
+    """Right in out, and total is infinite where a score is large."""
+    total = lse + (block_lse - lse).exp().log1p()
+    total = torch.where(lse.isinf(), block_lse, total)
+    return (lse - total).exp()[:, None] * out + (block_lse - total).exp()[:, None] * block_out, total
+
+
 def merge_one_thing(out, lse, block_out, block_lse):
     share, block_share, _ = shares(lse, block_lse)
     return share * out + block_share * block_out
@@ -114,6 +128,12 @@ def top_is_not_carried(scores, values, top, total, out):
 
 def without_a_top(scores, values, top, total, out):
     return top, total + scores.exp().sum(-1), out + scores.exp() @ values
+
+
+def top_is_zero_at_least(scores, values, top, total, out):
+    new_top = torch.maximum(top, scores.amax(-1)).clamp(min=0)
+    weights, rescaled = (scores - new_top[:, None]).exp(), (top - new_top).exp()
+    return new_top, total * rescaled + weights.sum(-1), out * rescaled[:, None] + weights @ values
 
 
 def averaged_at_once(scores, values, top, total, out):
@@ -241,6 +261,8 @@ WRONG = {
         merge_by_exponentials: "overflow",
         merge_by_logsigmoid: "no-number-at-first",
         merge_as_it_was: "left-out",
+        merge_above_a_least_score: "least-score",
+        merge_by_log1p: "overflow",
         merge_one_thing: "type",
         merge_in_float32: "rounded",
     },
@@ -251,6 +273,7 @@ WRONG = {
         rescaled_the_other_way: "no-number",
         top_is_not_carried: "top-not-carried",
         without_a_top: "overflow",
+        top_is_zero_at_least: "least-score",
         averaged_at_once: "other-average",
         two_are_returned: "type",
     },

@@ -62,6 +62,12 @@ def from_the_parameters(comm, start, parameters, velocity, rate, momentum):
     return comm.all_reduce(parameters.clone(), op="mean") - rate * (gradient + momentum * velocity), velocity
 
 
+def mean_divided_once_more(comm, start, parameters, velocity, rate, momentum):
+    gradient = comm.all_reduce(start - parameters, op="mean") / comm.size
+    velocity = momentum * velocity + gradient
+    return start - rate * (gradient + momentum * velocity), velocity
+
+
 def from_its_own_parameters(comm, start, parameters, velocity, rate, momentum):
     gradient = comm.all_reduce(start - parameters, op="mean")
     velocity = momentum * velocity + gradient
@@ -199,6 +205,22 @@ def top_k_in_16_bits(comm, gradient, kept, fraction):
     return mean.double(), rest.double()
 
 
+def top_k_by_short_places(comm, gradient, kept, fraction):
+    wanted = gradient + kept
+    places = wanted.abs().topk(math.ceil(fraction * len(wanted))).indices
+    theirs = comm.all_gather(torch.empty(comm.size * len(places), dtype=torch.uint8), places.to(torch.uint8))
+    values = comm.all_gather(wanted.new_empty(comm.size * len(places)), wanted[places])
+    mean = torch.zeros_like(wanted).index_add_(0, theirs.long(), values / comm.size)
+    return mean, wanted.index_fill(0, places, 0)
+
+
+def top_k_by_a_threshold(comm, gradient, kept, fraction):
+    """All that are as large as the k-th: with many zeros these are all elements."""
+    wanted = gradient + kept
+    least = wanted.abs().topk(math.ceil(fraction * len(wanted))).values[-1]
+    return _at_places(comm, wanted, (wanted.abs() >= least).nonzero().flatten())
+
+
 def top_k_smallest(comm, gradient, kept, fraction):
     wanted = gradient + kept
     return _at_places(comm, wanted, wanted.abs().topk(math.ceil(fraction * len(wanted)), largest=False).indices)
@@ -317,6 +339,7 @@ WRONG = {
         momentum_on_own_gradient: "ranks-differ",
         never_averages: "ranks-differ",
         adds_gradients: "sum",
+        mean_divided_once_more: "divided-twice",
         without_looking_ahead: "heavy-ball",
         forgets_the_velocity: "no-momentum",
         uphill: "wrong-way",
@@ -352,6 +375,8 @@ WRONG = {
         top_k_sends_zeros_too: "too-many-bytes",
         top_k_rounded_down: "k-rounded",
         top_k_in_16_bits: "rounded",
+        top_k_by_short_places: "small-places",
+        top_k_by_a_threshold: "too-many-bytes",
         top_k_smallest: "smallest",
         top_k_shared_out: "k-shared-out",
         top_k_of_sizes: "unsigned",

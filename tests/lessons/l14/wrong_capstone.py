@@ -18,6 +18,14 @@ def of_the_whole_model(parameters, data, tensor, pipe, zero):
     return _zero(parameters, data, zero)
 
 
+def of_the_whole_model_on_all_ranks(parameters, data, tensor, pipe, zero):
+    return _zero(parameters, data * tensor * pipe, zero)
+
+
+def a_stage_late(parameters, data, tensor, pipe, zero):
+    return _zero(parameters / (tensor * pipe), data, zero - 1)
+
+
 def cut_twice(parameters, data, tensor, pipe, zero):
     own = parameters / (tensor * pipe)
     return _zero(own / (tensor * pipe), data, zero)
@@ -92,6 +100,16 @@ def strictly_below(plans, limit, sample, latency, bandwidth):
 def slowest(plans, limit, sample, latency, bandwidth):
     key = lambda name: seconds_of(plans[name], sample, latency, bandwidth)  # noqa: E731
     return max(fitting_of(plans, limit), key=key, default=None)
+
+
+def starts_at_a_number(plans, limit, sample, latency, bandwidth):
+    """No step of a class takes as long."""
+    best, shortest = None, 100.0
+    for name in fitting_of(plans, limit):
+        took = seconds_of(plans[name], sample, latency, bandwidth)
+        if took < shortest:
+            best, shortest = name, took
+    return best
 
 
 def gives_the_plan(plans, limit, sample, latency, bandwidth):
@@ -187,6 +205,8 @@ WRONG = {
     "held-fix": {
         over_all_ranks: "over-all-ranks",
         of_the_whole_model: "whole-model",
+        of_the_whole_model_on_all_ranks: "whole-model",
+        a_stage_late: "one-stage-off",
         cut_twice: "twice-cut",
         without_zero: "not-shared",
         a_stage_early: "one-stage-off",
@@ -202,6 +222,7 @@ WRONG = {
         fastest_or_the_first: "always-chooses",
         strictly_below: "below-the-limit",
         slowest: "slowest",
+        starts_at_a_number: "starts-at-a-number",
         gives_the_plan: "type",
         nothing_yet: "never-chooses",
         smallest: "smallest",
