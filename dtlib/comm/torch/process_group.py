@@ -44,7 +44,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         group: the group; it keeps its own timeout.
         time_limit: seconds that a wait may take before it ends as ``WaitTimeout``, where it can be interrupted; None
             leaves it to the group.
-        members: the ranks of this group as the world counts them, for the records; by default 0 to ``size - 1``.
+        members: the ranks of this group as the world counts them; by default as torch knows them, or 0 to ``size - 1``.
         store: the group's store, which ``split`` needs where the group itself does not tell.
 
     Tensors live on the CPU or on a GPU; one that the group does not carry where it lives (a GPU's on gloo, a CPU's on
@@ -68,7 +68,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         self.size = group.size()
         self.broken: str | None = None  # why it cannot be used any more
         self.backends = backends_of(group)
-        self.members = tuple(members or range(self.size))
+        self.members = tuple(members or c10d._world.pg_group_ranks.get(group) or range(self.size))
 
     @property
     def world_rank(self) -> int:
