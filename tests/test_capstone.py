@@ -12,7 +12,7 @@ from tests.ranks import on_ranks
 def test_ranks_hold_and_send_what_the_brief_predicts(world):
     wrong = []
     for name, plan in brief.MESHES.items():
-        found = brief.measured(plan, steps=3, limit=False, link=False)
+        found = brief.measured(plan, steps=5, limit=False, link=False)
         mine = of_decoder(brief.MODEL, plan, world.rank, brief.BUCKET)
         held, sent = sum(mine["held"].values()), sum(mine["sent"].values())
         if (found["held"][world.rank], found["sent"]) != (held, sent):
