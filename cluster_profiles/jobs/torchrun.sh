@@ -12,6 +12,7 @@ set -euo pipefail
 @prepare@
 cd @course@
 source .venv/bin/activate
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # since Slurm 22.05 srun does not inherit it
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 srun torchrun --nnodes=@nodes@ --nproc-per-node=@ranks_a_node@ --rdzv-id="$SLURM_JOB_ID" \

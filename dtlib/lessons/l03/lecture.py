@@ -102,7 +102,7 @@ assert rows("after", under="all_to_all")[5] == [sum(chunks[r::4]) for r in range
 # %% [markdown] tags=["half-day"]
 # `reduce` leaves the values of the other ranks as they were; `all_reduce` gives the result to all. With
 # `reduce_scatter` rank r gets the sum of every rank's chunk r. Put `all_gather` after it, and every rank has all sums:
-# **a reduce-scatter and an all-gather make an all-reduce.** So works the ring, and so does ZeRO save memory.
+# **a reduce-scatter and an all-gather make an all-reduce.** The ring works in this way, and ZeRO saves memory in this way.
 #
 # **Predict.** Two ranks hold (1, 2) and (3, 4). What does rank 1 hold after a `reduce_scatter`?
 

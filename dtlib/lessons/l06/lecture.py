@@ -265,7 +265,8 @@ assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
 assert peaks[0] / peaks[3] < states[0] / states[3]
 
 # %% [markdown] tags=["half-day"]
-# The peak falls from stage to stage. To stage 3 it falls little: one of our three units is two thirds of the net, and is whole
+# The peak falls from stage to stage. From stage 2 to 3 it falls little: one of our three units is two
+# thirds of the net, and is whole
 # while it computes.
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -451,7 +452,7 @@ flat, hybrid = kept_and_sent(Stage3, comm.group), kept_and_sent(Hybrid, mesh["ca
 # Of rank 1, which sends to rank 2.
 whole, parts = (lab.values(name)[1] for name in ("flat", "hybrid"))
 rows = [("stage 3", *whole, whole[1]), ("hybrid", *parts, 2 * parts[2])]
-headers = ("", "shards", "sent for units", "sent across", "bytes that leave a machine")
+headers = ("", "shards", "sent for units", "sent by all_reduce", "bytes that leave a machine")
 lab.table(rows, headers)
 
 # %% tags=["statement"]

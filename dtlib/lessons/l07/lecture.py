@@ -79,7 +79,7 @@ print(f"\n{draw(schedule)}")
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # `--` continues a backward pass; `..` is idle time, the *bubble*. With p ranks and m micro-batches a rank works m times F and
-# B. It waits for the first micro-batch and for the last gradient: p - 1 times F and B. Papers divide that by two times:
+# B. It waits for the first micro-batch and for the last gradient: p - 1 times F and B. Papers divide it by one of two times:
 #
 # - idle time / **makespan** (how long the step takes): (p-1) / (m+p-1);
 # - idle time / **ideal time** (how long it would take if nobody waited): (p-1) / m.
@@ -207,7 +207,8 @@ for rank in range(4):
     assert most["1F1B", 16][rank] < 1.3 * most["1F1B", 8][rank]
 
 # %% [markdown]
-# With GPipe live bytes grow with micro-batches. With 1F1B they stay where they are. (Messages in flight do not double.)
+# With GPipe live bytes grow with micro-batches. With 1F1B they stay where they are. (1.78: messages in flight
+# do not grow.)
 
 # %% [markdown] tags=["half-day"]
 # ## The engine
@@ -405,7 +406,7 @@ for net, name in every[0]:
 
 # %% tags=["statement"]
 # "Rank 1 has one block, and keeps 64.5 s b h for each micro-batch in flight: 8 with GPipe, 3 with 1F1B."
-# "With recomputation it keeps 8 inputs, 4 s b h each, and one block whole."
+# "With recomputation it keeps an input for each of these, 4 s b h, and one block whole."
 gpipe, eager, again = (row(f"transformer, {name}", "bytes of activations")[1] / (64 * 8 * 64)
                        for name in ("GPipe", "1F1B", "GPipe, recomputing"))
 assert (gpipe, eager, again) == (8 * 64.5, 3 * 64.5, 8 * 4 + 64.5 - 4)
@@ -415,7 +416,7 @@ assert again / gpipe > 1 / 2
 
 # %% [markdown]
 # Rank 1 has one block, and keeps 64.5 s b h for each micro-batch in flight: 8 with GPipe, 3 with 1F1B. With recomputation it
-# keeps 8 inputs, 4 s b h each, and one block whole. The perceptron gains little by it.
+# keeps an input for each of these, 4 s b h, and one block whole. The perceptron gains little by it.
 
 # %% [markdown]
 # ## Other orders

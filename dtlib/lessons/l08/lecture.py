@@ -174,7 +174,7 @@ alone = comm.split(comm.rank)  # a communicator of this rank only
 
 def seeded(comm):
     torch.manual_seed(0)
-    return ParallelMLP(128, 512, comm).double()
+    return ParallelMLP(128, 512, comm.group).double()
 
 
 def gradients(mlp):
@@ -476,7 +476,7 @@ def steps(model, comm):
 
 alone = comm.split(comm.rank)  # a communicator of this rank only
 of_one_process = steps(net(alone), alone)
-model = DataParallelBuckets(net(mesh["tensor"]), mesh["data"])
+model = DataParallelBuckets(net(mesh["tensor"].group), mesh["data"])
 of_the_mesh = steps(model, mesh["data"])
 assert equal(of_one_process, of_the_mesh)
 print(f"last loss: one process {of_one_process[-1]:.10f}, the mesh {of_the_mesh[-1]:.10f}")
@@ -494,7 +494,7 @@ def sent_in_a_pass(model):
     return sum(event.bytes for event in trace.events if event.dtype == "float64")
 
 
-along_tensor = sent_in_a_pass(net(mesh["tensor"]))
+along_tensor = sent_in_a_pass(net(mesh["tensor"].group))
 along_data = sent_in_a_pass(model) - along_tensor
 numbers = [parameter.numel() for parameter in model.parameters()]
 

@@ -435,9 +435,11 @@ assert max(au.values()) < 1
 
 # %% [markdown]
 # A batch that gets slower from a warm cache too pays for shared cores; only the rest is storage. No measured rank reaches
-# 100 %, not even one that reads alone. So before buying, measure with as many readers as you will have, cold and warm.
+# 100 %, not even one that reads alone. With more ranks the measured value may lie above paper: a rank that computes
+# (here: sleeps) leaves its core to the readers. Measure with as many readers as you will have, cold and warm.
 #
-# **Discuss.** Why do ranks wait although a batch is read in time on paper? How would you find out what sixteen ranks
+# **Discuss.** Why does a rank that reads alone wait although its batch is in time on paper? How would you find out what
+# sixteen ranks
 # do?
 #
 # ## Each sample once, and resuming

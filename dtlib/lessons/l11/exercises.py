@@ -48,6 +48,7 @@ set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
 source .venv/bin/activate
 export OMP_NUM_THREADS=8
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun torchrun --nnodes=2 --nproc-per-node=4 \
     --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint=localhost:29500 \
@@ -66,6 +67,7 @@ set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
 source .venv/bin/activate
 export OMP_NUM_THREADS=8
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun torchrun --nnodes=2 --nproc-per-node=4 \
     --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$first:29500" \

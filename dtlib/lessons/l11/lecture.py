@@ -127,8 +127,9 @@ assert cores >= 4 or sorted(four)[2] > 1.3 * sorted(alone)[2]
 assert cores >= 4 or sorted(shared)[2] > 0.6 * sorted(as_cores)[2]
 
 # %% [markdown]
-# Marks are medians of five runs, bars the range. Left of the dotted line each rank has a core; right of it ranks share cores,
-# and both efficiencies fall. In seconds (*as text*) strong scaling gains little or nothing, weak scaling takes longer. Where
+# Marks are medians of five runs, bars the range. Up to the dotted line the system promises each rank a core. Where
+# efficiency falls before it, these cores are two threads of one, or busy. In seconds (*as text*) strong scaling gains
+# little or nothing, weak scaling takes longer. Where
 # bars overlap, five runs show no difference. A plot of scaling needs the number of cores, and bars.
 #
 # ## Amdahl's law
@@ -188,8 +189,8 @@ models = {n: row(f"{n:,}", "A tenth is serial")[-1] for n in (64, 1024)}
 assert 0.85 < 0.1 * models[64] < 0.9 and models[1024] < 10  # the serial tenth, over the time on 64 ranks
 
 # %% [markdown]
-# Filled marks were measured. A mark may lie a little above the line: the time on one rank, by which we divide, has overhead,
-# too. On 64 ranks all others wait for rank 0 nearly nine tenths of the time.
+# Filled marks were measured, with a broadcast and barriers, which Amdahl leaves out. On 64 ranks all others wait for
+# rank 0 nearly nine tenths of the time.
 #
 # Clusters are worth it because people run larger jobs on them (J. L. Gustafson, 1988): the rest grows, the serial tenth does
 # not. That is weak scaling, and training does it: more GPUs, larger batches.

@@ -64,7 +64,9 @@ histories = {"checkpoint": of_checkpoint}
 lab.read(restart.train_and_save)
 
 # %% [markdown]
-# This way works for every strategy, and on any number of ranks: a checkpoint says to which parameter each shard belongs. Most of this time starts four processes that import torch. On a cluster you also wait in the queue.
+# This way works for every strategy, and on any number of ranks: a checkpoint says to which parameter each shard
+# belongs. Most of the time to the next good step starts four processes that import torch. On a cluster you also wait in
+# the queue.
 #
 # ## Two: shrink and go on
 #
@@ -93,7 +95,8 @@ histories["shrink"] = of_shrink
 lab.read(shrink.train_and_shrink, shrink.shrunk)
 
 # %% [markdown]
-# Survivors may be one step apart: that is why the step is broadcast with the state. Two things make it so short. The *batch belongs to the step*, not to a rank: each rank takes its slice, and with
+# Survivors may be one step apart: that is why the step is broadcast with the state. Two things keep this code short.
+# The *batch belongs to the step*, not to a rank: each rank takes its slice, and with
 # three ranks the slices are larger. And a *step is done as a whole or not at all*: an error is raised before anything
 # has changed.
 
@@ -102,7 +105,7 @@ lab.read(replica.Replica.step)
 
 # %% [markdown]
 # `Revoke` and `Shrink` are extensions of Open MPI and MPICH. They are *not in the MPI standard* (5.0, 2025). Known open bugs:
-# `Agree` across nodes may hang, so the code above avoids it. `MPI_Finalize` after a failure may hang too, so the core
+# `Agree` across nodes may hang, so the code above avoids it. `MPI_Finalize` after a failure may hang too, so each rank
 # ends by `os._exit` after a barrier.
 #
 # ## Three: commit in memory

@@ -276,12 +276,12 @@ lab.table(table, headers, "Rank 0 of 4; n: bytes of its queries")
 ring, ulysses, gather = (row(way, "bytes of its queries") for way in ("ring", "Ulysses", "gather"))
 assert [one[1] + one[3] for one in (ring, gather, ulysses)] == [20, 12, 6]
 assert (ring[0], ring[2]) == (3, 7) and ulysses[1] == ulysses[3] == 3 and gather[1] == gather[3] == 6
-# "at Llama's g = 1/8 the ring sends 2.5 n, gathering 1.5 n, and Ulysses 3.4 n"
+# "at g = 1/8, as in Llama 3 70B, the ring sends 2.5 n, gathering 1.5 n, and Ulysses 3.4 n"
 assert (20 / 8, 12 / 8, round(3 * (1 + 1 / 8), 1)) == (2.5, 1.5, 3.4)
 # "4 (N - 1) g n"
 assert [(6 * 4 - 4), 4 * (4 - 1), 4 * 2 * 3 / 4] == [20, 12, 6]
-# "gathering 4 · 15 g n = 7.5 n, Ulysses 15/16 · 4 (1 + g) n = 4.2 n"
-assert (4 * 15 / 8, round(15 / 16 * 4 * 9 / 8, 1)) == (7.5, 4.2) and 4 * 3 == 12 and 3 / 4 * 4 == 3
+# "Gathering 4 · 15 g n = 3.75 n; Ulysses would send 15/16 · 4 (1 + g) n = 3.98 n"
+assert (4 * 15 / 16, round(15 / 16 * 4 * 17 / 16, 2)) == (3.75, 3.98) and 4 * 3 == 12 and 3 / 4 * 4 == 3
 
 # %% [markdown]
 # On four ranks the ring sends 20 n bytes, gathering 12 n, and Ulysses 6 n. That holds if keys have as many heads as queries.
@@ -293,12 +293,13 @@ assert (4 * 15 / 8, round(15 / 16 * 4 * 9 / 8, 1)) == (7.5, 4.2) and 4 * 3 == 12
 # | gather | 4 (N - 1) g n | no | memory: all keys on each rank |
 # | Ulysses | 4 (1 + g) n (N - 1) / N: queries and outputs too | no | one key head for each rank |
 #
-# On four ranks, at Llama's g = 1/8 the ring sends 2.5 n, gathering 1.5 n, and Ulysses 3.4 n: gathering sends the fewest.
+# On four ranks, at g = 1/8, as in Llama 3 70B, the ring sends 2.5 n, gathering 1.5 n, and Ulysses 3.4 n: gathering
+# sends the fewest.
 #
-# **Compute.** Sixteen ranks, g = 1/8: which sends fewer bytes, gathering or Ulysses?
+# **Compute.** Llama 3 405B on sixteen ranks, 8 key heads of 128, g = 1/16: how much does each way send, and which can run?
 #
-# <details><summary>Answer</summary>Ulysses: gathering 4 · 15 g n = 7.5 n, Ulysses 15/16 · 4 (1 + g) n = 4.2 n. What a
-# rank gathers grows with the ranks.</details>
+# <details><summary>Answer</summary>Gathering 4 · 15 g n = 3.75 n; Ulysses would send 15/16 · 4 (1 + g) n = 3.98 n, but
+# 8 key heads are too few for sixteen ranks.</details>
 #
 # ### What is kept, and which mean
 

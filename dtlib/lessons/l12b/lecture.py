@@ -259,7 +259,7 @@ assert len(found(r"loss with experts: ([\d. ]+) - of all others: ([\d. ]+)")) ==
 figures.held(lab.values("table")[0])
 
 # %% tags=["statement"]
-# "Only ZeRO 3, tensors, the pipeline and experts cut parameters."
+# "Only ZeRO 3, tensor (with `sequence`), the pipeline and experts cut parameters."
 # "`sequence` keeps more than a quarter of the activations"
 assert row("sequence", "What the busiest of 4 ranks has")[3] > 25
 cut = {axis: row(axis, "What the busiest of 4 ranks has") for axis in ("data", "ZeRO 2", "context, ring", "ZeRO 3")}
@@ -282,9 +282,10 @@ for more, less in (("tensor", "sequence"), ("data", "ZeRO 2")):
 
 # %% [markdown]
 # - **Loss.** All axes compute the same loss. With experts the model is another one, with a loss equal to its own in one process.
-# - **What is cut.** Only ZeRO 3, tensors, the pipeline and experts cut parameters. `data` and `context` cut activations alone.
-# - **When it is sent.** Ranks wait for what is sent *inside* a layer (tensor, sequence, Ulysses, experts). Only a ring's keys
-#   travel during computing. Gradients travel during the backward pass.
+# - **What is cut.** Only ZeRO 3, tensor (with `sequence`), the pipeline and experts cut parameters. `data` and
+#   `context` cut activations alone.
+# - **When it is sent.** Ranks wait for what is sent *inside* a layer (tensor, sequence, Ulysses, experts). Of these,
+#   only a ring's keys travel while the layer computes. Gradients travel during the backward pass.
 # - **Algorithms.** For arrays this small, `all_reduce` uses doubling, which sends a third more than a ring. That is why `data`
 #   sends more than ZeRO 2, and `tensor` more than `sequence`.
 # - **`sequence`** keeps more than a quarter of the activations: a layer cut by columns keeps its input of all tokens, for the

@@ -2,7 +2,7 @@
 # # 13 When the network is slow: exercises
 #
 # *Predict* (three minutes), *fix* an outer step and feedback (five minutes each: ten minutes), *build* top-k with feedback
-# (twenty minutes), and a race, (fifteen minutes), or longer. A check looks at your answer on all ranks and
+# (twenty minutes), and a race (fifteen minutes, or longer). A check looks at your answer on all ranks and
 # says what is wrong; check again for the next hint.
 #
 # **You need** the lecture [13 When the network is slow](../lectures/13_slow_network.ipynb). Answers:

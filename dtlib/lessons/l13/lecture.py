@@ -210,7 +210,8 @@ assert top[0] > 10 * bits[0] > 0 and bits[0] == bits[1]
 #
 # They send about a quarter of the bytes, and round twice. Here on a link with 5 ms and 20 MB/s, EMULATED.
 #
-# **Predict.** Which is faster on four ranks, for about 9,000 and for a million numbers: `"all_reduce"` or `"8 bits"`?
+# **Predict, by the model.** Which is faster on four ranks, for about 9,000 and for a million numbers: `"all_reduce"` or
+# `"8 bits"`?
 
 # %% tags=["stub"]
 lab.predict("which-is-faster", {"9,000 numbers": None, "1,000,000 numbers": None})
@@ -269,14 +270,15 @@ assert many[1] > 2 * many_8[1]
 
 # %% [markdown]
 # Six messages against two: with few numbers latency decides, and 8 bits lose. With a million they win by the model.
-# The clock counts the rounding too: where cores are busy it can cost more than is saved.
+# The clock may see no difference: it counts the rounding, which four ranks do on shared cores.
 #
 # ## The race
 #
 # Eight ways, digits, four ranks (SIMULATED in one process, so that hundreds of runs take seconds; tests hold them to
 # the hooks above). Who needs the fewest bytes until the training loss is 0.1? Indices, scales and padding count.
 #
-# Each way has its own best rate, so all are **tuned by one rule**. Of the same five rates, choose the rate with which most of
+# Each way has its own best rate, so all are **tuned by one rule**. Of the same five rates (0.02 to 0.32), choose the
+# rate with which most of
 # four *other* seeds reach that loss. Ties are broken by the lowest loss at the end. Then run eight new seeds.
 
 # %%

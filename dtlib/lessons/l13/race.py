@@ -5,7 +5,7 @@ stack (dtlib/workloads/digits.py), in which those of local SGD and DiLoCo are th
 the formulas of ``dtlib.theory``, with indices, scales and padding; all_reduce goes by the ring. A test holds what is
 computed here to the hooks and classes of ``dtlib.parallel`` on real ranks.
 
-    tuned      OTHER_SEEDS, each of RATES   the rate with which most seeds reach the loss; of several, with fewest bytes
+    tuned      OTHER_SEEDS, each of RATES   the rate with which most seeds reach the loss; of several, the lowest loss
     raced      SEEDS, that rate             the same seeds for all methods: their runs are paired
 """
 
