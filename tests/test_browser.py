@@ -632,7 +632,9 @@ def assert_contrast(page, figures: bool = False) -> None:
         assert looked > 10 and not low, (scheme, low)
 
 
+# A kernel that has started writes its language into the notebook, which would ask whether to save that.
 INSTEAD = """async file => {
+    for (const each of jupyterapp.shell.widgets('main')) if (each.context) each.context.model.dirty = false;
     await jupyterapp.commands.execute('application:close-all');
     await jupyterapp.serviceManager.sessions.shutdownAll();
     await jupyterapp.commands.execute('docmanager:open', {path: file});
