@@ -242,7 +242,7 @@ def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
         more = "Compare both ends: what this rank waits for, and the last line of the rank that the sentence names."
         got = f"{error}"
         if not isinstance(error, DtlibError):
-            got = f"MPI ended a call with an error ({error}): other calls on other ranks, other sizes, or one gave up"
+            got = f"MPI ended a call with an error ({error}): different calls on ranks, other sizes, or one gave up"
         ends = re.search(r" in (\S+) of (\(.*?\)).* last operation was \1 of (\(.*?\))", got)
         if hint != LEFT and (got != f"{error}" or (ends and ends[2] != ends[3])):
             hint = "Do all ranks call the same operation with tensors of the same size? Print its shape on each rank."
