@@ -431,6 +431,7 @@ def test_a_full_disk_on_one_rank_is_one_sentence_on_all(world, full, tmp_path):
     fill(model, 1)
     save(tmp_path, model, comm=world.comm)
     files = set(os.listdir(tmp_path))
+    world.comm.barrier()  # before another rank writes again
     world.comm.barrier()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if world.rank == full:
@@ -453,6 +454,7 @@ def test_a_full_disk_at_the_index_leaves_the_folder_as_it_was(world, tmp_path):
     model = nn.Linear(2, 2)
     save(tmp_path, model, comm=world.comm)
     files = set(os.listdir(tmp_path))
+    world.comm.barrier()  # before another rank writes again
     with patch.object(folder, "write_whole", side_effect=OSError(28, "No space left on device")):
         assert "No space left" in refusal(save, tmp_path, model, comm=world.comm)
     world.comm.barrier()
