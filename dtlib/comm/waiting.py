@@ -197,8 +197,8 @@ class Operation(Generic[V]):
     """
 
     __slots__ = (
-        "_blocking", "_finish", "_keep", "_link", "_queue", "_requests", "_steps", "_time_limit", "_value", "call",
-        "complete", "error", "event", "rounds",
+        "_blocking", "_finish", "_keep", "_link", "_queue", "_requests", "_steps", "_time_limit", "call", "complete",
+        "error", "event", "rounds", "value",
     )  # fmt: skip
 
     def __init__(self, call: Call, link: object, steps: Iterator[list], finish: Callable[[], V], keep: object = None):
@@ -212,7 +212,7 @@ class Operation(Generic[V]):
         self._finish = finish
         self._keep = keep
         self._requests: Any = []  # None: not known
-        self._value: Any = None
+        self.value: Any = None
 
     def start(self, owner: object, async_op: bool = False, in_turn: bool = True) -> V | Operation[V]:
         """Start on a communicator, and wait for the result unless it is asynchronous: then return this handle.
@@ -270,7 +270,7 @@ class Operation(Generic[V]):
                 self._requests = next(self._steps, None)
                 if self._requests is None:
                     self._requests = []
-                    self._value = self._finish()
+                    self.value = self._finish()
                     self.complete = True
                     self._steps = self._keep = None
         except BaseException as error:  # whoever waits for it is told, and not who happens to drive it
@@ -313,7 +313,7 @@ class Operation(Generic[V]):
         the communicator is broken, and ``dtlib.reset()`` on all ranks gives a new one.
         """
         if self.complete and not (self.error or self.call.watched or recorder.recordings):
-            return self._value
+            return self.value
         if not self.complete:
             self._publish("waits")
         waits = recorder.event_of(self.call, "wait") if recorder.recordings and not self._blocking else None
@@ -326,7 +326,7 @@ class Operation(Generic[V]):
         self._publish("finished")
         if waits is not None:
             waits.end = time.monotonic()
-        return self._value
+        return self.value
 
     def _wait(self) -> None:
         call, limit = self.call, self._time_limit

@@ -12,7 +12,7 @@ from dtlib.comm.selection import choose
 from dtlib.comm.waiting import Operation, Queue
 from dtlib.comm.watch.blame import disagreement, mismatch
 from dtlib.comm.watch.board import Sighting
-from dtlib.errors import CommunicationError, MissingName
+from dtlib.errors import RESET, CommunicationError, MissingName
 from dtlib.lessons.l03.turns import Network, TurnLink
 
 OPERATIONS = (
@@ -64,7 +64,7 @@ class Pending:
             seen[self.comm.rank] = _sighting(f"raised {type(self.task.error).__name__}", call)
             raise self.task.error
         seen[self.comm.rank] = _sighting("finished", call)
-        return self.task._value
+        return self.task.value
 
     def ended(self) -> None:
         if self.event.end is None and self.task.complete and not self.task.error:
@@ -239,9 +239,7 @@ class SimulatedCommunicator:
 
     def _start(self, call, steps, link, finish, async_op, enqueue):
         if self._queue.broken:
-            raise CommunicationError(
-                f"This communicator {self._queue.broken}, so ranks are out of step: call dtlib.reset() on all ranks."
-            )
+            raise CommunicationError(f"This communicator {self._queue.broken}, so ranks are out of step. {RESET}")
         task = Operation(call, link, steps, finish)
         event = Event(self.rank, call.operation, str(call), self.wires.network.number)
         self.wires.events.append(event)

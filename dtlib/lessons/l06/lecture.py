@@ -266,8 +266,7 @@ assert peaks[0] / peaks[3] < states[0] / states[3]
 
 # %% [markdown] tags=["half-day"]
 # The peak falls from stage to stage. From stage 2 to 3 it falls little: one of our three units is two
-# thirds of the net, and is whole
-# while it computes.
+# thirds of the net, and is whole while it computes.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## 64 ranks

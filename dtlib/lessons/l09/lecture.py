@@ -439,8 +439,7 @@ assert max(au.values()) < 1
 # (here: sleeps) leaves its core to the readers. Measure with as many readers as you will have, cold and warm.
 #
 # **Discuss.** Why does a rank that reads alone wait although its batch is in time on paper? How would you find out what
-# sixteen ranks
-# do?
+# sixteen ranks do?
 #
 # ## Each sample once, and resuming
 #

@@ -129,8 +129,7 @@ assert cores >= 4 or sorted(shared)[2] > 0.6 * sorted(as_cores)[2]
 # %% [markdown]
 # Marks are medians of five runs, bars the range. Up to the dotted line the system promises each rank a core. Where
 # efficiency falls before it, these cores are two threads of one, or busy. In seconds (*as text*) strong scaling gains
-# little or nothing, weak scaling takes longer. Where
-# bars overlap, five runs show no difference. A plot of scaling needs the number of cores, and bars.
+# little or nothing, weak scaling takes longer. Where bars overlap, five runs show no difference. A plot of scaling needs the number of cores, and bars.
 #
 # ## Amdahl's law
 #
