@@ -554,7 +554,7 @@ def test_the_stubs_of_lesson_06_are_wrong_and_their_solutions_right(world, cells
     for exercise, source, expected in cells_of_lesson_06:
         names = {"torch": torch, "nn": torch.nn, "linear": torch.nn.functional.linear}
         exec(source, names)
-        verdict = judged_soon(exercise, names)
+        verdict = judged_soon(exercise, names, expected)
         assert verdict.mistake == expected, verdict.text()
 
 
@@ -601,7 +601,7 @@ def test_the_stubs_of_the_rings_are_wrong_and_their_solutions_right(world, rings
     for exercise, source, expected in rings:
         names = {"torch": torch}
         exec(source, names)
-        verdict = judged_soon(exercise, names)
+        verdict = judged_soon(exercise, names, expected)
         assert verdict.mistake == expected, verdict.text()
 
 
@@ -631,7 +631,7 @@ def test_the_stubs_of_lesson_04_are_wrong_and_their_solutions_right(world, cells
             "cross_entropy": torch.nn.functional.cross_entropy,
         }
         exec(source, names)
-        verdict = judged_soon(exercise, names)
+        verdict = judged_soon(exercise, names, expected)
         assert verdict.mistake == expected, verdict.text()
 
 
@@ -664,7 +664,7 @@ def test_an_answer_that_is_missing_or_raises_on_one_rank_is_named_with_the_rank(
             raise ValueError("no points for me")
         return estimate_right(points, comm)
 
-    verdict = judged_soon("pi-on-ranks", {"estimate_pi": raises_on_rank_1}, 1)
+    verdict = judged_soon("pi-on-ranks", {"estimate_pi": raises_on_rank_1}, "raised")
     assert (verdict.mistake, verdict.rank, verdict.got) == (
         "raised",
         1,
@@ -676,10 +676,10 @@ def test_an_answer_that_is_missing_or_raises_on_one_rank_is_named_with_the_rank(
 
         raise MPI.Exception(MPI.ERR_TRUNCATE)
 
-    verdict = judged_soon("pi-on-ranks", {"estimate_pi": ends_in_mpi}, 1)
+    verdict = judged_soon("pi-on-ranks", {"estimate_pi": ends_in_mpi}, "waited")
     assert verdict.mistake == "waited" and "MPI_ERR_TRUNCATE" in verdict.got and "different calls" in verdict.got
     only_on_rank_0 = {"estimate_pi": estimate_right} if world.rank == 0 else {}
-    verdict = judged_soon("pi-on-ranks", only_on_rank_0, 1)
+    verdict = judged_soon("pi-on-ranks", only_on_rank_0, "missing")
     assert (verdict.mistake, verdict.rank) == ("missing", 1)
 
 

@@ -14,7 +14,7 @@ from dtlib.world.launch import find_mpiexec
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SERIAL = EXAMPLES / "serial.py"
 DISTRIBUTED = sorted(set(EXAMPLES.glob("*.py")) - {SERIAL, EXAMPLES / "train.py"})
-MPIEXEC = [find_mpiexec(), "--oversubscribe"]
+MPIEXEC = [find_mpiexec(), "--allow-run-as-root", "--oversubscribe"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 

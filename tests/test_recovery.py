@@ -272,7 +272,7 @@ def test_a_step_that_comes_to_nothing_leaves_nothing_behind(world):
     ("resume-fix", wrong_recovery.right), ("shrink-build", wrong_recovery.takes_the_latest_state),
 ])  # fmt: skip
 def test_a_right_recovery_passes(world, exercise, answer):
-    verdict = judged_soon(exercise, {EXERCISES[exercise].name: answer})
+    verdict = judged_soon(exercise, {EXERCISES[exercise].name: answer}, "")
     assert verdict.passed, verdict.text()
 
 

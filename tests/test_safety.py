@@ -13,6 +13,8 @@ import torch
 
 import dtlib
 from dtlib.comm import waiting
+from dtlib.comm.call import Call
+from dtlib.comm.watch import blame, board
 from dtlib.errors import CommunicationError, WaitTimeout
 from dtlib.world.launch import mpiexec_command, start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
@@ -49,6 +51,27 @@ def back_to_work(world):
     dtlib.reset()
     world.comm.verify = False
     assert world.comm.all_reduce(torch.ones(1)).item() == world.size
+
+
+@pytest.mark.parametrize("how", range(2), ids=["failed", "finished"])
+def test_the_last_message_of_a_rank_that_is_over_is_received(monkeypatch, how):
+    """It may arrive, and its rank end, after the receiver has looked for it and before that looks at the board."""
+    come = []
+
+    def over(*arguments):
+        come.append(True)
+        return ([1], [])[:: 1 - 2 * how]
+
+    monkeypatch.setattr(board, "current", SimpleNamespace(rank=0, seen=dict, publish=lambda *place: None))
+    monkeypatch.setattr(board, "cell", board.PROGRAM)
+    monkeypatch.setattr(blame, "over", over)
+    monkeypatch.setattr(waiting.in_vain, "ENDED_SECONDS", 0)
+    link = SimpleNamespace(all_done=lambda requests: bool(come), give_up=lambda requests: None, messages=0, bytes=0)
+    comm = SimpleNamespace(
+        _queue=waiting.Queue(), time_limit=None, on_board=True, verify=False, wire=None, simulated=False
+    )
+    operation = waiting.Operation(Call("recv", None, 0, (1,)), link, iter([[None]]), lambda: "arrived")
+    assert operation.start(comm) == "arrived" and len(come) == 1
 
 
 DISAGREEMENTS = {

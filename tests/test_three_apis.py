@@ -22,7 +22,7 @@ def test_right_answers_pass_in_three_apis(world):
         name = EXERCISES[exercise].name
         answer = getattr(right_answers, name)
         for api, answered in {"dtlib": answer, **{api: by(kind, answer) for api, kind in APIS.items()}}.items():
-            verdict = judged_soon(exercise, {name: answered})
+            verdict = judged_soon(exercise, {name: answered}, "")
             assert verdict.passed, f"{api}: {verdict.text()}"
             assert ("cannot be counted" in verdict.note) == (api == "mpi4py" and uses_collectives(answer)), verdict
 
@@ -64,7 +64,7 @@ def test_planted_mistakes_are_recognised_in_other_apis(world, exercise):
     for case in planted(exercise):
         for api, kind in APIS.items():
             answers = {name: by(kind, answer) for name, answer in case.names(world).items()}
-            verdict = judged_soon(exercise, answers, 1.0)
             counted = exercise in COUNTED and case.mistake == "too-many-bytes"
             expected = (case.mistake, *(() if counted else OTHERWISE.get((api, case.mistake), ())))
+            verdict = judged_soon(exercise, answers, *expected)
             assert verdict.mistake in expected, f"{case.key} by {api}: {verdict.text()}"

@@ -112,8 +112,8 @@ def test_four_ranks_reject_it(world, key):
 
 def rejected(world, key):
     case = CASES[key]
-    verdict = judged_soon(case.exercise, case.names(world))
+    verdict = judged_soon(case.exercise, case.names(world), case.mistake)
     assert verdict.mistake == case.mistake, verdict.text()
     assert verdict.hints and all(verdict.hints)
-    if key in RECORDED:
+    if key in RECORDED and case.mistake != "waited":  # of several ranks that wait, any may give up first
         assert verdict.rank == recorded(case.exercise)[case.name]["verdict"]["rank"], verdict.text()

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
@@ -314,8 +315,6 @@ class Operation(Generic[V]):
         """
         if self.complete and not (self.error or self.call.watched or recorder.recordings):
             return self.value
-        if not self.complete:
-            self._publish("waits")
         waits = recorder.event_of(self.call, "wait") if recorder.recordings and not self._blocking else None
         if not self.complete:
             self._wait()
@@ -329,9 +328,10 @@ class Operation(Generic[V]):
         return self.value
 
     def _wait(self) -> None:
+        self._publish("waits")
         call, limit = self.call, self._time_limit
         started = last_round = told = looked = time.monotonic()
-        rounds = self.rounds
+        rounds, over = self.rounds, inf  # since when a rank has been over that this one waits for
         try:
             while True:
                 advance_all()
@@ -341,17 +341,16 @@ class Operation(Generic[V]):
                 if limit is not None and now - started > limit:
                     raise WaitTimeout(in_vain.sentence(call, limit))
                 if self.rounds != rounds:
-                    rounds, last_round = self.rounds, now
+                    rounds, last_round, over = self.rounds, now, inf
                 waited = now - last_round
-                if waited < SPIN_SECONDS and not crowded:
-                    continue
                 if waited < YIELD_SECONDS:
-                    let_go()
+                    if waited > SPIN_SECONDS or crowded:
+                        let_go()
                     continue
                 if now - max(looked, last_round) > LOOK_SECONDS and not call.hidden:
                     looked = now
                     self._show()
-                    in_vain.look(call, waited)
+                    over = min(over, now) if in_vain.look(call, now - over) else inf
                 if notice is not None and now - max(told, started + NOTICE_SECONDS - 1) > 1:
                     told = now
                     notice(f"{now - started:.0f} s in {call}: {in_vain.whom()}")

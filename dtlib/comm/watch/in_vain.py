@@ -8,20 +8,22 @@ FINISHED_SECONDS = 10.0  # for ranks that have finished their cell: long enough 
 ENDED_SECONDS = 0.5  # for those that have ended their program: longer than their last messages are under way
 
 
-def look(call: Call, waited: float) -> None:
-    """Raise if a rank that this one waits for has come to the end of its cell or program: it will not arrive.
+def look(call: Call, waited: float) -> bool:
+    """True if a rank that this one waits for is at the end of its cell or program: it will not arrive.
 
-    ``PeerFailed`` where an error ended the cell, and where the program is over; ``WaitTimeout`` where the cell finished
-    well, and only after ten seconds. ``waited`` are seconds since something has arrived.
+    ``waited`` are seconds since this was first seen, negative before: then nothing is raised, as the last messages of
+    that rank may have arrived and not been received yet. Raises ``PeerFailed`` where an error ended the cell, and where
+    the program is over; ``WaitTimeout`` where the cell finished well, and only after ten seconds.
     """
     if board.current is None or not board.cell:
-        return
+        return False
     failed, finished = blame.over(board.current.rank, board.current.seen(), board.cell)
-    if failed or (finished and board.cell == board.PROGRAM and waited > ENDED_SECONDS):
-        go_on = "" if board.cell == board.PROGRAM else f" {RESET}"
-        raise PeerFailed(f"{call}{_place(call)} cannot end: {whom()}.{go_on}")
+    in_program = board.cell == board.PROGRAM
+    if (failed and waited > 0) or (finished and in_program and waited > ENDED_SECONDS):
+        raise PeerFailed(f"{call}{_place(call)} cannot end: {whom()}." + ("" if in_program else f" {RESET}"))
     if finished and waited > FINISHED_SECONDS:
         raise WaitTimeout(sentence(call, FINISHED_SECONDS))
+    return bool(failed or finished)
 
 
 def sentence(call: Call, limit: float) -> str:
