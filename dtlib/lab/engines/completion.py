@@ -7,17 +7,17 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.tokenutil import token_at_cursor
 
 from dtlib.lab.engines import on_ranks
-from dtlib.lab.engines.engine_processes import Ranks
+from dtlib.lab.engines.engine_set import EngineSet
 
 ANSWER_SECONDS = 0.3  # longer than that nobody waits for a list of names: rank 0 is busy
 
 _QUESTION = re.compile(r"^(\s*)%px\s+(\S.*\?)\s*$")
 
-_engines: Ranks | None = None
+_engines: EngineSet | None = None
 _asked = None  # the last question
 
 
-def install(shell: InteractiveShell, engines: Ranks) -> None:
+def install(shell: InteractiveShell, engines: EngineSet) -> None:
     """Have these engines answer for ``%%px`` cells in this shell."""
     global _engines, _asked
     first_time, _engines, _asked = _engines is None, engines, None

@@ -9,35 +9,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from threading import RLock
-from typing import Protocol
 
 from dtlib.errors import DtlibError
 from dtlib.lab.engines import crowd
 from dtlib.lab.engines.workshop import Record
-from dtlib.lab.foreign import AsyncResult, Client, DirectView
+from dtlib.lab.foreign import Client
 from dtlib.world.launch import check_mpiexec, find_mpiexec, python_of_a_rank
 from dtlib.world.processes import Process, end_processes, with_descendants
 
 START_SECONDS = 60
 STUCK = "Some ranks do not react to the interrupt: run lab.engines(restart=True) for new ones."
-
-
-class Ranks(Protocol):
-    """An ``EngineSet`` (engine_set.py), for what it imports itself."""
-
-    view: DirectView
-    client: Client
-    cell: "AsyncResult | None"
-    turn: RLock
-    reset_wanted: bool
-
-    @property
-    def size(self) -> int: ...
-    def check_held(self) -> None: ...
-    def interrupt(self) -> None: ...
-    def reset_now(self) -> None: ...
-    def ask(self, question: Callable, *arguments: object, seconds: float = ...) -> list | None: ...
 
 
 def start_keeper(record: Record, ranks: int, say: Callable = lambda how_far: None) -> None:

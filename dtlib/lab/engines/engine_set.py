@@ -37,6 +37,8 @@ class EngineSet:
         self.record, self.client = record, client
         self.view = client[:]
         self.view.block = True
+        self.ended = threading.Event()  # set once the keeper has ended, and all ranks with it
+        threading.Thread(target=self._await_the_end, daemon=True).start()
         self.cell: AsyncResult | None = None  # what a %%px cell waits for, while it does
         self.turn = threading.RLock()  # whose it is, a cell runs or the ranks are reset
         self.reset_wanted = False  # while a cell runs: it resets the ranks at its end
@@ -47,6 +49,11 @@ class EngineSet:
     @property
     def size(self) -> int:
         return len(self.view.targets)
+
+    def _await_the_end(self) -> None:
+        if keeper := self.record.keeper():
+            keeper.wait()
+        self.ended.set()
 
     def interrupt(self) -> None:
         """Stop what the ranks are doing, as Ctrl-C would."""

@@ -1,0 +1,111 @@
+"""Errors of a ``%%px`` cell: which ranks raised which, and how to cure it."""
+
+import itertools
+import re
+import textwrap
+from contextlib import suppress
+from difflib import get_close_matches
+from typing import NoReturn
+
+from dtlib.errors import DtlibError
+from dtlib.lab.engines import on_ranks
+from dtlib.lab.engines.live import ranks_in_words
+
+ANSWER_SECONDS = 2  # for what takes ranks that are idle no time
+# Errors of ranks that another one's error has reached.
+AFTERMATH = ("PeerFailed", "WaitTimeout", "GroupPeerFailed", "GroupTimeout")
+NAME = re.compile(r"name '(\w+)' is not defined")
+
+
+class RanksFailed(DtlibError):
+    """A cell raised an error on at least one rank: ``errors`` maps ranks to ipyparallel's RemoteError."""
+
+    def __init__(self, errors: dict, cures: list[str], waited: str = ""):
+        self.errors, self.cures, self.waited = errors, cures, waited  # waited: whom everybody waited for
+        super().__init__("; ".join(f"{who}: {error.ename}: {error.evalue}" for who, error in self._groups()))
+
+    def _groups(self):
+        """Ranks that raised the same error, with one example of it."""
+        groups: dict = {}
+        for rank, error in self.errors.items():
+            groups.setdefault((error.ename, error.evalue), []).append(rank)
+        for ranks in sorted(groups.values(), key=lambda ranks: self.errors[ranks[0]].ename in AFTERMATH):
+            yield ranks_in_words(ranks), self.errors[ranks[0]]
+
+    def _render_traceback_(self):
+        lines = []
+        for who, error in self._groups():
+            if error.ename == "KeyboardInterrupt":
+                lines.append(f"Interrupted on {who}.")
+                if self.waited:
+                    lines.append(textwrap.fill(f"Until then they waited: {self.waited}", 95))
+            else:
+                lines += [f"On {who}:", error.traceback or f"{error.ename}: {error.evalue}"]
+        return lines + self.cures
+
+
+def raise_errors(errors: dict, waited: str, shell, engines) -> NoReturn:
+    """Raise ``RanksFailed`` of these ranks, with cures."""
+    first = [rank for rank, error in errors.items() if error.ename not in AFTERMATH] or list(errors)
+    cures = _cures(errors.values(), shell, engines)
+    cures += _refuse_where_out_of_step(engines, ranks_in_words(first))
+    raise RanksFailed(errors, cures, waited) from None
+
+
+def _refuse_where_out_of_step(engines, who: str) -> list[str]:
+    """After an error, have all ranks refuse the communicators that they have not used alike; says how to go on."""
+    from dtlib.comm.watch import in_step
+
+    if engines.reset_wanted:
+        engines.reset_now()
+        return ["Reset was pressed: the ranks are back in step."]
+    counts = engines.ask(in_step.counts, seconds=ANSWER_SECONDS)
+    if counts is None:
+        return ["Some ranks do not say whether they are in step: run %px dtlib.reset() before they go on."]
+    names = in_step.differing(counts)
+    if not names:
+        return []
+    why = f"was in use when a cell ended with an error on {who}"
+    engines.ask(in_step.refuse, names, why, seconds=ANSWER_SECONDS)
+    return ["The ranks are out of step: run %px dtlib.reset() before they communicate again."]
+
+
+def _cures(errors, shell, engines) -> list[str]:
+    if any(error.ename == "StdinNotImplementedError" for error in errors):
+        return ["Ranks cannot ask: use input() in a plain cell, and give the answer to the ranks with lab.push."]
+    names = {match.group(1) for error in errors if error.ename == "NameError" and (match := NAME.search(error.evalue))}
+    return [
+        f"`{name}` is defined in the notebook but not on the ranks: drop %%px from this cell, or run the cell that "
+        f"defines `{name}` with %%px (or with %%px --local for both)."
+        if name in shell.user_ns
+        else _did_you_mean(name, itertools.chain(*(engines.ask(on_ranks.names, seconds=ANSWER_SECONDS) or [])))
+        or f"`{name}` is not defined on the ranks: run the %%px cell that defines it first."
+        for name in sorted(names)
+    ]
+
+
+def _did_you_mean(name: str, names) -> str:
+    near = get_close_matches(name, set(names), n=1, cutoff=0.75)
+    return f"`{name}` is not defined: did you mean `{near[0]}`?" if near else ""
+
+
+def explain_local_name_error(engines, shell, kind, value, trace, tb_offset=None):
+    """Show a NameError of the notebook, and where the name is defined if the ranks have it."""
+    lines = shell.InteractiveTB.structured_traceback(kind, value, trace, tb_offset=tb_offset)
+    if match := NAME.search(str(value)):
+        name = match.group(1)
+        if _ranks_know(engines, name):
+            cure = (
+                f"`{name}` is defined on the ranks but not in the notebook: start the cell with %%px to run it there."
+            )
+        else:
+            cure = _did_you_mean(name, shell.user_ns)
+        lines += [cure] * bool(cure)
+    shell._showtraceback(kind, value, lines)
+    return lines
+
+
+def _ranks_know(engines, name: str) -> bool:
+    with suppress(Exception):  # an explanation must not hide the error that it explains
+        return any(name in known for known in engines.ask(on_ranks.names, seconds=1) or ())
+    return False
