@@ -3,12 +3,15 @@
 import itertools
 import re
 import textwrap
-from contextlib import suppress
+from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import NoReturn
 
+from IPython.core.interactiveshell import InteractiveShell
+
 from dtlib.errors import DtlibError
 from dtlib.lab.engines import on_ranks
+from dtlib.lab.engines.engine_set import EngineSet
 from dtlib.lab.engines.live import ranks_in_words
 
 ANSWER_SECONDS = 2  # for what takes ranks that are idle no time
@@ -44,11 +47,10 @@ class RanksFailed(DtlibError):
         return lines + self.cures
 
 
-def raise_errors(errors: dict, waited: str, shell, engines) -> NoReturn:
+def raise_errors(errors: dict, waited: str, shell: InteractiveShell, engines: EngineSet) -> NoReturn:
     """Raise ``RanksFailed`` of these ranks, with cures."""
     first = [rank for rank, error in errors.items() if error.ename not in AFTERMATH] or list(errors)
-    cures = _cures(errors.values(), shell, engines)
-    cures += _refuse_where_out_of_step(engines, ranks_in_words(first))
+    cures = _cures(errors.values(), shell, engines) + _refuse_where_out_of_step(engines, ranks_in_words(first))
     raise RanksFailed(errors, cures, waited) from None
 
 
@@ -78,34 +80,13 @@ def _cures(errors, shell, engines) -> list[str]:
         f"`{name}` is defined in the notebook but not on the ranks: drop %%px from this cell, or run the cell that "
         f"defines `{name}` with %%px (or with %%px --local for both)."
         if name in shell.user_ns
-        else _did_you_mean(name, itertools.chain(*(engines.ask(on_ranks.names, seconds=ANSWER_SECONDS) or [])))
+        else did_you_mean(name, itertools.chain(*(engines.ask(on_ranks.names, seconds=ANSWER_SECONDS) or [])))
         or f"`{name}` is not defined on the ranks: run the %%px cell that defines it first."
         for name in sorted(names)
     ]
 
 
-def _did_you_mean(name: str, names) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Suggest the nearest of these names; empty if none is near."""
     near = get_close_matches(name, set(names), n=1, cutoff=0.75)
     return f"`{name}` is not defined: did you mean `{near[0]}`?" if near else ""
-
-
-def explain_local_name_error(engines, shell, kind, value, trace, tb_offset=None):
-    """Show a NameError of the notebook, and where the name is defined if the ranks have it."""
-    lines = shell.InteractiveTB.structured_traceback(kind, value, trace, tb_offset=tb_offset)
-    if match := NAME.search(str(value)):
-        name = match.group(1)
-        if _ranks_know(engines, name):
-            cure = (
-                f"`{name}` is defined on the ranks but not in the notebook: start the cell with %%px to run it there."
-            )
-        else:
-            cure = _did_you_mean(name, shell.user_ns)
-        lines += [cure] * bool(cure)
-    shell._showtraceback(kind, value, lines)
-    return lines
-
-
-def _ranks_know(engines, name: str) -> bool:
-    with suppress(Exception):  # an explanation must not hide the error that it explains
-        return any(name in known for known in engines.ask(on_ranks.names, seconds=1) or ())
-    return False

@@ -7,8 +7,8 @@ from ipyparallel.client.magics import ParallelMagics
 from IPython.core.interactiveshell import InteractiveShell
 
 from dtlib.errors import DtlibError
-from dtlib.lab.engines import cells, completion
-from dtlib.lab.engines.cell_errors import explain_local_name_error
+from dtlib.lab.engines import cells, completion, on_ranks
+from dtlib.lab.engines.cell_errors import NAME, did_you_mean
 from dtlib.lab.engines.engine_set import EngineSet
 from dtlib.lab.engines.extension import load_ipython_extension
 from dtlib.lab.engines.live import ranks_in_words
@@ -23,7 +23,7 @@ def install(engines: EngineSet) -> None:
         load_ipython_extension(shell)
         shell.register_magics(RankMagics(shell, engines))
         completion.install(shell, engines)
-        shell.set_custom_exc((NameError,), functools.partial(explain_local_name_error, engines))
+        shell.set_custom_exc((NameError,), functools.partial(_explain_local_name_error, engines))
 
 
 class RankMagics(ParallelMagics):
@@ -74,3 +74,23 @@ class RankMagics(ParallelMagics):
                     "`concurrent.futures.ThreadPoolExecutor().submit(asyncio.run, main()).result()`, or drop %%px to "
                     "await in the notebook."
                 )
+
+
+def _explain_local_name_error(engines, shell, kind, value, trace, tb_offset=None):
+    """Show a NameError of the notebook, and where the name is defined if the ranks have it."""
+    lines = shell.InteractiveTB.structured_traceback(kind, value, trace, tb_offset=tb_offset)
+    if match := NAME.search(str(value)):
+        name = match.group(1)
+        if _ranks_know(engines, name):
+            cure = f"`{name}` is defined on the ranks but not in the notebook: start the cell with %%px."
+        else:
+            cure = did_you_mean(name, shell.user_ns)
+        lines += [cure] * bool(cure)
+    shell._showtraceback(kind, value, lines)
+    return lines
+
+
+def _ranks_know(engines, name: str) -> bool:
+    with suppress(Exception):  # an explanation must not hide the error that it explains
+        return any(name in known for known in engines.ask(on_ranks.names, seconds=1) or ())
+    return False
