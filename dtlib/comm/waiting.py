@@ -220,7 +220,7 @@ class Operation(Generic[V]):
         self.value: Any = None
 
     def start(self, owner: object, async_op: bool = False, in_turn: bool = True) -> V | Operation[V]:
-        """Start on communicator ``owner``, ``in_turn`` after its other collectives; return the result or this handle."""
+        """Start on communicator ``owner``, ``in_turn`` after other collectives; return the result or this handle."""
         comm: Any = owner
         self._queue: Queue = comm._queue
         self._time_limit = comm.time_limit
