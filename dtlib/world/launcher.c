@@ -1,6 +1,6 @@
 /* launcher PYTHON ARGUMENTS ...: started by mpiexec in place of a rank; the rank itself is forked from the zygote.
 
-   The launcher passes its standard streams and its signals to the rank, and exits with the rank's status. The rank reads
+   The launcher passes its standard streams and signals to the rank, and exits with the rank's status. The rank reads
    its arguments, environment and folder from this process. If the zygote is missing, does not answer or refuses, this
    process becomes PYTHON ARGUMENTS ... itself. forking.py compiles this file; forked.py is the rank's side. */
 
@@ -21,7 +21,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { PATIENCE = 40, MOMENT = 5 }; /* seconds to wait for a zygote that still imports; for the status of an ended rank */
+enum { PATIENCE = 40, MOMENT = 5 }; /* seconds: for a zygote that imports; for a rank's status */
 enum { FORKED = 1, ENDED = 2 };     /* kinds of messages */
 typedef struct { int32_t what, value; } Message;
 
