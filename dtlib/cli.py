@@ -69,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     most = MOST_RANKS_PER_CORE * usable_cores()
-    some: dict[str, Any] = {"most": most, "why": f", {MOST_RANKS_PER_CORE} for each core here"}  # ranks
+    # Limits of every option that is a number of ranks.
+    some: dict[str, Any] = {"most": most, "why": f", {MOST_RANKS_PER_CORE} for each core here"}
     parser = _Parser(prog="dtlib", description="A workshop kit for distributed deep learning.")
     parser.add_argument("--version", action="version", version=f"dtlib {dtlib.__version__}")
     commands = parser.add_subparsers(dest="command", metavar=" | ".join(_COMMANDS))

@@ -258,7 +258,7 @@ def same_memory(one: Array, other: Array) -> bool:
     return one.ctypes.data == other.ctypes.data
 
 
-# Different data for everybody
+# Different data for each rank
 
 
 def direct_scatter(link: Link[Array], out: Array, chunks: list[Array], root: int) -> Steps:

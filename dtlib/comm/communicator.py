@@ -388,7 +388,7 @@ class Communicator(ObjectOperations):
         slow.wire = Wire(latency, bandwidth)
         return slow
 
-    # Chunks of a whole
+    # Splitting a tensor into chunks
 
     def _cut(self, whole, part, operation, writes):
         """Return ``whole`` as a payload and as ``size`` chunks, each of the size of ``part``."""
@@ -396,7 +396,7 @@ class Communicator(ObjectOperations):
         self._check_whole(whole, content.flat.size, part, payload(part, operation, False).flat.size, operation)
         return content, chunks_of(content.flat, self.size)
 
-    # From the arguments of a call to an operation under way
+    # From the arguments of a call to a pending operation
 
     def _next_tag(self) -> int:
         """Return a separate tag for each collective, so that the messages of pending collectives cannot match."""

@@ -63,6 +63,7 @@ def garbage_among(ranks: Iterable[int]) -> list[tuple]:
 def free(said: dict[int, list[tuple]]) -> None:
     """Free communicators that are garbage on all members; ``said`` maps world ranks to their garbage keys."""
     everywhere = set.union(set(), *said.values())
+    # Freeing is collective, so all members must do it in the same order: sort the keys.
     for key in sorted(key for key in everywhere if key in _members and all(key in said[r] for r in _members[key])):
         while _receive_strays(key):
             # The senders have finished, and `exchange` delivers a rank's notes after its earlier messages: this loop

@@ -99,6 +99,7 @@ class Mpi4pyComm(MPI.Intracomm):
         call = comm._call(operation, _array(content), peers, **facts)
         link = _Message(comm._mpi)
         link.messages, link.bytes = int(sends), _nbytes(content) if sends else 0
+        # Sent minus received: the sum over all ranks is zero if every message was received (watch/in_step.py).
         comm._messages += 1 if sends else -1
         finish = getattr(request, "content", lambda: None)
         request.link = link

@@ -14,6 +14,7 @@ class Pieces:
 
     def __init__(self, start: Callable, array: np.ndarray, largest: int):
         flat = array.reshape(-1).view("u1")
+        # `+ 1`: if the length is a multiple of `largest`, an empty last piece marks the end.
         self._requests = [start(flat[at : at + largest]) for at in range(0, flat.size + 1, largest)]
         self._largest = largest
         self.come = 0  # bytes of the complete pieces, except the last

@@ -195,6 +195,7 @@ def _overlaps_itself(memory: np.ndarray) -> bool:
     """Return True if two elements may have the same address: one stride is smaller than the extent of the others."""
     if memory.flags.forc or not memory.size:
         return False
+    # From the smallest stride up: without overlap, each stride is at least the extent of all dimensions before it.
     extent = memory.itemsize
     for step, length in sorted((abs(step), length) for step, length in zip(memory.strides, memory.shape, strict=True)):
         if length > 1 and step < extent:

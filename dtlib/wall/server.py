@@ -57,6 +57,7 @@ class Rates:
         now = time.monotonic()
         if len(self._left) > 10_000:  # forget clients whose limit is full again
             self._left = {key: it for key, it in self._left.items() if now - it[1] < AT_ONCE[key[0]] / A_SECOND[key[0]]}
+        # A token bucket: the requests left grow with time, up to AT_ONCE.
         left, when = self._left.get((what, who), (AT_ONCE[what], now))
         left = min(AT_ONCE[what], left + (now - when) * A_SECOND[what])
         self._left[what, who] = left - (left >= 1), now

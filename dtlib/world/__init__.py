@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _world = None
-_begun = None  # a communicator that is being made, with its request
+_begun = None  # a communicator that is being created, and its request
 _made = 0  # number of communicators of all ranks that were created
 # Functions that every rank calls after `reset` has created clean communicators.
 after_reset: list[Callable[[], object]] = []
@@ -122,7 +122,7 @@ def fresh_communicator(time_limit: float | None, description: str, on_board: boo
     everyone = Communicator(MPI.COMM_WORLD, time_limit)
     everyone.on_board = on_board
     everyone.wait_for(request, new, description)
-    _begun = None  # a communicator that is being created, and its request
+    _begun = None
     _made += 1
     made = Communicator(new, time_limit, verify=init().comm.verify, name=f"world.{_made}")
     made.on_board = on_board
@@ -144,6 +144,7 @@ def _join() -> World:
     comm = Communicator(own := everyone.Dup(), time_limit=30 if in_engine() else None, verify=in_engine())
     lifetime.look_after(own, (-1, 0), comm.members)
     neighbours = everyone.Split_type(mpi.COMM_TYPE_SHARED)
+    # With more ranks than cores, a waiting rank must yield its core at once.
     waiting.crowded = neighbours.Get_size() > usable_cores()
     first_on_node = neighbours.bcast(comm.rank)
     nodes = sorted(set(everyone.allgather(first_on_node)))

@@ -56,7 +56,7 @@ class Group(dist.ProcessGroup):
     def __repr__(self) -> str:
         return f"Group({self._name!r}, rank={self.rank()}, size={self.size()})"
 
-    # What torch asks about a group
+    # Properties that torch reads
 
     def getBackendName(self) -> str:
         return "dtlib"
@@ -253,7 +253,7 @@ class Group(dist.ProcessGroup):
         receive = partial(comm.recv, moved(tensor), tag=tag, async_op=True)
         return self._collected(ReceivedFromAny(find, wait_until_found, receive, tensors))
 
-    # Several as one
+    # Coalescing: several operations as one work
 
     def _start_coalescing(self, device):
         self._together = []

@@ -205,6 +205,7 @@ class GroupHandle(Generic[V]):
     def _poll(self) -> None:
         started, nap, limit = time.monotonic(), 0.0, self._comm.time_limit
         try:
+            # Poll, because torch's own wait can neither be interrupted nor report which operation is late.
             while not self._work.is_completed():
                 waited = time.monotonic() - started
                 if limit is not None and waited > limit:

@@ -1,14 +1,14 @@
 """CUDA tensors in a communicator over MPI: through NCCL, or through host memory.
 
-    every rank has a GPU of its own      GPU ----------- NCCL ----------- GPU
-    ranks share one, or no NCCL          GPU -> pinned host memory -> MPI -> pinned host memory -> GPU
+    every rank has a separate GPU        GPU ----------- NCCL ----------- GPU
+    ranks share a GPU, or no NCCL        GPU -> pinned host memory -> MPI -> pinned host memory -> GPU
 
-All ranks choose together at a communicator's first collective on a CUDA tensor. Two slices of one GPU (MIG) count as a
+All ranks choose together, at a communicator's first collective on a CUDA tensor. Two slices of one GPU (MIG) count as a
 shared GPU. NCCL connects ranks that share a GPU from version 2.30 on, if ``NCCL_MULTI_RANK_GPU_ENABLE=1`` is set on
 every rank. If NCCL cannot connect the ranks, rank 0 warns and host memory is used.
 
-A send or a receive always goes through host memory: its two ends cannot know whether the other ranks have decided yet.
-So does a collective with ``algorithm=``, as that choice is one of messages over MPI.
+Sends and receives always use host memory, because their two ends cannot know whether the other ranks have chosen yet.
+A collective with ``algorithm=`` also uses host memory, because its algorithm consists of messages over MPI.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def nccl_communicator(comm: ObjectOperations, device: torch.device) -> ProcessGr
         torch.cuda.synchronize(device)
     except RuntimeError as problem:
         refusal = " ".join(str(problem).split())[-300:]
+    # If NCCL fails on one rank, all ranks must use host memory.
     refusals = [said for said in comm.all_gather_object(refusal) if said]
     if not refusals:
         # Otherwise torch warns at exit about a group that was not destroyed.

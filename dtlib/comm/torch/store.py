@@ -70,6 +70,7 @@ def store_on_a_port(comm: ObjectOperations) -> dist.TCPStore:
     with ThreadPoolExecutor(max(1, len(offered))) as pool:
         reached = dict(zip(offered, pool.map(_reach, offered, offered.values()), strict=True))
     mine = [address for address in offered if reached[address] is not None]
+    # All ranks must use the same address, so exchange the lists of reached addresses.
     everyone = comm.all_gather_object((socket.gethostname(), mine))
     common = [address for address in offered if all(address in seen for _, seen in everyone)]
     chosen = common[0] if common else None

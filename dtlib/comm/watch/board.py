@@ -111,6 +111,7 @@ class Board:
         self._write(state, over=cell)
 
     def _write(self, state: str, over: str = "") -> None:
+        # Nothing locks the slot: `seen` skips an entry that was read in the middle of writing.
         head = b"%d %b" % (self._number, _state_in_words(state, over))
         start = SLOT * self._mine
         self._memory[start : start + SLOT] = head.ljust(HEAD) + self._call
