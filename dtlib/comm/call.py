@@ -98,7 +98,7 @@ def callers_line() -> str:
 
 
 def line_outside(innermost: FrameType) -> str:
-    """Return the innermost line outside dtlib, starting from the frame ``innermost``."""
+    """Return the innermost line outside dtlib, searching outward from the frame ``innermost``."""
     frame: FrameType | None = innermost
     while frame is not None and _is_not_the_callers(frame.f_code.co_filename):
         frame = frame.f_back

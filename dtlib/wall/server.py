@@ -35,9 +35,9 @@ from dtlib.errors import DtlibError
 from dtlib.wall import kept
 from dtlib.wall.room import Room, checked
 
-MOST_BYTES = 64 * 1024  # of one message
+MOST_BYTES = 64 * 1024  # bytes of the largest accepted message
 MOST_CONNECTIONS = 500
-SILENT_SECONDS = 10  # that a connection may be silent
+SILENT_SECONDS = 10  # after which an idle connection is closed
 A_SECOND = {"tell": 4, "join": 5}  # messages per learner and second; joins per second
 AT_ONCE = {"tell": 20, "join": 100}
 POLICY = "; ".join(

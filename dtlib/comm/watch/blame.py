@@ -78,7 +78,7 @@ def _has_come(mine: Sighting, other: Sighting | None, rank: int) -> bool:
         # Outside operations the board shows the last call without its shape.
         same = other.operation if other.state == "elsewhere" else other.what
         return other.number > mine.number or same in (mine.operation, mine.what)
-    # A message: it is matched by a send or a recv in which the other rank names this rank.
+    # A message: the other rank must be waiting in the matching send or recv, which names this rank.
     return (
         _waits(other)
         and not other.number
