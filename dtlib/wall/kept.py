@@ -1,4 +1,4 @@
-"""What a wall leaves on the instructor's machine: its codes, for a day."""
+"""Files of a wall on the instructor's machine: its code and keys, valid for a day."""
 
 import json
 import secrets
@@ -11,13 +11,13 @@ from jupyter_core.paths import jupyter_data_dir
 
 from dtlib.files import read_json, write_whole, writing
 
-LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"  # those that nobody mixes up
-CODE = 8  # letters: who guesses 2,000 a second for a day finds it once in 6,000 days
+LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"  # no letters that look alike
+CODE = 8  # letters: at 2,000 guesses per second, all day, it is found once in 6,000 days
 SECRET_SECONDS = 24 * 3600
 
 
 def folder() -> Path:
-    """Where codes are, for their owner alone."""
+    """Return the folder of the codes, readable by its owner only."""
     found = Path(jupyter_data_dir()) / "dtlib-wall"
     with writing(found, "name another folder in JUPYTER_DATA_DIR"):
         found.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def folder() -> Path:
 
 
 def secret_of(port: int) -> dict:
-    """Code, key and secret of the wall on a port: those of today, if it was started before."""
+    """Return code, key and secret of the wall on a port: those of an earlier start within a day, or new ones."""
     path = folder() / f"{port}.json"
     with suppress(OSError, ValueError, LookupError, TypeError, OverflowError):
         found = read_json(path, dict)
@@ -41,9 +41,10 @@ def secret_of(port: int) -> dict:
 
 @contextmanager
 def page_file(port: int, address: str) -> Iterator[str]:
-    """The address of a file that leads a browser to the page meanwhile: every user sees what a browser is called with.
+    """Yield the address of a temporary file that redirects a browser to the page.
 
-    The file, with the page's key, is for its owner alone.
+    The page's key stays in this file, which only its owner can read. In the browser's command line, every user of the
+    machine could see the key.
     """
     path = folder() / f"{port}.html"
     _write(path, f'<!DOCTYPE html><meta http-equiv="refresh" content="0; url={address}">')
@@ -54,6 +55,6 @@ def page_file(port: int, address: str) -> Iterator[str]:
 
 
 def _write(path: Path, content: dict | str) -> None:
-    """For its owner's eyes alone, and never half."""
+    """Write a file completely or not at all, readable by its owner only."""
     with writing(path, "name another file or folder"):
         write_whole(path, content if isinstance(content, str) else json.dumps(content), 0o600)

@@ -1,7 +1,7 @@
-"""What is known of a learner who has joined a wall: changed by one event after the other, sent as a whole.
+"""The state of a learner who has joined a wall: events change it, and it is sent as a whole.
 
-Where a learner is, is said in the course's own words: a cell's id leads to its notebook's title, its section and the
-exercise that is checked there. No text of a learner's notebook is read. (Pure Python, but for the course's files.)
+A learner's place is named in the course's words: a cell's id gives the title of the notebook, the section, and the
+exercise that is checked there. No text of a learner's notebook is read. (Pure Python, except for the course's files.)
 """
 
 import json
@@ -11,16 +11,17 @@ from numbers import Real
 
 from dtlib.lab import course
 
-ALIAS = 24  # letters at most
-SAYS = 200  # of a sentence
-SHORT = 60  # of a title, or a guess
+ALIAS = 24  # characters at most
+SAYS = 200  # characters of a sentence
+SHORT = 60  # characters of a title or a guess
 MOST = 200  # entries of each kind
-IDLE_SECONDS = 300  # without a cell; of a pause between two cells no more counts as time for an exercise
+# A learner without a cell for this time is idle. Longer pauses count as this much time for an exercise.
+IDLE_SECONDS = 300
 _CHECK = re.compile(r'^lab\.check\("([\w.-]+)"', re.M)
 
 
 def applied(state: dict, now: float, kind: str, fields: dict, pid: int) -> None:
-    """Change what is known of a learner by one event. ``spent`` is seconds an exercise."""
+    """Change the state of a learner by one event. ``state["spent"]`` are seconds per exercise."""
     _spend(state, now)
     status, place = state.setdefault("status", ["works", "", now]), state.setdefault("place", ["", "", ""])
     spoken_of = status[3] if len(status) > 3 else None
@@ -57,7 +58,7 @@ def applied(state: dict, now: float, kind: str, fields: dict, pid: int) -> None:
         for key, value in fields["guess"].items() if isinstance(fields["guess"], dict) else [("", fields["guess"])]:
             name = f"{fields['name']}: {key}" if key != "" else fields["name"]
             before = guesses.get(name)
-            if value is not None and not (before and before[1]):  # what was compared once is known since
+            if value is not None and not (before and before[1]):  # after a comparison the learner knows the value
                 guesses[name] = [_plain(value), fields["compared"]]
     elif kind == "quiz":
         # The first choice counts, as it does in the quiz.
@@ -68,7 +69,7 @@ def applied(state: dict, now: float, kind: str, fields: dict, pid: int) -> None:
 
 
 def message(state: dict, now: float) -> dict:
-    """All that is sent of a learner: times as seconds until ``now``, as clocks differ."""
+    """Return the message about a learner. Times are seconds before ``now``, because clocks of machines differ."""
     state = {**state, "spent": dict(state.get("spent", {}))}
     idle = 0 if state.get("runs") else now - state["last"]
     _spend(state, now)
@@ -82,6 +83,7 @@ def message(state: dict, now: float) -> dict:
 
 
 def _spend(state: dict, now: float) -> None:
+    """Add the seconds since the last event to the learner's current exercise."""
     passed = now - state["last"]
     seconds = passed if state.get("runs") else min(passed, IDLE_SECONDS)
     if exercise := state.get("place", ["", "", ""])[2]:
@@ -91,7 +93,7 @@ def _spend(state: dict, now: float) -> None:
 
 
 def place_of(cell: str | None) -> list[str] | None:
-    """Notebook, section and exercise of a cell of the course, as the course has them; None for a learner's own."""
+    """Return notebook, section and exercise of a cell of the course; None for a learner's own cell."""
     book, dash, _ = (cell or "").rpartition("-")
     return _places(book).get(cell) if cell and dash and re.fullmatch(r"\w[\w-]*", book) else None
 
@@ -112,6 +114,7 @@ def _places(book: str) -> dict[str, list[str]]:
             else:
                 section = heading[2][:SHORT]
         found[cell.get("id")] = [title, section, last]
+        # All cells since the last heading or check belong to the exercise of the next check.
         here.append(cell.get("id"))
         if cell["cell_type"] == "code" and (asked := _CHECK.search(text)):
             last = asked[1]

@@ -1,16 +1,16 @@
-"""Whom does everybody wait for, and who calls what? One sentence each (pure Python)."""
+"""Error messages about ranks that wait: which rank is missing, and which ranks call what (pure Python)."""
 
 from dtlib.comm.watch.board import Sighting
 from dtlib.errors import RESET
 
-WAITS = ("waits", "timed out")  # the second has just given up, as we are about to
+WAITS = ("waits", "timed out")  # states of a rank that waits; one that timed out has just stopped waiting
 
 
 def whom(me: int, seen: dict[int, Sighting]) -> str:
-    """Whom rank ``me``, which waits, waits for in the end: a sentence.
+    """Return, as text, which rank is missing in the end while rank ``me`` waits.
 
-    It follows the waiting: rank 0 waits for 1, and 1 itself waits for 2, which does not wait: everybody waits for 2.
-    Where the chain closes, ranks wait for one another.
+    It follows the chain of waits: rank 0 waits for rank 1, which waits for rank 2, which does not wait. So all of them
+    wait for rank 2. If the chain is closed, the ranks wait for one another.
     """
     waiting, culprits = _followed(me, seen)
     if culprits:
@@ -21,11 +21,11 @@ def whom(me: int, seen: dict[int, Sighting]) -> str:
 
 
 def over(me: int, seen: dict[int, Sighting], cell: str) -> tuple[list[int], list[int]]:
-    """Of the ranks that rank ``me`` waits for, itself or through others, those that this ``cell`` of the notebook ended
-    on with an error, and those that have finished it. Neither come any more.
+    """Return the ranks that have ended this ``cell`` of the notebook and will not arrive: failed ones, finished ones.
 
-    A rank that any of several may serve waits for none of them as long as one can come. What a rank has left behind on
-    another communicator before it finished is not known: it may have arrived.
+    Only ranks that rank ``me`` waits for are returned, directly or through other ranks. A receive from any rank does
+    not count as long as one possible sender is left. A finished rank counts only if its last operation used the
+    communicator of a rank that waits. On another communicator it may have sent a message that has already arrived.
     """
 
     def is_over(rank):
@@ -37,14 +37,17 @@ def over(me: int, seen: dict[int, Sighting], cell: str) -> tuple[list[int], list
 
     waiting, culprits = _followed(me, seen, needs_them)
     ended = [rank for rank in {*waiting, *culprits} - {me} if is_over(rank)]
+    # A rank that was waiting when its cell ended was stopped there by an error.
     failed = [rank for rank in ended if _waits(seen[rank]) or seen[rank].state.startswith("raised")]
     groups = {seen[rank].group for rank in waiting if rank in seen} | {""}
     return sorted(failed), sorted(rank for rank in set(ended) - set(failed) if seen[rank].group in groups)
 
 
 def _followed(me: int, seen: dict[int, Sighting], needs_them=lambda rank: True) -> tuple[list[int], list[int]]:
-    """The ranks that wait, from ``me`` on, and those at the ends of the chains, which do not; ``needs_them(rank)`` says
-    whether a rank that waits cannot go on without those that have not arrived."""
+    """Follow the chain of waits from ``me``: return the ranks that wait, and the ranks at its ends, which do not.
+
+    ``needs_them(rank)`` is False if a waiting rank does not depend on the ranks that are missing.
+    """
     waiting, culprits, to_look_at = [], [], [me]
     while to_look_at:
         rank = to_look_at.pop(0)
@@ -59,7 +62,7 @@ def _followed(me: int, seen: dict[int, Sighting], needs_them=lambda rank: True) 
 
 
 def missing(rank: int, seen: dict[int, Sighting]) -> list[int]:
-    """The ranks that have not reached the operation in which ``rank`` waits."""
+    """Return the ranks that have not reached the operation in which ``rank`` waits."""
     mine = seen.get(rank)
     if mine is None:
         return []
@@ -69,12 +72,13 @@ def missing(rank: int, seen: dict[int, Sighting]) -> list[int]:
 def _has_come(mine: Sighting, other: Sighting | None, rank: int) -> bool:
     if other is None:
         return False
-    if mine.number:  # a collective: numbers count those of one communicator
+    if mine.number:  # a collective; numbers count the collectives of one communicator
         if other.group != mine.group or other.number < mine.number:
             return False
-        same = other.operation if other.state == "elsewhere" else other.what  # there it has no shape
+        # Outside operations the board shows the last call without its shape.
+        same = other.operation if other.state == "elsewhere" else other.what
         return other.number > mine.number or same in (mine.operation, mine.what)
-    # A message: its other end is a send or a recv that names this rank.
+    # A message: the other rank must be waiting in the matching send or recv, which names this rank.
     return (
         _waits(other)
         and not other.number
@@ -85,7 +89,7 @@ def _has_come(mine: Sighting, other: Sighting | None, rank: int) -> bool:
 
 
 def _any_will_do(sighting: Sighting) -> bool:
-    """A receive from any rank: no collective, and more than one peer."""
+    """Return True for a receive from any rank: no collective, and more than one peer."""
     return not sighting.number and len(sighting.peers) > 1
 
 
@@ -98,6 +102,7 @@ def _place(sighting: Sighting) -> str:
 
 
 def last_seen(sighting: Sighting | None) -> str:
+    """Return a clause about what a rank did last, to follow "rank 2"."""
     if sighting is None:
         return "has called no operation yet"
     if sighting.state == "elsewhere":
@@ -112,7 +117,7 @@ def last_seen(sighting: Sighting | None) -> str:
 
 
 def disagreement(said: dict[int, tuple[str, str]]) -> str:
-    """Who calls what, and where: ``said`` maps ranks to (call, line)."""
+    """Return the error message for ranks that call different operations; ``said`` maps ranks to (call, line)."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(said):
         groups.setdefault(said[rank], []).append(rank)
@@ -124,7 +129,7 @@ def disagreement(said: dict[int, tuple[str, str]]) -> str:
 
 
 def mismatch(source: int, sent: str, there: str, dest: int, expected: str, here: str) -> str:
-    """Both ends of a message that do not mean the same: a shape and a type, and a line, of each."""
+    """Return the error message for a send and a receive with different shapes or dtypes."""
     return (
         f"Rank {source} sends {sent} in `{there}`, and rank {dest} receives {expected} in `{here}`: both need the same "
         f"shape and dtype. {RESET}"

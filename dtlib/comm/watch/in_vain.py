@@ -1,19 +1,24 @@
-"""Waits that cannot end: seen on the board while a rank waits, and said in one sentence."""
+"""Detect waits that can never complete, from the board, and raise one error message."""
 
 from dtlib.comm.call import Call
 from dtlib.comm.watch import blame, board
 from dtlib.errors import RESET, PeerFailed, WaitTimeout
 
-FINISHED_SECONDS = 10.0  # for ranks that have finished their cell: long enough to read whom everybody waits for
-ENDED_SECONDS = 0.5  # for those that have ended their program: longer than their last messages are under way
+# If the missing rank has finished its cell: long enough for the reader to see which rank is missing.
+FINISHED_SECONDS = 10.0
+# If the missing rank has ended its program: longer than its last messages take.
+ENDED_SECONDS = 0.5
 
 
 def look(call: Call, waited: float) -> bool:
-    """True if a rank that this one waits for is at the end of its cell or program: it will not arrive.
+    """Return True if a rank that this rank waits for has ended its cell or program, so that it will not arrive.
 
-    ``waited`` are seconds since this was first seen, negative before: then nothing is raised, as the last messages of
-    that rank may have arrived and not been received yet. Raises ``PeerFailed`` where an error ended the cell, and where
-    the program is over; ``WaitTimeout`` where the cell finished well, and only after ten seconds.
+    ``waited`` are the seconds since this was first noticed. At first it is negative and nothing is raised, because that
+    rank's last messages may have arrived without being received yet.
+
+    Raises:
+        PeerFailed: if an error ended the other rank's cell, or if its program has ended.
+        WaitTimeout: if the other rank has finished its cell without an error, after ten seconds.
     """
     if board.current is None or not board.cell:
         return False
@@ -27,12 +32,12 @@ def look(call: Call, waited: float) -> bool:
 
 
 def sentence(call: Call, limit: float) -> str:
-    """What a rank says that has waited for so many seconds."""
+    """Return the error message of a wait that has reached its ``limit`` in seconds."""
     return f"Waited {limit:g} s in {call}{_place(call)}: {whom()}. {RESET}"
 
 
 def whom() -> str:
-    """Whom this rank waits for in the end."""
+    """Return, as text, which rank is missing in the end."""
     if board.current is None:
         return "another rank has not called it, or raised an error"
     return blame.whom(board.current.rank, board.current.seen())
