@@ -143,6 +143,7 @@ class _Ring(torch.autograd.Function):
     @_exact
     def backward(ctx, d_out):
         (q, k, v, out, lse), (sequence, scale) = ctx.saved_tensors, ctx.rest
+        # delta is the row sum of d_out * out; the backward pass of a softmax subtracts it from every score's gradient.
         d_out = d_out.to(out.dtype)
         d_q, delta, arriving = torch.zeros_like(q, dtype=out.dtype), (d_out * out).sum(-1, keepdim=True), None
         for owner, kv in sequence.round(torch.stack([k, v])):

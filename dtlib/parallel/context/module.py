@@ -48,8 +48,8 @@ class ContextParallel(nn.Module):
 
     Positions for rotary or learned embeddings depend on the order: use ``model.positions(length)``. Gradients cover
     only this rank's tokens. Average them over a communicator of all data and context ranks, with any strategy; other
-    communicators are refused. Counterparts: torch's ``context_parallel`` and Megatron-LM's context parallelism; DeepSpeed says sequence
-    parallelism.
+    communicators are refused. Counterparts: torch's ``context_parallel`` and Megatron-LM's context parallelism;
+    DeepSpeed says sequence parallelism.
 
     While ``model(x)`` runs, a ``TorchFunctionMode`` replaces torch's attention in this thread. Activation checkpointing
     calls parts of the module again in the backward pass, so hooks of the parts replace attention there, too. Therefore
@@ -212,6 +212,7 @@ class ContextParallel(nn.Module):
                 f"had one length in the first {PASSES} passes: use another ContextParallel for the other length."
             )
         if not before or before[0] != shape or self._lengths_vary or self._passes <= PASSES:
+            # In the first passes, also compare the values of queries, to notice ranks that were given whole sequences.
             mine = digest_of([query]) if self._passes <= PASSES and shape[2] > 1 else None
             mine = mine if mine and bool((query != query[:, :, :1]).any()) else None
             ours = tuple(shape), str(query.dtype), settings, mine, set(self._mode.ranges)
@@ -235,6 +236,7 @@ class ContextParallel(nn.Module):
                     f"ContextParallel: the module called torch.arange for {lengths} tokens, as for positions, and each "
                     "rank would begin at 0: pass model.positions(length) to the module."
                 )
+            # split() fixes how many tokens each rank has; other lengths mean that sequences were not divided by it.
             cut = [len(positions_of(rank, self.comm.size, sum(lengths), self.order)) for rank in range(self.comm.size)]
             if lengths != cut:
                 raise DtlibError(

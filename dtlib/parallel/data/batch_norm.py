@@ -48,6 +48,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             made = cls(module.num_features, comm, module.eps, module.momentum, module.affine, tracks)
             made.weight, made.bias = module.weight, module.bias
             made._buffers = module._buffers
+            # Keep the hooks of users.
             vars(made).update({name: hooks for name, hooks in vars(module).items() if name.endswith("_hooks")})
             known[module] = made.train(module.training)
             return made

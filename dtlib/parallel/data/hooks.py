@@ -101,6 +101,7 @@ class CommHook(AllReduce):
                     f"The hook {self.name} gave {average.numel()} numbers for a bucket of {flat.numel()}: give one for "
                     "each."
                 )
+            # Gradients are views of the bucket, so copy the average if the hook returned other memory.
             if average.data_ptr() != flat.data_ptr() or average.dtype != flat.dtype:
                 flat.copy_(average.view(-1))
         # A parameter also counts as used if its average is not zero: error feedback may add gradients of earlier steps.

@@ -22,7 +22,7 @@ def _construct(plainly, self, width, experts, group: AnyCommunicator | None = No
     plainly(self, width, experts, group, top, capacity)
     self.comm = comm
     for parameter in experts.parameters():
-        # Gradient averaging and norms read this note, because each rank has other experts.
+        # Mark experts, which differ between ranks: functions that average gradients or compute norms read this note.
         note(parameter, experts=comm.members)
 
 

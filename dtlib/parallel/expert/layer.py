@@ -169,6 +169,7 @@ class MixtureOfExperts(nn.Module):
 
         Rows are sorted by expert; ``counts[e]`` rows are for expert e.
         """
+        # The receive sizes depend on the other ranks' gates, so exchange counts first.
         theirs = self.comm.all_to_all(torch.empty_like(counts), counts).view(self.comm.size, -1)  # [rank, expert]
         sent, received = counts.view(self.comm.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
         group = self.comm.group

@@ -1,4 +1,4 @@
-"""Steps that each rank takes alone, and seldom a message: plain.py is read in class, full.py adds what runs need."""
+"""Local training: ranks take several steps between two messages; plain.py is read in class, full.py is complete."""
 
 from dtlib.parallel.local import contract  # noqa: F401  # plain.py's, on import
 from dtlib.parallel.local.full import DiLoCo, LocalSGD

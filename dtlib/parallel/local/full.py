@@ -144,7 +144,7 @@ class DiLoCo:
         self._sent = state["sent"] if state["sent"] is None else state["sent"].clone()
         self._go_on()
 
-    # A fragment leaves, and arrives
+    # Sending and receiving a fragment
 
     @property
     def _turn(self) -> list[nn.Parameter]:

@@ -71,7 +71,7 @@ class DiLoCo(LocalSGD):
     def synchronise(self) -> None:
         """Average how far the ranks have moved, and give that to the outer optimizer as a gradient."""
         moved = [start - now for start, now in zip(self.starts, self.trained, strict=True)]
-        means = self.means(moved)  # the outer gradient
+        means = self.means(moved)  # the outer gradient, equal on all ranks
         for parameter, start, mean in zip(self.trained, self.starts, means, strict=True):
             # Reset to the round's start, which is the same on all ranks.
             parameter.copy_(start)

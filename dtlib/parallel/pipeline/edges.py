@@ -107,6 +107,7 @@ class Activations:
             return False
         handle.wait()
         self._kinds, alike = read_header(header)
+        # One header is valid for this micro-batch and the next ``alike``.
         self._announced += 1 + alike
         self._header = None
         return True
@@ -138,6 +139,7 @@ class NextStage:
         if self._alike:
             self._alike -= 1
             if kinds != self._kinds:
+                # The next stage has already posted receives for the announced shapes.
                 before, now = ([shape for *_, shape in each] for each in (self._kinds or (), kinds))
                 raise DtlibError(
                     f"Micro-batches whose inputs are alike gave activations of shapes {before} and then {now}: pad "

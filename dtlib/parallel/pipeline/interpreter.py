@@ -77,10 +77,10 @@ class _Schedule:
     def step(self, *args, target=None, losses: list | None = None, return_outputs: bool = True, **kwargs):
         """Run forward and backward of a whole batch; gradients are those of the mean over its samples.
 
-        The first stage passes the inputs and the last stage the target. Both are tensors with samples in the first
-        dimension, or tuples, lists and dictionaries of such tensors, which are divided into micro-batches. Other values
-        in them are passed to every micro-batch. On the last stage, ``losses`` is filled with the mean loss of each
-        micro-batch.
+        The first stage passes the inputs and the last stage the target. Inputs and target are tensors with samples in
+        the first dimension, or tuples, lists and dictionaries of such tensors. The tensors are divided into
+        micro-batches. Other values are passed to every micro-batch. On the last stage, ``losses`` is filled with the
+        mean loss of each micro-batch.
 
         Returns the output for the whole batch on the last stage, None on other stages. If ``loss_fn`` weights samples
         differently (``ignore_index``, class weights), the mean is a mean of micro-batch means. An output that the next
@@ -249,6 +249,7 @@ def _planned(actions: list) -> list[tuple]:
     places = {action: place for place, action in enumerate(actions)}
     asked_for: list[list] = [[] for _ in actions]
     for place, action in enumerate(actions):
+        # Shapes of gradients are known after the forward pass of the same micro-batch.
         known = places[action._replace(kind="F")] + 1 if action.kind in "BI" else 0
         asked_for[max(place - AHEAD, known, 0)].append(action)
     return list(zip(actions, asked_for, strict=True))

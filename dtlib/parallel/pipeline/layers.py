@@ -176,6 +176,7 @@ class PipelineModule(nn.Module):
             return spec
         key = getattr(spec, "key", None)
         first = next(j for j, s in enumerate(specs) if j == i or (key is not None and getattr(s, "key", None) == key))
+        # Seed by layer index, and keep the caller's random state.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.base_seed + i)
             module = spec.build()

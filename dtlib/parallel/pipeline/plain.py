@@ -23,7 +23,7 @@ DTYPES, HEADER = (torch.float32, torch.float64), 8  # a header has the dtype, di
 
 
 def order(schedule: str, rank: int, ranks: int, microbatches: int) -> list[tuple[str, int]]:
-    """Return a rank's actions: some forward passes first, then forward and backward in turn, then the others."""
+    """Return a rank's actions: first some forward passes, then F and B in turn, then the remaining backward passes."""
     ahead = {"gpipe": microbatches, "1f1b": min(ranks - 1 - rank, microbatches)}[schedule]
     forward, backward = [("F", m) for m in range(microbatches)], [("B", m) for m in range(microbatches)]
     in_turn = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]

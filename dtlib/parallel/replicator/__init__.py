@@ -161,6 +161,7 @@ class Replicator:
                     packed.append(spec)
                     return outputs
 
+                # Capture runs step_fn once for each replica, with ``replica_id`` set to that replica.
                 graphs.append(capture(one_step, tensors))
                 flat += tensors
         finally:

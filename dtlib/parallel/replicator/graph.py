@@ -53,6 +53,7 @@ def capture(step: Callable, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
                     f"An in-graph replicator cannot capture {error.func}, whose result depends on values: {VALUES}."
                 ) from None
 
+    # Fake tensors have shapes and dtypes but no values, so nothing is computed during capture.
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(tensor) for tensor in tensors]
         return make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
@@ -131,6 +132,7 @@ class StepGraph:
         self.exchanges = [node for node in module.graph.nodes if "exchange" in node.meta]
 
     def __call__(self, *tensors: torch.Tensor) -> list[list]:
+        """Run the step on all replicas' inputs; return a list of outputs for each replica."""
         with torch.no_grad():  # gradients are operations of the graph
             return self.module(*tensors)
 
@@ -164,6 +166,7 @@ def rewire(graphs: list[fx.GraphModule], apply: list[Callable]) -> StepGraph:
     whole, root = fx.Graph(), nn.Module()
     replicas = [_Replica(number, graph, whole, root) for number, graph in enumerate(graphs)]
     count = 0
+    # Copy every replica up to its next mark, then insert one exchange that takes the tensors of all replicas.
     while marks := [replica.advance() for replica in replicas]:
         texts = [_described(mark) for mark in marks]
         for replica, text in enumerate(texts):

@@ -21,7 +21,7 @@ def _construct(plainly, self, in_features, out_features, group: AnyCommunicator 
     check_features(comm, features[by_columns], features[not by_columns])
     plainly(self, in_features, out_features, group)
     for parameter in [self.weight, self.bias] if by_columns else [self.weight]:
-        # clip_grad_norm_ reads this note: the norm of a shard's gradient needs the other ranks.
+        # Mark shards: the norm of their gradients needs the other ranks, so functions for whole gradients refuse them.
         note(parameter, tensor=comm.members)
     self.comm = comm
 

@@ -78,6 +78,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
+        # d loss / d logit is softmax - 1 at the target and softmax elsewhere; both are local to this rank's words.
         softmax, index, is_here = ctx.saved_tensors
         by_logit = softmax.scatter_add(-1, index, -is_here.to(softmax.dtype).unsqueeze(-1))
         return (by_logit * gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None

@@ -50,6 +50,7 @@ class ParallelLayer(nn.Module):
             )
         self.slice = functions.slice_of(count, self.comm.rank, self.comm.size)
         for name, parameter in parameters.items():
+            # Broadcast the whole layer, so that a sharded layer has the same values as one on a single rank.
             values = self.comm.broadcast(parameter.detach().clone(memory_format=torch.contiguous_format))
             if name in self.partition_dim:
                 shard = values.narrow(self.partition_dim[name], self.slice.start, self.slice.stop - self.slice.start)

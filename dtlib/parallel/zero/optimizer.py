@@ -101,6 +101,7 @@ class ZeroOptimizer(optim.Optimizer):
         self._reduced = False  # True if gradients are averaged and step() can skip that
         self._whole_state: dict | None = None
         self.masters = MasterWeights([])
+        # The base class needs default settings, so take those of an optimizer with a dummy parameter.
         super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
         local = [self._share_out(number) for number in range(len(self.param_groups))]
         self.optim = optimizer_class(local, **defaults)
@@ -125,8 +126,8 @@ class ZeroOptimizer(optim.Optimizer):
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 self.comm.broadcast(parameter)
-        # Gradients become ready roughly in the reverse order of the forward pass. Stage 1 sends all of them at the end,
-        # so it needs only one bucket.
+        # Gradients become ready roughly in the reverse order of the forward pass. Stage 1 sends them all at the end, so
+        # it does not need small buckets.
         order = trained[::-1]
         cap = bucket_bytes(order, self._cap_mb) if self.stage == 2 else 2**63
         # A large gradient gets its own bucket, so that it is sent without a copy.

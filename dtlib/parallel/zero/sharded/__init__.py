@@ -72,6 +72,7 @@ def fully_shard(module: nn.Module, comm: AnyCommunicator | None = None, reshard_
     policy = None if mp_policy is None else Policy.of(mp_policy)
     comm = as_communicator(init().comm if comm is None else comm)
     module.__dict__["_unit"] = Unit(module, comm, reshard_after_forward, prefetch, progress, device, policy)
+    # A subclass of the module's own class, so that isinstance checks of users still work.
     module.__class__ = type(f"Sharded{type(module).__name__}", (FullySharded, type(module)), {})
     return module
 

@@ -324,6 +324,7 @@ class Plan:
         for other in self.units:
             if other._gathering:  # prefetched but not used
                 other.free()
+        # Buckets must be launched in the same order on all ranks, so build a new reducer if the order of units changed.
         if not raised and self._running != self._order:
             self._order = self._running
             # Gradients become ready roughly in the reverse order of the forward pass.
