@@ -166,7 +166,7 @@ class DataParallel(nn.Module):
         try:
             yield
             last = self._join or []
-            # This rank has no batch left. Take part in the steps of the other ranks until none of them has a batch.
+            # This rank has no batch left. Take part in the steps of the other ranks until no rank has a batch.
             while any(still := self._announce(False)):
                 self._join = last = still
                 self.batch_size = 0 if BY_SAMPLES in still else None

@@ -122,8 +122,7 @@ class MixtureOfExperts(nn.Module):
         if self.top > 1:
             weights = weights / weights.sum(-1, keepdim=True)
         self._take_losses(logits, probabilities, chosen)
-        # Sort choices by expert. Within an expert, all first choices precede second choices, each in the order of
-        # tokens.
+        # Sort choices by expert; for each expert, first choices before second choices, each in the order of tokens.
         expert, token, weight = chosen.T.flatten(), index.repeat(self.top), weights.T.flatten()
         order = expert.argsort(stable=True)
         expert, token, weight = expert[order], token[order], weight[order]

@@ -65,8 +65,7 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = probabilities.topk(self.top)
         weights = weights / weights.sum(-1, keepdim=True) if self.top > 1 else weights
         self.balance = self.balance_of(probabilities, chosen)
-        # Sort choices by expert. Within an expert, all first choices precede second choices, each in the order of
-        # tokens.
+        # Sort choices by expert; for each expert, first choices before second choices, each in the order of tokens.
         expert, weight = chosen.T.flatten(), weights.T.flatten()
         order = expert.argsort(stable=True)
         expert, token, weight = expert[order], order % len(x), weight[order]
@@ -97,8 +96,7 @@ class MixtureOfExperts(nn.Module):
     def balance_of(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
         """Return E * sum over experts of (share of all ranks' choices) * (mean probability); 1 if all shares are equal.
 
-        The share has no gradient. It is a share of all ranks' choices, so the mean of this over ranks is that of all
-        tokens.
+        The share has no gradient. It covers all ranks' choices, so the mean of this over ranks is that of all tokens.
         """
         share = chosen.flatten().bincount(minlength=self.count).to(probabilities.dtype) / chosen.numel()
         dist.all_reduce(share, group=self.group)

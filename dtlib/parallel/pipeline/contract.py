@@ -27,7 +27,7 @@ def about_stage(stage: nn.Module, loss_fn: Callable) -> tuple:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
     ]
     # A tied layer on two stages cannot be found by identity, because the stages are in different processes. Its values
-    # are equal, though, and eight of them are enough to compare. Its names differ: stages that were built from the same
+    # are equal, though, and eight values are enough to compare. Its names differ: stages that were built from the same
     # seed have equal values under equal names.
     values = {name: tuple(p.detach().flatten()[:8].tolist()) for name, p in stage.named_parameters() if p.dim() > 1}
     options = getattr(loss_fn, "keywords", {})  # for a functools.partial

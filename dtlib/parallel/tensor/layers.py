@@ -90,7 +90,7 @@ class ColumnParallelLinear(ParallelLayer):
         gather_output: return the whole output on all ranks, of shape ``(..., out_features)``. If False, each rank
             returns its slice of the last dimension, as input for ``RowParallelLinear(..., input_is_parallel=True)``.
 
-    The input, of shape ``(..., in_features)``, is equal on all ranks. Initial values are those of an ``nn.Linear`` on
+    The input, of shape ``(..., in_features)``, is equal on all ranks. Initially, the layer equals an ``nn.Linear`` on
     rank 0. Every rank draws all numbers and keeps its shard, so that random generators stay synchronised. Counterpart:
     Megatron-LM's ``ColumnParallelLinear``.
 

@@ -1,6 +1,6 @@
 """ZeRO, to be read from top to bottom: three stages, each a few lines longer than the previous one.
 
-Data parallelism keeps N copies of parameters, gradients and optimizer states. Here each rank owns 1/N of them, its
+Data parallelism keeps N copies of parameters, gradients and optimizer states. Here each rank owns 1/N of each, its
 shards, and gathers the rest only while a unit computes:
 
     stage   forward pass          backward pass                        step
