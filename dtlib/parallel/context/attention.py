@@ -170,8 +170,8 @@ class _Ring(torch.autograd.Function):
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: float | None = None) -> Tensor:
     """Compute softmax(scale Q K^T) V over the tokens of all ranks, for this rank's queries; the shape is q's.
 
-    ``q`` is (batch, heads, tokens, width). The heads of ``q`` are a multiple of those of ``k`` and ``v``. Only v may
-    have a different width. ``scale`` defaults to 1 / sqrt(width).
+    ``q`` is (batch, heads, tokens, width). The heads of ``q`` are a multiple of the heads of ``k`` and ``v``. All three
+    have the same width. ``scale`` defaults to 1 / sqrt(width).
     """
     if torch.is_autocast_enabled(q.device.type):  # as torch's attention does
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
