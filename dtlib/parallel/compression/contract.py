@@ -1,6 +1,6 @@
-"""What states of plain.py refuse, which needs torch alone: on import, they learn it.
+"""Checks for plain.py, which imports only torch. Importing this module adds the checks to the states of plain.py.
 
-Their group may also be a communicator of dtlib.
+With these checks, ``group`` may also be a dtlib communicator.
 """
 
 from dtlib.comm import AnyCommunicator

@@ -1,6 +1,6 @@
-"""The contracts of plain.py and plain_ulysses.py, which need torch alone: on import, they learn to refuse.
+"""Checks for plain.py and plain_ulysses.py, which import only torch. Importing this module adds the checks.
 
-Their group may also be a communicator of dtlib, and ``dtlib.trace()`` records their blocks.
+With these checks, ``group`` may also be a dtlib communicator, and ``dtlib.trace()`` records the blocks.
 """
 
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def _blocks(plainly, group: AnyCommunicator, *rest):
     def recorded(what: str) -> Iterator[None]:
         with recorder.phase(what, comm.world_rank):
             yield
-        advance_all()  # messages move on when somebody looks after them
+        advance_all()  # poll, so that pending messages progress
 
     plain.record_function = recorded  # type: ignore[misc, assignment]
     return plainly(group, *rest)

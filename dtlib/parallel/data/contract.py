@@ -1,6 +1,6 @@
-"""The contracts of plain.py, which needs torch alone: on import, its classes learn to refuse what lies outside.
+"""Checks for plain.py, which imports only torch. Importing this module adds the checks to the classes of plain.py.
 
-Their group may also be a communicator of dtlib.
+With these checks, ``group`` may also be a dtlib communicator.
 """
 
 from dtlib.comm import AnyCommunicator
@@ -12,6 +12,7 @@ from dtlib.parallel.data.plain import DataParallelBuckets, DataParallelHooks, Da
 def _construct(plainly, self, module, group: AnyCommunicator | None = None):
     group, comm = group_and_communicator(group)
     contract = Contract(type(self).__name__, module, comm)
+    # One bucket is one flat tensor, so its parameters need one dtype and one device.
     kinds = {(parameter.dtype, parameter.device) for parameter in module.parameters() if parameter.requires_grad}
     if isinstance(self, DataParallelBuckets) and len(kinds) > 1:
         raise DtlibError("DataParallelBuckets: parameters are of several dtypes or devices: take DataParallel.")
@@ -20,6 +21,7 @@ def _construct(plainly, self, module, group: AnyCommunicator | None = None):
 
 
 def _all_at_once(self):
+    """Check every gradient at the end of the backward pass, because ``DataParallelNaive`` has no hooks."""
     for parameter in self.trained:
         if parameter.grad is not None:
             self.contract.gradient_is_ready(parameter)

@@ -1,6 +1,6 @@
-"""The contract of plain.py, which needs torch alone: on import, its class learns to refuse what lies outside.
+"""Checks for plain.py, which imports only torch. Importing this module adds the checks to its class.
 
-Its group may also be a communicator of dtlib.
+With these checks, ``group`` may also be a dtlib communicator.
 """
 
 from torch import nn
@@ -22,7 +22,8 @@ def _construct(plainly, self, width, experts, group: AnyCommunicator | None = No
     plainly(self, width, experts, group, top, capacity)
     self.comm = comm
     for parameter in experts.parameters():
-        note(parameter, experts=comm.members)  # averages and norms of its gradients ask
+        # Mark experts, which differ between ranks: functions that average gradients or compute norms read this note.
+        note(parameter, experts=comm.members)
 
 
 def _check_tokens(self, x) -> None:

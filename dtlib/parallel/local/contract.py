@@ -1,6 +1,6 @@
-"""The contract of plain.py, which needs torch alone: on import, its classes learn to refuse what lies outside.
+"""Checks for plain.py, which imports only torch. Importing this module adds the checks to the classes of plain.py.
 
-Their group may also be a communicator of dtlib.
+With these checks, ``group`` may also be a dtlib communicator.
 """
 
 from torch.optim import Optimizer
@@ -30,7 +30,7 @@ def _construct_outer(plainly, self, group, model, inner_optimizer, outer_optimiz
 
 
 def check_optimizer(local: LocalSGD, model: object, optimizer: Optimizer) -> None:
-    """Refuse an optimizer of other parameters than the model trains."""
+    """Refuse an optimizer whose parameters are not exactly the trained parameters of the model."""
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     trained = {parameter for parameter in model.parameters() if parameter.requires_grad}  # type: ignore[attr-defined]
     if known != trained:

@@ -1,12 +1,12 @@
-"""Pipeline parallelism: stages of a model on different ranks, which work on micro-batches in turn.
+"""Pipeline parallelism: stages of a model on different ranks, which work on different micro-batches at the same time.
 
     rank 0   F0 F1 F2 F3 .  .  .  B0 B1 B2 B3
     rank 1      F0 F1 F2 F3 .  B0 B1 B2 B3            time -->
 
-An order of actions is data (dtlib/schedule): here it runs.
+Schedules are lists of actions, defined in dtlib/schedule. This package executes them.
 """
 
-from dtlib.parallel.pipeline import contract  # noqa: F401  # plain.py's, on import
+from dtlib.parallel.pipeline import contract  # noqa: F401  # installs the checks of plain.py on import
 from dtlib.parallel.pipeline.interpreter import (
     Schedule1F1B,
     ScheduleGPipe,

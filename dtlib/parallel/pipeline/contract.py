@@ -1,6 +1,7 @@
-"""The contract of plain.py, which needs torch alone: on import, its ``step`` learns to refuse what lies outside.
+"""Checks for plain.py, which imports only torch. Importing this module adds the checks to its function ``step``.
 
-Its group may also be a communicator of dtlib, and ``dtlib.trace()`` records its forward and backward passes.
+With these checks, ``group`` may also be a dtlib communicator, and ``dtlib.trace()`` records forward and backward
+passes.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,22 +19,26 @@ from dtlib.schedule import Action
 
 
 def about_stage(stage: nn.Module, loss_fn: Callable) -> tuple:
-    """What ``check_stages`` has to know of a rank's stage of a pipeline."""
+    """Return the facts about this rank's stage that ``check_stages`` needs."""
     trained = any(parameter.requires_grad for parameter in stage.parameters())
     norms = [
         name
         for name, module in stage.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
     ]
-    # Stages live in different processes: a tied layer shows by its values, of which eight are enough, and by another
-    # name, as stages that were built from one seed have such values under one name.
+    # A tied layer on two stages cannot be found by identity, because the stages are in different processes. Its values
+    # are equal, though, and eight values are enough to compare. Its names differ: stages that were built from the same
+    # seed have equal values under equal names.
     values = {name: tuple(p.detach().flatten()[:8].tolist()) for name, p in stage.named_parameters() if p.dim() > 1}
-    options = getattr(loss_fn, "keywords", {})  # of functools.partial
+    options = getattr(loss_fn, "keywords", {})  # for a functools.partial
     return trained, norms, values, getattr(loss_fn, "reduction", options.get("reduction", "mean"))
 
 
 def check_stages(stages: list[tuple], microbatches: int) -> None:
-    """Refuse stages, told by ``about_stage`` of each rank, that would have other gradients than the whole model."""
+    """Refuse stages whose gradients would differ from those of the whole model.
+
+    ``stages`` holds the result of ``about_stage`` of each rank.
+    """
     trained, norms, values, reductions = zip(*stages, strict=True)
     if idle := [rank for rank, any_trained in enumerate(trained) if not any_trained]:
         raise DtlibError(f"Stages {idle} train no parameter: give each one, or see PipelineStage.")
@@ -57,7 +62,7 @@ def check_stages(stages: list[tuple], microbatches: int) -> None:
 
 
 def check(comm: Communicator, batches: list, about: tuple, microbatches: int, schedule: str) -> None:
-    """Refuse, on every rank, what lies outside of the contract."""
+    """Refuse, on every rank, arguments that plain.py does not support."""
     samples = [None if batch is None else len(batch) for batch in batches]
     notes = comm.all_gather_object((samples, microbatches, schedule, about))
     count, wanted = notes[0][0][0], notes[-1][0][1]

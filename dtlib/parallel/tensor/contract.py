@@ -1,6 +1,6 @@
-"""The contracts of plain.py, which needs torch alone: on import, its layers learn to refuse what lies outside.
+"""Checks for plain.py, which imports only torch. Importing this module adds the checks to the layers of plain.py.
 
-Their group may also be a communicator of dtlib.
+With these checks, ``group`` may also be a dtlib communicator.
 """
 
 import zlib
@@ -21,12 +21,13 @@ def _construct(plainly, self, in_features, out_features, group: AnyCommunicator 
     check_features(comm, features[by_columns], features[not by_columns])
     plainly(self, in_features, out_features, group)
     for parameter in [self.weight, self.bias] if by_columns else [self.weight]:
-        note(parameter, tensor=comm.members)  # norms of its gradients need the other ranks
+        # Mark shards: the norm of their gradients needs the other ranks, so functions for whole gradients refuse them.
+        note(parameter, tensor=comm.members)
     self.comm = comm
 
 
 def check_features(comm: Communicator, cut: int, whole: int) -> None:
-    """Refuse, on every rank, a layer whose features cannot be cut into equal slices."""
+    """Refuse, on every rank, a layer whose features cannot be divided into equal slices."""
     if len(sizes := set(comm.all_gather_object((cut, whole)))) > 1:
         raise DtlibError(f"Ranks make layers of sizes {sizes}: make the same on all ranks.")
     if cut % comm.size:
@@ -34,7 +35,7 @@ def check_features(comm: Communicator, cut: int, whole: int) -> None:
 
 
 def check_same_input(comm: Communicator, x: Tensor) -> None:
-    """Refuse, on every rank, batches that differ: their sums over ranks would mean nothing."""
+    """Refuse, on every rank, batches that differ between ranks, because sums over ranks would then mean nothing."""
     mine = torch.tensor([x.numel(), zlib.crc32(x.detach().cpu().contiguous().view(torch.uint8).numpy().data)])
     if (comm.all_gather(mine.new_empty(comm.size, 2), mine) != mine).any():
         raise DtlibError("Ranks have different inputs: give all ranks of this communicator the same batch.")

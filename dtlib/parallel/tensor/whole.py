@@ -1,4 +1,4 @@
-"""A model in shards seen as one: its values, and the norm of its gradient."""
+"""The whole state dict and the whole gradient norm of a sharded model."""
 
 import torch
 from torch import nn
@@ -10,9 +10,9 @@ from dtlib.parallel.tensor.layers import ParallelLayer
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """``model.state_dict()`` as if nothing had been cut, on every rank; all ranks call it.
+    """Return ``model.state_dict()`` with whole parameters, on every rank; all ranks call it.
 
-    An unsplit model with layers of the same names loads it.
+    A model without tensor parallelism can load it if its layers have the same names.
     """
     values = {name: value.detach().clone() for name, value in model.state_dict().items()}
     for path, module in model.named_modules():
@@ -26,12 +26,15 @@ def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, comm: AnyCommunicator) -> float:
-    """Between ``backward()`` and ``step()``: scale all gradients down together so that the 2-norm of the whole model's
-    gradient is at most ``max_norm``; returns the norm before. All ranks of ``comm``, the tensor axis, call it.
+    """Scale all gradients so that the 2-norm of the whole model's gradient is at most ``max_norm``.
 
-    ``nn.utils.clip_grad_norm_`` would see one rank's shards alone, and each rank would scale by another factor. Here
-    squares of shards are added over ranks; those of parameters that every rank has whole are counted once. Gradients
-    have been averaged over a data axis before, as by ``DataParallel``; those inside a ``ZeroOptimizer`` are not seen.
+    Call it between ``backward()`` and ``step()`` on all ranks of ``comm``, the tensor axis. Returns the norm before
+    scaling.
+
+    ``nn.utils.clip_grad_norm_`` would see only one rank's shards, so each rank would use another factor. Here the
+    squares of shards are summed over ranks, and parameters that every rank has are counted once. Gradients must already
+    be averaged over the data axis, for example by ``DataParallel``. Gradients inside a ``ZeroOptimizer`` are not
+    included.
     """
     cut = {
         getattr(module, name)

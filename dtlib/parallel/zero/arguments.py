@@ -1,4 +1,4 @@
-"""What ZeroOptimizer may be given: which optimizers may have shards of parameters, and which numbers make sense."""
+"""Checks of the arguments of ZeroOptimizer and fully_shard."""
 
 from inspect import unwrap
 
@@ -7,7 +7,7 @@ from torch import optim
 
 from dtlib.errors import DtlibError
 
-# Optimizers whose update of an element depends on nothing but that element: a shard of a parameter is like a whole one.
+# Optimizers that update each element independently of all others, so that they work on any shard of a parameter.
 ELEMENTWISE = (
     optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam,
     optim.RMSprop, optim.Rprop, optim.SGD,
@@ -15,14 +15,15 @@ ELEMENTWISE = (
 
 
 def is_elementwise(optimizer_class: object) -> bool:
-    """A subclass is so if it has the step of what it is derived from. (torch wraps ``step`` when one is made.)"""
+    """Return whether this is one of ``ELEMENTWISE``, or a subclass that inherits its ``step``."""
+    # torch wraps ``step`` when an optimizer is constructed, so compare the unwrapped functions.
     return isinstance(optimizer_class, type) and any(
         issubclass(optimizer_class, kind) and unwrap(optimizer_class.step) is unwrap(kind.step) for kind in ELEMENTWISE
     )
 
 
 def check_elementwise(optimizer_class: object, who: str) -> None:
-    """Refuse an optimizer that would see that it has shards of parameters."""
+    """Refuse an optimizer whose update of a shard would differ from its update of the whole parameter."""
     if not is_elementwise(optimizer_class):
         name, known = getattr(optimizer_class, "__name__", optimizer_class), (kind.__name__ for kind in ELEMENTWISE)
         raise DtlibError(
@@ -32,13 +33,13 @@ def check_elementwise(optimizer_class: object, who: str) -> None:
 
 
 def check_output(output: object, who: str) -> None:
-    """Refuse a module that gives something else than one tensor."""
+    """Refuse a module output that is not a single tensor."""
     if not isinstance(output, torch.Tensor):
         raise DtlibError(f"{who}: a module gave {type(output).__name__}, and has to give one tensor: join them.")
 
 
 def check_arguments(optimizer_class: object, stage: int, bucket_cap_mb: float | None, progress: str | None) -> None:
-    """Refuse what ``ZeroOptimizer`` cannot do."""
+    """Refuse arguments that ``ZeroOptimizer`` does not support."""
     check_elementwise(optimizer_class, "ZeroOptimizer")
     if stage not in (1, 2):
         raise DtlibError(

@@ -1,6 +1,6 @@
-"""The contract of plain.py, which needs torch alone: on import, its classes learn to refuse what lies outside.
+"""Checks for plain.py, which imports only torch. Importing this module adds the checks to the classes of plain.py.
 
-Their group may also be a communicator of dtlib.
+With these checks, ``group`` may also be a dtlib communicator.
 """
 
 from dtlib.comm import AnyCommunicator

@@ -1,4 +1,4 @@
-"""Where parameters are: which modules have them, under which names, and those that have no memory yet."""
+"""Find the modules and names of each parameter, and allocate parameters that are on the meta device."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from dtlib.errors import DtlibError
 
 
 def own_modules(module: nn.Module, prefix: str = "") -> dict[nn.Module, str]:
-    """The modules inside of one that are in no unit of their own, with the beginnings of their parameters' names."""
+    """Map the modules of this unit, without those of inner units, to the prefix of their parameters' names."""
     found = {module: prefix}
     for name, child in module.named_children():
         if "_unit" not in vars(child):
@@ -16,7 +16,7 @@ def own_modules(module: nn.Module, prefix: str = "") -> dict[nn.Module, str]:
 
 
 def places_of(module: nn.Module) -> dict[nn.Parameter, list]:
-    """For each parameter that is in no unit yet: the modules that have it, under which attribute and full name."""
+    """Map each parameter that is in no unit yet to (module, attribute, full name); several if the parameter is tied."""
     places: dict[nn.Parameter, list] = {}
     for owner, prefix in own_modules(module).items():
         for attribute, parameter in owner._parameters.items():
@@ -26,7 +26,7 @@ def places_of(module: nn.Module) -> dict[nn.Parameter, list]:
 
 
 def bring_to_life(module: nn.Module, device: torch.device | str) -> None:
-    """Give parameters and buffers on the meta device memory and first values, as far as this unit goes."""
+    """Allocate and initialise this unit's parameters and buffers that are on the meta device."""
     alive: dict[torch.Tensor, torch.Tensor] = {}
     without = set()
     for owner in own_modules(module):
@@ -34,13 +34,14 @@ def bring_to_life(module: nn.Module, device: torch.device | str) -> None:
         for tensors in both:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
+                    # A tied tensor has several names, but is allocated once.
                     if tensor not in alive:
                         memory = torch.empty_like(tensor, device=device)
                         is_parameter = isinstance(tensor, nn.Parameter)
                         alive[tensor] = nn.Parameter(memory, tensor.requires_grad) if is_parameter else memory
                     tensors[name] = alive[tensor]
                     without.add(owner)
-    for owner in reversed(own_modules(module)):  # the innermost first, as when they are constructed
+    for owner in reversed(own_modules(module)):  # innermost first, as in construction
         if owner in without:
             reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
             if reset is None:
