@@ -1,9 +1,9 @@
-"""``%%px``: run a cell on all ranks, and show what each of them said, in rank order.
+"""``%%px``: run a cell on all ranks, and show their output in rank order.
 
-The cell runs through ipyparallel's own magic. What is ours is how it looks: while it runs, a live view (live.py); at
-its end every output line names its rank, what several ranks say alike is shown once, as are equal errors, a cell
-without output says where it ran (outputs.py), and a NameError names its cure. Where an error has left ranks out of
-step, what they communicate with is refused on all.
+ipyparallel's own magic runs the cell. This module changes the display. During the run there is a live view (live.py).
+At the end, each line of output names its rank, and equal outputs or errors of several ranks are shown once. A cell
+without output says where it ran (outputs.py), and a NameError names its remedy. If an error left the ranks out of step,
+their communicators are refused on all ranks.
 """
 
 import functools
@@ -25,17 +25,17 @@ from dtlib.lab.engines.extension import load_ipython_extension
 from dtlib.lab.engines.live import LiveView, ranks_in_words
 from dtlib.lab.engines.outputs import as_list
 
-INTERRUPT_SECONDS = 20  # on a busy machine a rank takes its time
-KEEPER_SECONDS = 2  # until the keeper has noticed that ranks have ended
-ANSWER_SECONDS = 2  # for what takes ranks that are idle no time
-# Errors of ranks that another one's error has reached.
+INTERRUPT_SECONDS = 20  # seconds for a rank to react to an interrupt on a busy machine
+KEEPER_SECONDS = 2  # seconds until the keeper has noticed that ranks ended
+ANSWER_SECONDS = 2  # seconds for requests that idle ranks answer at once
+# Errors that follow from an error on another rank.
 AFTERMATH = ("PeerFailed", "WaitTimeout", "GroupPeerFailed", "GroupTimeout")
 
 _serial = itertools.count()
 
 
 def install(engines: Ranks) -> None:
-    """Register ``%px`` and ``%%px`` for these engines, where there is an IPython to register them in."""
+    """Register ``%px`` and ``%%px`` for these engines, if IPython runs."""
     from IPython import get_ipython
 
     shell = get_ipython()
@@ -47,14 +47,14 @@ def install(engines: Ranks) -> None:
 
 
 class RanksFailed(DtlibError):
-    """A cell raised an error on at least one rank: ``errors`` maps ranks to ipyparallel's RemoteError."""
+    """An error of a cell on at least one rank: ``errors`` maps ranks to ipyparallel's RemoteError."""
 
     def __init__(self, errors: dict, cures: list[str], waited: str = ""):
-        self.errors, self.cures, self.waited = errors, cures, waited  # waited: whom everybody waited for
+        self.errors, self.cures, self.waited = errors, cures, waited  # waited: the last wait
         super().__init__("; ".join(f"{who}: {error.ename}: {error.evalue}" for who, error in self._groups()))
 
     def _groups(self):
-        """Ranks that raised the same error, with one example of it."""
+        """Yield the ranks with equal errors, and one such error; errors that follow from others are last."""
         groups: dict = {}
         for rank, error in self.errors.items():
             groups.setdefault((error.ename, error.evalue), []).append(rank)
@@ -74,20 +74,21 @@ class RanksFailed(DtlibError):
 
 
 class RankMagics(ParallelMagics):
-    """``%px`` and ``%%px`` with outputs in rank order."""
+    """``%px`` and ``%%px`` with output in rank order."""
 
     def __init__(self, shell: InteractiveShell, engines: Ranks):
         super().__init__(shell, engines.view)
         self.engines = engines
-        self._alone = False  # whether the notebook's cell shows nothing else
+        self._alone = False  # whether the notebook's cell has no other output
 
-    @functools.wraps(ParallelMagics.cell_px)  # its parser of arguments too
+    @functools.wraps(ParallelMagics.cell_px)  # also copies its parser of arguments
     def cell_px(self, line: str = "", cell: str = "") -> object:
         words = line.split()
         self._refuse_await(cell)
-        if "--local" in words:  # here first, so that the outputs of ranks come in the usual form
+        # Run the cell here first, so that the ranks' output has the usual form.
+        if "--local" in words:
             words.remove("--local")
-            if not self.shell.run_cell(cell).success:  # which has shown the error
+            if not self.shell.run_cell(cell).success:  # run_cell has shown the error
                 raise DtlibError("The cell failed here in the notebook, so it was not run on the ranks.")
         self._alone = "--local" not in line.split()
         try:
@@ -104,16 +105,17 @@ class RankMagics(ParallelMagics):
         self.engines.check_held()
         self._refuse_await(cell)
         if cell.strip() == "dtlib.reset()":
-            cell = "dtlib.reset();"  # nobody wants to see the world of each rank
+            cell = "dtlib.reset();"  # the semicolon hides each rank's World
         block = self.view.block if block is None else block
         if not block:
             return super().parallel_execute(cell, block=False, save_name=save_name)
+        # A reset from the panel's thread waits for this lock.
         with self.engines.turn:
             return self._execute(cell, save_name)
 
     def _execute(self, cell, save_name):
-        """Run a cell on the ranks, and show what they said."""
-        # Ranks count the cell as the notebook does, and know which one it is (on_ranks.py).
+        """Run a cell on the ranks, and show their output."""
+        # The label has the notebook's cell number, so that ranks use the same number (on_ranks.py).
         label = f"{self.shell.displayhook.prompt_count}.{next(_serial)}"
         result = self.last_result = self.view.execute(cell, silent=False, block=False, label=label)
         if save_name:
@@ -127,11 +129,11 @@ class RankMagics(ParallelMagics):
             if not result.done():
                 raise DtlibError(STUCK) from None
         result.wait_for_output(1)
-        targets = list(result._targets)  # ``engine_id`` would know those that have answered
+        targets = list(result._targets)  # ``engine_id`` would list only ranks that have answered
         said_something = outputs.show(result, targets)
         view.keep(_reports(result))
         outcomes = self._outcomes(result, targets, view.waited)
-        for page in _pages(outcomes[0]):  # of the first rank: a question mark is asked of all of them
+        for page in _pages(outcomes[0]):  # only rank 0's: all ranks answer a question mark
             publish_display_data(page)
             said_something = True
         if not said_something:
@@ -139,8 +141,8 @@ class RankMagics(ParallelMagics):
         return None
 
     def _refuse_await(self, cell: str) -> None:
-        """An engine that awaits at the top level of a cell never answers."""
-        with suppress(SyntaxError):  # which ranks will report
+        """Raise for a top-level await, after which an engine never answers."""
+        with suppress(SyntaxError):  # the ranks will report it
             if self.shell.should_run_async(cell, transformed_cell=self.shell.transform_cell(cell)):
                 raise DtlibError(
                     "Ranks cannot await at the top level of a cell: write `async def main(): ...` around it and call "
@@ -155,7 +157,7 @@ class RankMagics(ParallelMagics):
         errors = {rank: error for rank, error in zip(ranks, outcomes, strict=True) if isinstance(error, RemoteError)}
         if any(error.ename == "EngineError" for error in errors.values()):
             time.sleep(KEEPER_SECONDS)
-            self.engines.check_held()  # says what has become of them
+            self.engines.check_held()  # raises with the reason
         if errors:
             first = [rank for rank, error in errors.items() if error.ename not in AFTERMATH] or list(errors)
             cures = _cures(errors.values(), self.shell, self.engines)
@@ -164,7 +166,7 @@ class RankMagics(ParallelMagics):
         return outcomes
 
     def _refuse_where_out_of_step(self, who: str) -> list[str]:
-        """After an error, have all ranks refuse the communicators that they have not used alike; says how to go on."""
+        """After an error, make all ranks refuse communicators on which their calls differ; return advice."""
         from dtlib.comm.watch import in_step
 
         if self.engines.reset_wanted:
@@ -182,13 +184,13 @@ class RankMagics(ParallelMagics):
 
 
 def _wait(result, engines, view: LiveView) -> None:
-    """Wait for a cell, and show meanwhile what ranks say."""
+    """Wait for a cell, and update the live view."""
     ranks = list(result._targets)
     engines.cell = result
     try:
         while not result.done():
             result.wait(0.1)
-            engines.check_held()  # ranks that have ended will not answer
+            engines.check_held()  # raises if the ranks have ended
             running = [str(message) in engines.client.outstanding for message in result.msg_ids]
             texts = [out + err for out, err in zip(as_list(result.stdout), as_list(result.stderr), strict=True)]
             view.show(ranks, running, texts, _reports(result))
@@ -198,12 +200,12 @@ def _wait(result, engines, view: LiveView) -> None:
 
 
 def _reports(result) -> list[dict]:
-    """What each rank has told of itself so far (on_ranks.py, and whatever else calls publish_data)."""
+    """Return the latest report of each rank, from ``publish_data`` (on_ranks.py)."""
     return [data or {} for data in as_list(result.data)]
 
 
 def _pages(outcome) -> list[dict]:
-    """What ``name?`` would show in the pager, as MIME types."""
+    """Return what ``name?`` shows in the pager, as MIME types."""
     return [page["data"] for page in outcome._content.get("payload", ()) if page.get("source") == "page"]
 
 
@@ -230,7 +232,7 @@ _NAME = re.compile(r"name '(\w+)' is not defined")
 
 
 def _explain_local_name_error(engines, shell, kind, value, trace, tb_offset=None):
-    """Show a NameError of the notebook, and where the name is defined if the ranks have it."""
+    """Show a NameError of the notebook, and whether the ranks define the name."""
     lines = shell.InteractiveTB.structured_traceback(kind, value, trace, tb_offset=tb_offset)
     if match := _NAME.search(str(value)):
         name = match.group(1)
@@ -246,6 +248,6 @@ def _explain_local_name_error(engines, shell, kind, value, trace, tb_offset=None
 
 
 def _ranks_know(engines, name: str) -> bool:
-    with suppress(Exception):  # an explanation must not hide the error that it explains
+    with suppress(Exception):  # an explanation must not hide the error
         return any(name in known for known in engines.ask(on_ranks.names, seconds=1) or ())
     return False

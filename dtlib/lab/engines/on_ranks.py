@@ -1,4 +1,4 @@
-"""What a notebook asks of each rank: functions that run on the engines."""
+"""Functions that a notebook calls on its engines."""
 
 import os
 import socket
@@ -14,15 +14,15 @@ MOST_NAMES = 500
 TELL_SECONDS = 1.0
 
 
-_joined: dict[str, str | None] = {}  # this rank's device, once it has joined
+_joined: dict[str, str | None] = {}  # this rank's device, after it has joined
 
 
 def join(ready_folder: str, notebook_folder: str) -> dict:
-    """Join the world, start importing torch in the background, and say who this rank is."""
+    """Join the world, import torch in the background, and return the facts about this rank."""
     from dtlib.world import init, reset
     from dtlib.world.machine import usable_cores
 
-    with suppress(OSError):  # on another machine the folder may not be there
+    with suppress(OSError):  # the folder may not exist on another machine
         os.chdir(notebook_folder)
     first_time = not _joined
     world = init() if first_time else reset()
@@ -37,7 +37,7 @@ def join(ready_folder: str, notebook_folder: str) -> dict:
 
 
 def names() -> list[str]:
-    """The names that cells have made on this rank."""
+    """Return the names that cells have defined on this rank."""
     from IPython import get_ipython
 
     shell = get_ipython()
@@ -45,24 +45,24 @@ def names() -> list[str]:
 
 
 def reset() -> int:
-    """``dtlib.reset()``; its world stays where it is."""
+    """Call ``dtlib.reset()`` and return this rank; the ``World`` object does not pickle."""
     from dtlib.world import reset
 
     return reset().rank
 
 
 def complete(line: str, position: int) -> tuple[str, list[str]]:
-    """The fragment before this position of a line, and the names that it may become on this rank."""
+    """Return the fragment before ``position`` in a line, and the names on this rank that complete it."""
     from IPython import get_ipython
 
     shell = get_ipython()
-    shell.Completer.use_jedi = False  # which would take seconds to load
+    shell.Completer.use_jedi = False  # jedi takes seconds to load
     fragment, names = shell.complete("", line, position)
     return fragment, list(names)[:MOST_NAMES]
 
 
 def inspect(name: str, detail_level: int) -> dict:
-    """What ``name?`` says on this rank, as MIME types; nothing where there is no such name."""
+    """Return what ``name?`` shows on this rank, as MIME types; empty for an unknown name."""
     from IPython import get_ipython
 
     try:
@@ -72,7 +72,7 @@ def inspect(name: str, detail_level: int) -> dict:
 
 
 def _follow_cells() -> None:
-    """Tell the notebook in which line this rank is and when it waits, and the board what became of its cells."""
+    """Report this rank's current line and waits to the notebook, and the end of each cell to the board."""
     from ipyparallel.engine.datapub import publish_data
     from IPython import get_ipython
 
@@ -83,7 +83,7 @@ def _follow_cells() -> None:
     execute = shell.kernel.do_execute
 
     async def do_execute(*args, **kwargs):
-        """The cell counts as it does in the notebook, which sends number and cell along as the label."""
+        """Run a cell with the notebook's cell number, which the notebook sends as the label."""
         board.cell = shell.kernel.get_parent().get("metadata", {}).get("label") or ""
         if (number := board.cell.partition(".")[0]).isdigit():
             shell.execution_count = int(number)
@@ -99,7 +99,7 @@ def _follow_cells() -> None:
         if error is None:
             board.end_cell("has finished its cell")
         elif isinstance(error, PeerFailed | WaitTimeout):
-            board.end_cell("timed out")  # so that others, too, are told of the rank that did not arrive
+            board.end_cell("timed out")  # so that other ranks also name the missing rank
         else:
             board.end_cell(f"raised {type(error).__name__}: {error}"[:120])
 
@@ -111,15 +111,16 @@ def _follow_cells() -> None:
 
 
 def _tell_where(running, publish) -> None:
-    """Every second of a cell that takes some, tell the notebook which of its lines this rank is in."""
+    """Report every second in which line of a cell this rank is."""
     from dtlib.comm.call import line_of
 
     main = threading.main_thread().ident
     while running.wait():
         time.sleep(TELL_SECONDS)
         frame, place = sys._current_frames().get(main or 0), None
-        while frame is not None:  # let go at once: a frame keeps its tensors, also after its function has returned
-            if "ipykernel_" in frame.f_code.co_filename:  # the outermost of these is the cell itself
+        # Release each frame at once: a frame keeps its function's tensors alive, even after the function has returned.
+        while frame is not None:
+            if "ipykernel_" in frame.f_code.co_filename:  # the outermost such frame is the cell
                 place = frame.f_code.co_filename, frame.f_lineno
             frame = frame.f_back
         if running.is_set() and place is not None:
@@ -127,7 +128,7 @@ def _tell_where(running, publish) -> None:
 
 
 def _waits() -> tuple[str, list[int]] | None:
-    """In which operation this rank waits, and for which others; None while it does not."""
+    """Return the operation in which this rank waits and the missing ranks; None if it does not wait."""
     from dtlib.comm.watch import blame, board
 
     if board.current is None:
@@ -139,7 +140,7 @@ def _waits() -> tuple[str, list[int]] | None:
 
 
 def _take_gpu(local_rank: int) -> str:
-    """Give this rank a GPU of its own, or a share of one, before torch looks: there it is ``cuda:0``, the only one."""
+    """Assign a GPU to this rank, possibly shared, before torch starts: the rank sees only this one, as ``cuda:0``."""
     from dtlib.world.machine import visible_gpus
 
     gpus = visible_gpus()
