@@ -178,6 +178,7 @@ def _as_one_file(folder: Path) -> str:
     page = (folder / "index.html").read_text(encoding="utf-8")
     style = (folder / "page.css").read_text(encoding="utf-8")
     script = (folder / "page.js").read_text(encoding="utf-8")
+    # A page from file:// may not fetch files, so they are embedded.
     loaded = ["worker.js", "dtlib.zip", *(f"pyodide/{name}" for name in RUNTIME if not name.endswith(".json"))]
     parts = "\n".join(
         f'<script type="text/plain" data-part="{Path(name).name}">'

@@ -27,6 +27,7 @@ def task(name: str) -> tuple[str, str]:
     Both are the last ones before the check in the lesson's exercises.
     """
     found = cells(f"{_named()[name][0]}/exercises.py")
+    # Find the check's cell, then the nearest stub above it, then the nearest text above the stub.
     at = next(at for at, (_, body) in enumerate(found) if body.startswith(f'lab.check("{name}")'))
     stub = max(each for each in range(at) if "stub" in found[each][0])
     text = max(each for each in range(stub) if "[markdown]" in found[each][0])

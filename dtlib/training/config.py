@@ -213,6 +213,7 @@ def complete(config: Config, ranks: int) -> None:
         micro = whole // ((steps or 1) * ranks)
     if whole is None:
         whole = micro * (steps or 1) * ranks
+    # micro is 0 if the batch has fewer samples than ranks and steps; the check below reports it.
     steps = steps or max(1, whole // (micro * ranks)) if micro else steps or 1
     if whole != micro * steps * ranks:
         raise ConfigError(

@@ -260,6 +260,7 @@ class Engine:
         client_state = {} if client_state is None else client_state
         if not isinstance(client_state, dict):
             raise DtlibError(f"client_state is {client_state!r:.60}: give a dictionary.")
+        # load_checkpoint() uses "kinds" to refuse the state of another scheduler.
         others = {"scheduler": self.lr_scheduler, "loader": self._loader, "loss_scale": self._scale}
         extra = {name: other.state_dict() for name, other in others.items() if other is not None}
         extra["kinds"] = {"scheduler": _kind(self.lr_scheduler), "dynamic": self._scale.dynamic}

@@ -57,7 +57,11 @@ def amounts(width: int, plan: Plan) -> list[float]:
     sent = max(sum(of_rank(stages, boundaries, plan, rank)["sent"].values()) for rank in range(plan.gpus))
     m = plan.micro_batches
     turns = m + plan.pipe - 1
+    # A parameter costs 6 operations per sample: 2 forward and 4 backward. A pipeline step takes m + p - 1 turns.
     operations = max(6 * sum(map(sum, stage)) for stage in stages) * plan.micro_batch * turns
+    # Passes around the data ring per step, by ZeRO stage. Stages 0 and 1: a reduce-scatter and an all-gather. Stage 2:
+    # a reduce-scatter per micro-batch, and an all-gather. Stage 3: two all-gathers and a reduce-scatter, per layer and
+    # micro-batch.
     rings = {0: 2, 1: 2, 2: m + 1, 3: 3 * m * len(stages[0])}[plan.zero] if plan.data > 1 else 0
     return [operations, sent, rings * (plan.data - 1) + (plan.pipe > 1) * 2 * turns, turns, 1.0]
 

@@ -152,6 +152,7 @@ class PipelineEngine(Engine):
             raise DtlibError(f"data_iter ended before the {count} micro-batches of a step.") from None
         if len({tuple(tensor.shape[1:] for tensor in tree_leaves(pair)) for pair in pairs}) > 1:
             raise DtlibError("The micro-batches of a step differ in more than their number of samples: pad them alike.")
+        # Schedules split the batch into micro-batches themselves, so concatenate them first.
         x, y = (tree_map(lambda *same: torch.cat(same), *each) for each in zip(*pairs, strict=True))
         losses: list[torch.Tensor] = []
         mean = torch.zeros((), dtype=torch.float64)

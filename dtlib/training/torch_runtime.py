@@ -114,6 +114,7 @@ def _shapes(module, inputs):
         DtlibError: on all ranks, if a stage needs values to compute its shapes.
     """
     values: tuple | str = tuple(tensor.detach().to("meta") for tensor in inputs)
+    # Each stage in turn computes its outputs from the previous stage's shapes, and broadcasts its own.
     for stage in range(module.num_stages):
         if stage == module.comm.rank:
             taken = values

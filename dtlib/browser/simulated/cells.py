@@ -180,6 +180,7 @@ class _Rank:
         raise DtlibError("input() has nobody to ask on a rank: write the value into the cell.")
 
     def _import(self, name, globals=None, locals=None, fromlist=(), level=0):
+        # torch and dtlib are stand-ins, other packages that need ranks are refused, and the standard library is real.
         package = name.partition(".")[0]
         if name in self.modules:
             return self.modules[name if fromlist else package]

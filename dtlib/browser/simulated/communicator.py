@@ -149,6 +149,7 @@ class SimulatedCommunicator:
     def reduce(self, tensor: Tensor, root: int = 0, op: str = "sum", async_op: bool = False) -> Started:
         self._check_rank(root, "reduce", "root")
         flat, combine = _flat(tensor, "reduce"), _combiner(tensor, op, "reduce")
+        # The algorithm writes into its buffer, but only the root's tensor may change.
         flat = flat if self.rank == root else flat.copy()
         return self._collective(
             "reduce", tensor, (flat, root, combine),
@@ -170,6 +171,7 @@ class SimulatedCommunicator:
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Started:
         flat, combine = _flat(out, "reduce_scatter"), _combiner(out, op, "reduce_scatter")
         chunks = self._chunks(tensor, out, "reduce_scatter")
+        # The algorithm adds into the chunks: copy them, unless `out` is a part of `tensor`.
         if not same_memory(flat, chunks[self.rank]):
             chunks = [chunk.copy() for chunk in chunks]
         return self._collective(
@@ -241,6 +243,7 @@ class SimulatedCommunicator:
         yield from steps
 
     def _start(self, call, steps, link, finish, async_op, enqueue):
+        # After an interrupt, ranks have called different numbers of collectives, which would match wrongly.
         if self._queue.broken:
             raise CommunicationError(f"This communicator {self._queue.broken}, so ranks are out of step. {RESET}")
         task = Operation(call, link, steps, finish)
