@@ -240,9 +240,9 @@ class Engine:
         self, save_dir: str | Path, tag: str | int | None = None, client_state: dict | None = None,
         save_latest: bool = True,
     ) -> None:  # fmt: skip
-        """Save the complete state of training; any number of ranks and any stage can load it (dtlib.checkpoint).
+        """Save the complete state of training; any number of ranks and any ZeRO stage can load it.
 
-        All ranks call this, after a step.
+        All ranks call this, after a step. A pipeline needs the same number of stages to load it. See dtlib.checkpoint.
 
         Args:
             save_dir: the checkpoint is the folder ``tag`` in it, by default ``global_step`` and the number of steps.

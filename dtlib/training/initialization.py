@@ -154,7 +154,7 @@ def initialize(
         raise DtlibError("No parameter is to be trained: give a model, or model_parameters, that require gradients.")
     make = partial(_optimizer, settings, optimizer, [groups[name] for name in names])
     kind = STRATEGIES[runtime][stage]
-    # One pipeline has no ranks to average with.
+    # A single pipeline has no gradients to average.
     if stage == 0 and isinstance(model, PipelineModule) and comm.size == 1:
         kind = Alone
     strategy = kind(model, comm, trained, make, settings.zero_optimization)

@@ -67,18 +67,18 @@ def train(
         comm: by default the world's communicator.
         save: a folder for checkpoints.
         resume: continue from the latest checkpoint in ``save``, or start from the beginning if there is none. Number of
-            ranks and stage may change, also between the runtimes ``dtlib`` and ``torch``. DeepSpeed continues only from
-            its own checkpoints, on the same number of ranks.
+            ranks and ZeRO stage may change, also between the runtimes ``dtlib`` and ``torch``. DeepSpeed continues
+            only from its own checkpoints, on the same number of ranks.
         log: a file to which each step appends a line of JSON. If writing fails, training continues with a warning.
         stage, steps: override the config's.
         after_step: called on every rank after each step, with the number of the step and its loss.
 
     Returns:
         A dictionary with ``workload, runtime, stage, stages`` (of the pipeline), ``tensor, context, expert`` (axis
-            sizes),
-        ``ranks, seconds, steps, loss``, the workload's results (``accuracy``, or ``rouge_l`` and ``lead_rouge_l``),
-        ``samples_per_second``, ``bytes_per_rank`` (parameters, gradients, master weights and optimizer states), and
-        ``losses`` of all steps. Seconds, samples and losses count this call only, not the steps before ``resume``.
+        sizes), ``ranks, seconds, steps, loss``, the workload's results (``accuracy``, or ``rouge_l`` and
+        ``lead_rouge_l``), ``samples_per_second``, ``bytes_per_rank`` (parameters, gradients, master weights and
+        optimizer states), and ``losses`` of all steps. Seconds, samples and losses count this call only, not the steps
+        before ``resume``.
 
     Raises:
         DtlibError: on all ranks, for arguments that cannot work.
@@ -109,7 +109,7 @@ class _Training:
         if run.link_bandwidth:
             comm = comm.emulate_network(run.link_latency, run.link_bandwidth)
         self.mesh = mesh = Mesh(comm, {"data": -1, **axes})
-        # These ranks have the same layers and different samples.
+        # These ranks have the same layers, and load different samples.
         batches = mesh["data", "context", "expert"]
         self.cuts: dict = {"tensor": mesh["tensor"]} if self.tensor > 1 else {}
         if axes["context"] > 1:

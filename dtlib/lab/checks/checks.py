@@ -1,4 +1,4 @@
-r"""``lab.check(name)``: judge the answer that a learner has defined.
+"""``lab.check(name)``: judge the answer that a learner has defined.
 
 An exercise is judged in two steps. First every rank observes what the answer does there. Then rank 0 judges all
 observations, without further messages, and broadcasts its verdict:
