@@ -1,4 +1,4 @@
-"""The rooms of the page: what each asks and answers, and how a question from the page becomes an answer."""
+"""The rooms of the page: find a room's module, and compute its answer to a form."""
 
 from html import escape
 from importlib import import_module
@@ -10,14 +10,18 @@ NAMES = ("schedule", "puzzle", "duel", "steps", "ranks", "exercise", "memory", "
 
 
 def room(name: str) -> ModuleType:
-    """The module of a room: TITLE, SAYS, LESSON, FORM and ``show``."""
+    """Return the module of a room, which defines TITLE, SAYS, LESSON, FORM and ``show``.
+
+    Raises:
+        DtlibError: for an unknown name.
+    """
     if name not in NAMES:
         raise DtlibError(f"There is no room {name!r}: choose one of {', '.join(NAMES)}.")
     return import_module(f"dtlib.browser.{name}")
 
 
 def answer(name: str, asked: dict[str, str]) -> str:
-    """What a room shows, as HTML. What cannot be is said in a sentence."""
+    """Return a room's answer to the values ``asked`` as HTML; errors become an HTML message."""
     try:
         where = room(name)
         values = {

@@ -16,10 +16,11 @@ _LAZY = {
     "values": "dtlib.lab.engines.names",
 }  # fmt: skip
 
-# Where notebooks find these modules, though two are a lesson's own.
+# Modules that notebooks reach as lab.NAME, although two of them belong to a lesson.
 _MODULES = {"explorer": "lessons.l07.explorer", "pictures": "lab.pictures", "ring": "lessons.l03.ring"}
 
-# The room of that name is loaded once, and gives its name to the call: what is imported from it later leaves it alone.
+# The package dtlib.lab.engines and the function lab.engines share a name. Importing the package now and deleting its
+# name makes sure that a later import does not replace the function.
 import_module("dtlib.lab.engines")
 del globals()["engines"]
 
@@ -31,7 +32,8 @@ def __getattr__(name: str) -> object:
         return import_module(f"dtlib.{_MODULES[name]}")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
-    for found in entry_points(group="dtlib.lab", name=name):  # what is built on this floor: join and leave, of the wall
+    # Other packages add names through an entry point; dtlib.wall adds join and leave.
+    for found in entry_points(group="dtlib.lab", name=name):
         return found.load()
     near = "".join(f" Did you mean: {each!r}?" for each in get_close_matches(name, __dir__(), 1))
     raise AttributeError(f"module 'dtlib.lab' has no attribute {name!r}.{near}")

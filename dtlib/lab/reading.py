@@ -1,4 +1,4 @@
-"""The library's own source in a notebook, in the colours of code; and tables that papers have published."""
+"""Show the library's own source in a notebook with syntax colours, and read published tables."""
 
 import ast
 import csv
@@ -22,17 +22,17 @@ from dtlib.lab import course
 from dtlib.lab.tables import WIDEST, fold
 
 ROOT = Path(dtlib.__file__).parents[1]
-# Of 120 letters beside JupyterLab's file browser, at 1,280 pixels; a longer line goes on below.
+# Lines of 120 letters fit beside JupyterLab's file browser in a window of 1,280 pixels; longer lines wrap.
 LINES = (
     "white-space: pre-wrap; word-break: normal; overflow-wrap: break-word; "
     "font-size: 11.2px; line-height: 1.4; margin: 0; padding: 6px"
 )
-# What ends a line of code that is broken, and begins the next: between two words of code, or of a string.
+# (end of a line, begin of the next) where a long line may be broken: between words of code, or of a string.
 JOINTS = [("", ""), *((q + end, kind + q) for end, q, kind in product(("", " \\"), "\"'", ["", *"frb"])), ("\\", "")]
 
 
 def read(*things: Callable | ModuleType | Path) -> None:
-    """Show the source of classes and functions, one below the other; of a module its docstring; of a path all of it."""
+    """Show the source of classes and functions, the docstring of a module, or the whole text of a path."""
     for file, some in groupby(things, key=_file):
         texts: list[str] = []
         lines: list[str] = []
@@ -51,7 +51,7 @@ def read(*things: Callable | ModuleType | Path) -> None:
 
 
 def read_end(module: ModuleType) -> None:
-    """Show the comment at the end of a module: what its full form adds, and where."""
+    """Show the comment at the end of a module, which says what its full version adds."""
     lines = inspect.getsource(module).splitlines()
     first = max(number for number, line in enumerate(lines) if not line.startswith("#")) + 1
     where = f"{_file(module)}, lines {first + 1} to {len(lines)}"
@@ -59,34 +59,36 @@ def read_end(module: ModuleType) -> None:
 
 
 def read_changes(before: Path, after: Path) -> None:
-    """Show the lines in which two files differ, below their first ones."""
+    """Show the lines in which two files differ, except their first lines."""
     old, new = (path.read_text().splitlines()[1:] for path in (before, after))
     changes = [line for line in unified_diff(old, new, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))]
     _show(f"{before.name} (-), {after.name} (+)", ["\n".join(changes)], DiffLexer())
 
 
 def published(name: str) -> list[dict[str, str]]:
-    """The rows of a table in the course's folder ``data``, as its paper printed them."""
+    """Return the rows of a table in the course's folder ``data``, as the paper printed them."""
     return list(csv.DictReader((course.folder() / "data" / name).read_text().splitlines()))
 
 
 def _file(thing) -> str:
-    if isinstance(thing, Path):  # of the course, wherever it is laid out
+    if isinstance(thing, Path):  # a file of the course
         file, root = thing, course.folder()
     else:
-        file, root = Path(inspect.getsourcefile(inspect.unwrap(thing)) or ""), ROOT  # not a decorator's
+        # Without unwrap, this would be the file of a decorator.
+        file, root = Path(inspect.getsourcefile(inspect.unwrap(thing)) or ""), ROOT
     return file.relative_to(root).as_posix() if file.is_relative_to(root) else file.name
 
 
 def _show(where: str, texts: list[str], lexer) -> None:
-    # Classes, not colours: those of the page's theme (settings/custom/custom.css; in the book, Sphinx's).
+    # CSS classes instead of colours, so that the page's theme applies (settings/custom/custom.css; in the book,
+    # Sphinx's).
     html = highlight("\n\n\n".join(texts), lexer, HtmlFormatter(cssclass="highlight dtlib-code", prestyles=LINES))
     folded = "\n\n\n".join(map(_fold_code if isinstance(lexer, PythonLexer) else fold, texts))
     display({"text/plain": f"{where}\n\n{folded}", "text/html": f"<code>{where}</code>{html}"}, raw=True)
 
 
 def _fold_code(source: str) -> str:
-    """The same Python in short lines: a long line's comment goes above it, a string is closed and opened again."""
+    """Return the same Python in short lines: long comments move above their line, and long strings are split."""
     lines = source.split("\n")
     tokens = list(tokenize.generate_tokens(StringIO(source).readline))
     for row, column, comment in [(*each.start, each.string) for each in tokens if each.type == tokenize.COMMENT][::-1]:
@@ -95,7 +97,8 @@ def _fold_code(source: str) -> str:
             above = textwrap.wrap(comment, WIDEST, initial_indent=indent, subsequent_indent=f"{indent}# ")
             lines[row - 1 : row] = above + [line[:column].rstrip()] * (column > len(indent))
     meaning = _meaning(source)
-    for row, line in enumerate(lines):  # those that are added below, too
+    # The loop also visits the lines that it inserts. A break counts only if Python still reads the same code.
+    for row, line in enumerate(lines):
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         places = range(WIDEST - 2, len(indent) + 1, -1) if len(line) > WIDEST else ()
         for at, (end, begin) in product((at for at in places if line[at] == " "), JOINTS):
@@ -107,7 +110,7 @@ def _fold_code(source: str) -> str:
 
 
 def _meaning(source: str) -> str | None:
-    """What Python reads, without white space in docstrings, which are folded as prose; None for what is no Python."""
+    """Return the syntax tree of a source, with white space in docstrings normalised; None if it is not Python."""
     try:
         tree = ast.parse(textwrap.dedent(source))
     except SyntaxError:

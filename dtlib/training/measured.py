@@ -1,9 +1,11 @@
-"""How fast this machine's ranks are: ``dtlib plan --measure`` runs small models on four ranks, some seconds in all,
-fits a few coefficients on the seconds of their steps, and says how far off it was on the runs that were left out.
+"""Measure how fast this machine's ranks are, for ``dtlib plan --measure``.
+
+Small models run on four ranks for some seconds. A few coefficients are fitted to the times of their steps:
 
     seconds = operations / rate + bytes / bandwidth + messages x latency + micro-batches x host + step
 
-Each run is a mesh of data and pipe axes and a width; amounts are those of the busiest rank, by planner/exact.py.
+Each run has one width and one mesh of data and pipe axes. The amounts are those of the busiest rank, from
+planner/exact.py. The error is measured on runs that were left out of the fit.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from dtlib.training.engine import Engine
 
 RANKS = 4
-DEPTH, STEPS = 8, 5  # linear layers, all of one width, so that stages are alike
+DEPTH, STEPS = 8, 5  # linear layers of equal width, so that stages are equal; steps per run
 WIDTHS = (64, 256)
 MESHES = (
     Plan(data=4, batch=32, micro_batch=8), Plan(data=4, batch=128, micro_batch=32),
@@ -38,31 +40,41 @@ COEFFICIENTS = ("s an operation", "s a byte", "s a message", "s a micro-batch", 
 
 
 def layer_sizes(width: int) -> list[list[int]]:
-    """Parameters of each linear layer: weight and bias."""
+    """Return the number of elements of weight and bias, for each linear layer."""
     return [[width * width, width]] * DEPTH
 
 
 def stages_of(width: int, pipe: int) -> tuple[list, list[int]]:
-    """Layers cut evenly, and elements of a sample at each boundary."""
+    """Return the layers of each of ``pipe`` equal stages, and the elements per sample at each boundary."""
     each = DEPTH // pipe
     units = layer_sizes(width)
     return [units[each * stage : each * (stage + 1)] for stage in range(pipe)], [width] * (pipe - 1)
 
 
 def amounts(width: int, plan: Plan) -> list[float]:
-    """Operations, bytes, messages, micro-batches and 1, of a step of the busiest rank."""
+    """Return operations, bytes, messages, micro-batches and 1, for one step of the busiest rank."""
     stages, boundaries = stages_of(width, plan.pipe)
     sent = max(sum(of_rank(stages, boundaries, plan, rank)["sent"].values()) for rank in range(plan.gpus))
     m = plan.micro_batches
     turns = m + plan.pipe - 1
+    # A parameter costs 6 operations per sample: 2 forward and 4 backward. A pipeline step takes m + p - 1 turns.
     operations = max(6 * sum(map(sum, stage)) for stage in stages) * plan.micro_batch * turns
+    # Passes around the data ring per step, by ZeRO stage. Stages 0 and 1: a reduce-scatter and an all-gather. Stage 2:
+    # a reduce-scatter per micro-batch, and an all-gather. Stage 3: two all-gathers and a reduce-scatter, per layer and
+    # micro-batch.
     rings = {0: 2, 1: 2, 2: m + 1, 3: 3 * m * len(stages[0])}[plan.zero] if plan.data > 1 else 0
     return [operations, sent, rings * (plan.data - 1) + (plan.pipe > 1) * 2 * turns, turns, 1.0]
 
 
 def measure() -> tuple[list[dict], dict[str, float], dict]:
-    """Rows (``plan, width, seconds, left_out``), coefficients, and ``error``, ``low``, ``high`` of the rows left
-    out."""
+    """Return rows, coefficients, and the error on rows that were left out of the fit.
+
+    Rows have ``plan, width, seconds, left_out``. The error has the mean relative ``error`` and the 5 % and 95 %
+    quantiles ``low`` and ``high`` of measured over predicted time.
+
+    Raises:
+        DtlibError: if a rank fails.
+    """
     with own_folder("plan") as folder, forked_ranks():
         path = folder / "rows.json"
         if status := run_ranks(["-m", "dtlib.training.measured", str(path)], RANKS):
@@ -75,17 +87,19 @@ def measure() -> tuple[list[dict], dict[str, float], dict]:
 
 
 def fitted(table: list, seconds: list[float], runs: list) -> tuple[list[dict], dict[str, float], dict]:
-    """Coefficients that are not negative, of least relative error; each mesh is left out once."""
+    """Fit non-negative coefficients with the least relative error; leave out each mesh once to measure the error."""
     import numpy as np
     from scipy.optimize import nnls
 
+    # Each row is divided by its measured time, so that the target is 1 and the residual is the relative error.
     per_second = np.array(table) / np.array(seconds)[:, None]
 
     def fit(rows):
         return nnls(per_second[rows], np.ones(len(rows)))[0]
 
     everything = np.arange(len(runs))
-    ratio = np.empty(len(runs))  # predicted over measured
+    # Predicted over measured time of each run, predicted without the runs on the same mesh.
+    ratio = np.empty(len(runs))
     for plan in dict.fromkeys(plan for _, plan in runs):
         out = np.array([other == plan for _, other in runs])
         ratio[out] = per_second[out] @ fit(everything[~out])
@@ -99,6 +113,7 @@ def fitted(table: list, seconds: list[float], runs: list) -> tuple[list[dict], d
 
 
 def show() -> int:
+    """Measure, and print both tables and the error; return exit status 0."""
     from tabulate import tabulate
 
     rows, coefficients, says = measure()
@@ -116,7 +131,7 @@ def show() -> int:
 
 
 def engine_of(width: int, plan: Plan) -> tuple[Engine, Callable[[], object]]:
-    """An engine on this rank, as `dtlib train` makes it, and what it is to be given each step."""
+    """Return an engine on this rank, as `dtlib train` makes it, and a function that runs one step."""
     import torch
     from torch import nn
 
@@ -127,7 +142,7 @@ def engine_of(width: int, plan: Plan) -> tuple[Engine, Callable[[], object]]:
 
     config = for_dtlib(None, plan)
     if plan.zero < 3:
-        config["zero_optimization"]["reduce_bucket_size"] = 10**8  # one bucket
+        config["zero_optimization"]["reduce_bucket_size"] = 10**8  # one bucket for all parameters
     layers = [LayerSpec(nn.Linear, width, width) for _ in range(DEPTH)]
     if plan.pipe > 1:
         model = pipeline_of("dtlib", layers, plan.pipe, nn.functional.cross_entropy, 0)
@@ -153,7 +168,8 @@ def _on_this_rank(path: str) -> None:
                 step()
                 comm.barrier()
                 took.append(time.perf_counter() - began)
-            found.append(sorted(took[2:])[(STEPS - 2) // 2])  # the first two make memory and states
+            # The median without the first two steps, which allocate buffers and optimizer states.
+            found.append(sorted(took[2:])[(STEPS - 2) // 2])
     if comm.rank == 0:
         Path(path).write_text(json.dumps(found))
 

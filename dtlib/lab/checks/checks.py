@@ -1,13 +1,13 @@
-"""Checks: what turns a cell into an exercise.
+"""``lab.check(name)``: judge the answer that a learner has defined.
 
-An exercise judges what the learner defined on the ranks, in two steps. First every rank observes what the answer
-does there; then rank 0 looks at what all of them saw, without further messages, and tells all ranks its verdict:
+An exercise is judged in two steps. First every rank observes what the answer does there. Then rank 0 judges all
+observations, without further messages, and broadcasts its verdict:
 
     rank 0   observe(answer, comm) -> what it returned     \\
-    rank 1   observe(answer, comm) -> an error              } all_gather -> judge([...]) on rank 0, told to all
+    rank 1   observe(answer, comm) -> an error              } all_gather -> judge([...]) on rank 0, broadcast
     rank 2   observe(answer, comm) -> waited for rank 1    /
 
-An exercise that needs no ranks is judged in the notebook, in the same two steps: observe(answer, None) -> judge([...]).
+An exercise without ranks is judged in the notebook, in the same two steps: observe(answer, None) -> judge([...]).
 """
 
 import hashlib
@@ -27,22 +27,22 @@ from dtlib.lab.engines.live import ranks_in_words
 from dtlib.lab.hooks import report
 from dtlib.world import in_engine
 
-WAIT_SECONDS = 5  # that a learner's function may wait for other ranks
-TRIES = 2  # that have failed before a solution is offered
+WAIT_SECONDS = 5  # limit for an answer that waits for other ranks
+TRIES = 2  # failed tries before a solution is offered
 ON_ITS_OWN = "Call it where it is defined (if on ranks, after %%px), with small values, and print what that line uses."
 LEFT = "Your function has returned on this rank, and others still wait in it. Does it return early there?"
-_tries: dict[str, tuple[str, int]] = {}  # exercise -> (fingerprint of the answer, how often it was judged)
-_failed: Counter[str] = Counter()  # exercise -> how many answers were not right
+_tries: dict[str, tuple[str, int]] = {}  # exercise -> (fingerprint of the answer, number of tries)
+_failed: Counter[str] = Counter()  # exercise -> number of wrong answers
 
 
 def check(name: str) -> None:
     """Judge exercise ``name``, on all ranks if it needs them, and show the verdict.
 
-    Works in a plain cell and in a ``%%px`` cell. A wrong answer is no error: fix it and check again; who
-    checks the same answer again gets the next hint.
+    Call it in a plain cell or in a ``%%px`` cell. A wrong answer raises no error: correct it and check again. Checking
+    the same answer again shows the next hint.
 
     Raises:
-        DtlibError: for a name that is no exercise, or where there are no ranks to judge on.
+        DtlibError: for a name that is no exercise, or without ranks to judge on.
     """
     name = known(name)
     if in_engine():
@@ -54,13 +54,17 @@ def check(name: str) -> None:
     else:
         exercise = EXERCISES[name]
         verdict = _judge_from_notebook(name) if exercise.needs_ranks else judge_here(name)
-        verdict.note = _of_the_last_cell(exercise, verdict.mistake) or verdict.note  # which a notebook's kernel knows
+        # Only the notebook's kernel knows which cells ran.
+        verdict.note = _of_the_last_cell(exercise, verdict.mistake) or verdict.note
     _tell(verdict)
 
 
 def _tell(verdict: Verdict) -> None:
-    """Plainer hints are for who checks the same answer again; another answer begins with the first one. Who has failed
-    twice, with whatever answers, is offered a solution."""
+    """Report, record and show a verdict.
+
+    Checking the same answer again shows plainer hints; a changed answer starts with the first hint. After two wrong
+    answers, a solution is offered.
+    """
     code, tries = _tries.get(verdict.exercise, (verdict.code, 0))
     if code != verdict.code:
         tries = 0
@@ -76,7 +80,7 @@ def _tell(verdict: Verdict) -> None:
 
 
 def _of_the_last_cell(exercise: Exercise, mistake: str) -> str:
-    """A message, where the last cell that defines the name ended with an error, or ran where nobody judges."""
+    """Return a message if the last cell that defines the name failed, or ran where it is not judged."""
     name = exercise.name
     for number, code, failed in last_outputs.cells():
         if assigns(re.sub(r"^%px ", "", without_magic(code), flags=re.M), name):
@@ -96,7 +100,7 @@ def _judge_from_notebook(name: str) -> Verdict:
 
     answers = current().view.apply_async(_judge_for_notebook, name)
     while not answers.done():
-        answers.wait(0.1)  # so that Stop gets through
+        answers.wait(0.1)  # short waits, so that Stop can interrupt
     return Verdict(**answers.get()[0])
 
 
@@ -105,10 +109,10 @@ def _judge_for_notebook(name: str) -> dict:
 
 
 def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | None = None) -> Verdict:
-    """One rank's part in a verdict; all ranks call it, and all return the same.
+    """Observe the answer on this rank, and return the common verdict; all ranks call this.
 
-    ``namespace`` is where the answer is looked up: IPython's, unless told otherwise. What all ranks observed
-    is appended to ``rounds``, from which ``judge_rounds`` comes to the same verdict.
+    ``namespace`` is where the answer is looked up, by default IPython's. The observations of all ranks are appended to
+    ``rounds``; ``judge_rounds`` computes the same verdict from them.
     """
     from dtlib.comm.watch.recorder import recording
     from dtlib.world import fresh_communicator, init
@@ -117,7 +121,7 @@ def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | 
     namespace = _names_of_the_notebook() if namespace is None else namespace
     exercise = EXERCISES[name]
     rounds = [] if rounds is None else rounds
-    # Fresh ones: what an earlier answer left behind must meet neither this one nor the verdict.
+    # Fresh communicators: messages that an earlier answer left pending must not reach this answer or its verdict.
     for_answer = fresh_communicator(WAIT_SECONDS, f"check({name!r})", on_board=False)
     for_verdict = fresh_communicator(10 * WAIT_SECONDS, f"check({name!r})", on_board=False)
     for_answer.on_board = True
@@ -129,12 +133,14 @@ def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | 
     )
     if any(event.algorithm == "mpi4py" for event in events):
         verdict.note = "What collectives of mpi4py send cannot be counted, so their values alone are judged."
-    if verdict.rank:  # the answer as it is there
+    # Show the answer's first line on the rank that the verdict names.
+    if verdict.rank:
         line = first_line(exercise.name, namespace, f" on rank {world.rank}")
         verdict.judged = for_verdict.broadcast_object(line, verdict.rank)
     if not (verdict.passed and exercise.any_size and world.size > 2):
         return verdict
-    # The last rank is alone, and comes along: an answer that talks to the whole world is wrong, and shall not wait.
+    # Judge again with one rank less. The last rank runs the answer alone, so that an answer that wrongly uses the
+    # world's communicator fails at once instead of waiting.
     fewer = for_verdict.split(world.rank // (world.size - 1))
     fewer.time_limit = WAIT_SECONDS
     rounds.append(for_verdict.all_gather_object(_observe(exercise, namespace, fewer.rank, fewer)))
@@ -145,7 +151,7 @@ def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | 
 
 
 def _judged_on_rank_0(comm, name: str, judge: Callable[[], Verdict]) -> Verdict:
-    """Judged once, told to all; where the judge itself fails, nobody waits for its verdict."""
+    """Judge on rank 0 and broadcast the verdict; if the judge itself fails, raise on all ranks."""
     verdict = problem = None
     if comm.rank == 0:
         try:
@@ -161,9 +167,10 @@ def _judged_on_rank_0(comm, name: str, judge: Callable[[], Verdict]) -> Verdict:
 
 
 def judge_rounds(name: str, rounds: list, judged: tuple[str, str]) -> Verdict:
-    """The verdict on what all ranks observed, and on what all but the last one did where there was a second round.
+    """Return the verdict on the observations in ``rounds``, as ``judge_on_this_rank`` collects them.
 
-    ``judged`` is the first line of the answer and its fingerprint.
+    The first round has all ranks; a second one, if present, has one rank less. ``judged`` is the first line of the
+    answer and its fingerprint.
     """
     verdict = _verdict(name, rounds[0], judged)
     return _with_a_rank_less(verdict, _verdict(name, rounds[1][:-1], judged)) if rounds[1:] else verdict
@@ -186,7 +193,7 @@ def _with_a_rank_less(verdict: Verdict, fewer: Verdict) -> Verdict:
 
 
 def judge_here(name: str, namespace: dict | None = None, rounds: list | None = None) -> Verdict:
-    """The verdict on an exercise that needs no ranks; no engines have to run. ``rounds`` as above."""
+    """Return the verdict on an exercise without ranks; no engines are needed. ``rounds`` as above."""
     exercise = EXERCISES[name]
     namespace = _names_of_the_notebook() if namespace is None else namespace
     observations = [_observe(exercise, namespace, None, None)]
@@ -196,7 +203,7 @@ def judge_here(name: str, namespace: dict | None = None, rounds: list | None = N
 
 
 def _what_is_judged(name: str, namespace: dict, where: str = " on rank 0") -> tuple[str, str]:
-    """The first line of the answer, and its fingerprint."""
+    """Return the first line of the answer, and its fingerprint."""
     return first_line(name, namespace, where), fingerprint(namespace.get(name))
 
 
@@ -207,7 +214,7 @@ def _verdict(name: str, observations: list, judged: tuple[str, str]) -> Verdict:
     picture = exercise.picture(observations) if exercise.picture and not problems else ""
     try:
         if problems:
-            # A rank whose wait timed out is a consequence; what another rank did wrong is the cause.
+            # A timed-out wait is a consequence. Report the mistake on another rank that caused it.
             first = min(problems, key=lambda problem: (problem.mistake == "waited", LEFT not in problem.hints))
             raise Wrong(first.mistake, first.rank, first.expected, first.got, *first.hints)
         score = exercise.judge(observations)
@@ -253,17 +260,17 @@ def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
 
 def _errors_of_waiting(comm) -> tuple:
     if comm is None:
-        return ()  # and MPI stays out of a notebook's process
+        return ()  # and the notebook's process does not import MPI
     from mpi4py import MPI
 
     return WaitTimeout, MPI.Exception
 
 
-# What a learner has handed in: its first line, its text, and what its errors say; without ranks, torch or MPI.
+# The learner's answer: first line, fingerprint and errors. This part needs neither ranks nor torch nor MPI.
 
 
 def first_line(name: str, namespace: dict, where: str = " on rank 0") -> str:
-    """The line by which a learner recognises what was judged."""
+    """Return the line by which a learner recognises the judged answer."""
     thing = namespace.get(name)
     if callable(thing):
         try:
@@ -277,7 +284,10 @@ def first_line(name: str, namespace: dict, where: str = " on rank 0") -> str:
 
 
 def _first_line_of_class(kind) -> str:
-    """Python keeps the lines of a cell for its functions and not for its classes: look above the first method."""
+    """Return the first line of a class.
+
+    Python stores the lines of a cell only for functions, so search above the first method.
+    """
     method = next(value for value in vars(kind).values() if inspect.isfunction(value))
     lines, _ = inspect.findsource(method)
     above = lines[: method.__code__.co_firstlineno]
@@ -285,12 +295,12 @@ def _first_line_of_class(kind) -> str:
 
 
 def fingerprint(thing: object) -> str:
-    """The same for two answers whose code, or value, is the same."""
+    """Return a hash that is equal for two answers with equal code, or equal values."""
     try:
         text = "".join(inspect.getsource(function) for function in _functions_of(thing)) or repr(thing)
     except (OSError, TypeError):
         text = "".join(f"{function.__code__.co_code}{function.__code__.co_consts}" for function in _functions_of(thing))
-    except Exception as error:  # a thing of the learner's that cannot be told
+    except Exception as error:  # the answer's repr fails
         text = type(error).__name__
     return hashlib.sha1(text.encode()).hexdigest()
 
@@ -303,7 +313,7 @@ def _functions_of(thing) -> list:
 
 
 def told(error: BaseException, thing: object) -> tuple[str, tuple]:
-    """What an error of an answer says, and hints that belong to its kind: where it happened, and what to look at."""
+    """Return the message of an answer's error, and hints: where it happened, and what to look at."""
     got = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     place = _place(error, thing)
     if place is None and isinstance(error, TypeError) and "argument" in f"{error}":
@@ -313,7 +323,7 @@ def told(error: BaseException, thing: object) -> tuple[str, tuple]:
 
 
 def _place(error: BaseException, thing) -> str | None:
-    """The innermost line of the answer itself that led to the error."""
+    """Return the innermost line of the answer itself that led to the error."""
     files = {function.__code__.co_filename for function in _functions_of(thing)}
     mine = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
     return f"It happens in line {mine[-1].lineno}, `{mine[-1].line}`" if mine else None
@@ -328,7 +338,7 @@ def _has(error: BaseException, sign: type | str) -> bool:
     return sign in f"{error}" if isinstance(sign, str) else isinstance(error, sign)
 
 
-# Kinds of an error, or words in its message, and what to look at: the first that fits.
+# (types of errors or words in the message, advice): the first that fits is shown.
 _ADVICE: tuple = (
     ((NameError,), "That name is not known there: has its cell run, on this side (with %%px: on the ranks)?"),
     (("should return None",), "A function that is to return nothing returns something: a lambda returns a value."),

@@ -1,4 +1,4 @@
-"""Answers talk through the communicator that they are given; ``world.comm`` is another one, with other ranks on it."""
+"""Make an answer use the communicator that it was given, by refusing calls on ``world.comm``, which has other ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +7,12 @@ OPERATIONS = ("all_reduce", "broadcast", "broadcast_object", "all_gather", "all_
 
 
 class OfTheWorld(BaseException):
-    """A call on another communicator than the one that was given."""
+    """A call on the world's communicator instead of the given one."""
 
 
 @contextmanager
 def world_out_of_reach() -> Iterator[None]:
-    """Meanwhile every call on ``world.comm`` ends the caller's part, in place of a wait for ranks that do not call."""
+    """Make every call on ``world.comm`` raise ``OfTheWorld`` in this block, instead of waiting for the other ranks."""
     from dtlib.world import init
 
     world = init().comm

@@ -1,8 +1,8 @@
-"""What an answer holds: the tensors that live, counted from their storages, wherever they are kept.
+"""Measure the memory that an answer keeps: all living tensors, counted by their storages.
 
-An object that hides a tensor in a global name, a closure or on a function still holds it, so nobody is asked: the
-garbage collector knows every tensor of this process. It does not know arrays of numpy, bytes and floats: those are
-looked for in the attributes, closures and global names of the answer.
+A tensor in a global name, a closure or a function's attribute still uses memory. So the garbage collector is asked,
+which knows every tensor of this process. It does not know numpy arrays, bytes and floats: those are searched in the
+attributes, closures and global names of the answer.
 """
 
 import array
@@ -16,12 +16,16 @@ from dtlib.lab.foreign import Tensor
 
 
 class Snapshot:
-    """``with Snapshot() as before:`` the tensors of this process as they are; ``before.new()`` tells what is new.
+    """A record of the tensors of this process, from which ``new`` finds later ones.
 
-    ``Snapshot(answer)`` finds its arrays, bytes and lists of floats as well, and those of the things ``of``.
+        with Snapshot() as before:
+            ...
+            before.new()
 
-    Meanwhile what was there before is frozen: the collector looks at nothing but what is new, which is fast. Where
-    somebody else has frozen objects it is not, as they could not be told apart afterwards.
+    ``Snapshot(answer)`` also finds the answer's arrays, bytes and lists of floats, and those of the objects ``of``.
+
+    Older objects are frozen in the block, so that the collector looks only at new ones, which is fast. If other code
+    has frozen objects already, nothing is frozen, because the two kinds could not be distinguished afterwards.
     """
 
     def __init__(self, *answers: object):
@@ -29,9 +33,9 @@ class Snapshot:
         self._old_buffers: dict = {}
 
     def __enter__(self) -> "Snapshot":
-        gc.collect()  # what nobody holds any more is not what was there before
+        gc.collect()  # garbage does not count as older memory
         self._tensors = _tensors()
-        # Storages are kept until the end: the address of one that is freed could be given to a new one.
+        # Keep the storages until the end: otherwise a new storage could get the address of a freed one.
         self._before = {_key(tensor): tensor.untyped_storage() for tensor in self._tensors}
         self._versions = [_version(tensor) for tensor in self._tensors]
         self._old_buffers = _buffers(self._answers)
@@ -45,11 +49,13 @@ class Snapshot:
             gc.unfreeze()
 
     def new(self, also: Sequence[Tensor] = (), of: Iterable = ()) -> list[Tensor]:
-        """A flat tensor for each storage that is new or was written to, and for those of the tensors ``also``, and
-        one of bytes for what is no tensor."""
+        """Return one flat tensor for each storage that is new, was written to, or belongs to ``also``.
+
+        Arrays, bytes and floats are appended as one tensor for each object.
+        """
         import torch
 
-        gc.collect()  # what is held by nothing but a circle is not held
+        gc.collect()  # objects in unreachable cycles do not count
         changed = [t for t, version in zip(self._tensors, self._versions, strict=True) if _version(t) > version]
         wanted = {_key(tensor) for tensor in [*also, *changed]}
         found = {}
@@ -66,7 +72,7 @@ def _tensors() -> list:
 
     from dtlib.comm.watch.in_step import living
 
-    # What communicators keep from call to call is no answer's.
+    # Buffers that communicators keep between calls do not belong to the answer.
     kept = {_key(tensor) for comm in list(living) for tensor in comm.held()["communication"]}
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     return _with_gradients([tensor for tensor in tensors if _has_storage(tensor) and _key(tensor) not in kept])
@@ -78,7 +84,7 @@ def _with_gradients(tensors) -> list:
 
 
 def _has_storage(tensor) -> bool:
-    """Not so sparse ones, and those on other devices are not counted."""
+    """Return whether a tensor is counted: dense and on the CPU."""
     import torch
 
     return tensor.layout == torch.strided and tensor.device.type == "cpu"
@@ -93,8 +99,10 @@ def _version(tensor) -> int:
 
 
 def _buffers(roots) -> dict:
-    """What has bytes of its own and is no tensor, by its address: arrays, bytes and lists of floats that are reached
-    from ``roots`` by way of containers, functions, and objects of the learner's own."""
+    """Return arrays, bytes and lists of floats that are reachable from ``roots``, by address.
+
+    Containers, functions and objects of the learner's own classes are followed.
+    """
     import numpy as np
     import torch
 
@@ -106,7 +114,7 @@ def _buffers(roots) -> dict:
     found, seen, todo = {}, set(), list(roots)
     while todo:
         thing = todo.pop()
-        kind = type(thing)  # not isinstance: that may ask the thing itself, and some of torch's warn
+        kind = type(thing)  # not isinstance, which may run code of the object; some of torch's warn
         if id(thing) in seen:
             continue
         seen.add(id(thing))
@@ -138,4 +146,5 @@ def _as_tensor(thing):
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Return the total size of tensors in bytes."""
     return sum(tensor.nbytes for tensor in tensors)

@@ -1,7 +1,7 @@
-"""Asynchronous operations of an answer, sends above all: does it ever ask whether they are over?
+"""Check that an answer waits for its asynchronous operations, especially sends.
 
-Until ``wait()`` returns, MPI may still read the tensor; whoever changes it before, sends what nobody meant. Short
-messages leave at once, so that neither values nor messages show a wait that is missing.
+MPI may read the tensor until ``wait()`` returns. If the answer changes the tensor earlier, wrong values are sent. Short
+messages leave at once, so neither values nor messages reveal a missing wait.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from dtlib.lab.foreign import Communicator
 
 
 class _Watched:
-    """A handle that remembers whether its end was seen."""
+    """A handle that records whether its completion was seen."""
 
     def __init__(self, handle):
         self._handle, self.seen = handle, False
@@ -28,8 +28,11 @@ class _Watched:
 
 @contextmanager
 def watched_handles(comm: Communicator, operation: str = "send") -> Iterator[list]:
-    """The handles of all sends, or of another operation, that are started on ``comm`` meanwhile, with ``async_op=True``
-    or by torch; yields them as a list. Those of mpi4py are not among them, as ``Waitall`` would not be seen."""
+    """Yield a list that collects the handles of all sends, or of another operation, on ``comm`` in this block.
+
+    These are operations with ``async_op=True``, or started by torch. Requests of mpi4py are not included, because its
+    ``Waitall`` could not be observed.
+    """
     call, handles = getattr(comm, operation), []
 
     def watched(*arguments, **named):
@@ -47,5 +50,5 @@ def watched_handles(comm: Communicator, operation: str = "send") -> Iterator[lis
 
 
 def not_waited_for(handles: list[_Watched]) -> tuple[int, int]:
-    """How many of these operations nobody has seen the end of, and how many there are."""
+    """Return how many operations were never seen to complete, and the number of all."""
     return sum(not handle.seen for handle in handles), len(handles)

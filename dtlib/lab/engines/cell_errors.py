@@ -14,21 +14,21 @@ from dtlib.lab.engines import on_ranks
 from dtlib.lab.engines.engine_set import EngineSet
 from dtlib.lab.engines.live import ranks_in_words
 
-ANSWER_SECONDS = 2  # for what takes ranks that are idle no time
-# Errors of ranks that another one's error has reached.
+ANSWER_SECONDS = 2  # seconds for requests that idle ranks answer at once
+# Errors that follow from an error on another rank.
 AFTERMATH = ("PeerFailed", "WaitTimeout", "GroupPeerFailed", "GroupTimeout")
 NAME = re.compile(r"name '(\w+)' is not defined")
 
 
 class RanksFailed(DtlibError):
-    """A cell raised an error on at least one rank: ``errors`` maps ranks to ipyparallel's RemoteError."""
+    """An error of a cell on at least one rank: ``errors`` maps ranks to ipyparallel's RemoteError."""
 
     def __init__(self, errors: dict, cures: list[str], waited: str = ""):
-        self.errors, self.cures, self.waited = errors, cures, waited  # waited: whom everybody waited for
+        self.errors, self.cures, self.waited = errors, cures, waited  # waited: the last wait
         super().__init__("; ".join(f"{who}: {error.ename}: {error.evalue}" for who, error in self._groups()))
 
     def _groups(self):
-        """Ranks that raised the same error, with one example of it."""
+        """Yield the ranks with equal errors, and one such error; errors that follow from others are last."""
         groups: dict = {}
         for rank, error in self.errors.items():
             groups.setdefault((error.ename, error.evalue), []).append(rank)
@@ -55,7 +55,7 @@ def raise_errors(errors: dict, waited: str, shell: InteractiveShell, engines: En
 
 
 def _refuse_where_out_of_step(engines, who: str) -> list[str]:
-    """After an error, have all ranks refuse the communicators that they have not used alike; says how to go on."""
+    """After an error, make all ranks refuse communicators on which their calls differ; return advice."""
     from dtlib.comm.watch import in_step
 
     if engines.reset_wanted:

@@ -16,8 +16,8 @@ from dtlib.lab.engines.engine_set import EngineSet
 from dtlib.lab.engines.live import LiveView, ranks_in_words
 from dtlib.lab.engines.outputs import as_list
 
-INTERRUPT_SECONDS = 20  # on a busy machine a rank takes its time
-KEEPER_SECONDS = 2  # until the keeper has noticed that ranks have ended
+INTERRUPT_SECONDS = 20  # seconds for a rank to react to an interrupt on a busy machine
+KEEPER_SECONDS = 2  # seconds until the keeper has noticed that ranks ended
 
 _serial = itertools.count()
 
@@ -79,12 +79,12 @@ def run_cell(cell: str, engines: EngineSet, shell: InteractiveShell, save_name: 
 
 
 def _reports(result) -> list[dict]:
-    """The newest report of each rank (``follow``, and other callers of publish_data)."""
+    """Return the latest report of each rank: of ``follow``, and of other callers of ``publish_data``."""
     return [data or {} for data in as_list(result.data)]
 
 
 def follow() -> None:
-    """On a rank: report its line and its waits to the notebook, and the end of each cell to the board."""
+    """On a rank: report the current line and waits to the notebook, and the end of each cell to the board."""
     from ipyparallel.engine.datapub import publish_data
     from IPython import get_ipython
 
@@ -95,7 +95,7 @@ def follow() -> None:
     execute = shell.kernel.do_execute
 
     async def do_execute(*args, **kwargs):
-        """The cell counts as it does in the notebook, which sends number and cell along as the label."""
+        """Run a cell with the notebook's cell number, which the notebook sends as the label."""
         board.cell = shell.kernel.get_parent().get("metadata", {}).get("label") or ""
         if (number := board.cell.partition(".")[0]).isdigit():
             shell.execution_count = int(number)
@@ -111,7 +111,7 @@ def follow() -> None:
         if error is None:
             board.end_cell("has finished its cell")
         elif isinstance(error, PeerFailed | WaitTimeout):
-            board.end_cell("timed out")  # so that others, too, are told of the rank that did not arrive
+            board.end_cell("timed out")  # so that other ranks also name the missing rank
         else:
             board.end_cell(f"raised {type(error).__name__}: {error}"[:120])
 
@@ -123,15 +123,16 @@ def follow() -> None:
 
 
 def _tell_where(running, publish) -> None:
-    """Every second of a cell that takes some, tell the notebook which of its lines this rank is in."""
+    """Report every second in which line of a cell this rank is."""
     from dtlib.comm.call import line_of
 
     main = threading.main_thread().ident
     while running.wait():
         time.sleep(1)
         frame, place = sys._current_frames().get(main or 0), None
-        while frame is not None:  # let go at once: a frame keeps its tensors, also after its function has returned
-            if "ipykernel_" in frame.f_code.co_filename:  # the outermost of these is the cell itself
+        # Release each frame at once: a frame keeps its function's tensors alive, even after the function has returned.
+        while frame is not None:
+            if "ipykernel_" in frame.f_code.co_filename:  # the outermost such frame is the cell
                 place = frame.f_code.co_filename, frame.f_lineno
             frame = frame.f_back
         if running.is_set() and place is not None:
@@ -139,7 +140,7 @@ def _tell_where(running, publish) -> None:
 
 
 def _waits() -> tuple[str, list[int]] | None:
-    """In which operation this rank waits, and for which others; None while it does not."""
+    """Return the operation in which this rank waits and the missing ranks; None if it does not wait."""
     from dtlib.comm.watch import blame, board
 
     if board.current is None:

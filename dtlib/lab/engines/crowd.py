@@ -1,7 +1,7 @@
-"""Many learners on one machine: their starts wait for one another, and time limits grow with the load.
+"""Many learners on one machine: starts of engines queue, and time limits grow with the load.
 
-A keeper's process has a name that says what it does, and every user can read it: nobody writes where others could, and
-who dies is out of the queue.
+The process that starts engines shows its state as its process name, which every user can read. So no shared file is
+needed, and a process that dies leaves the queue.
 """
 
 import ctypes
@@ -14,46 +14,49 @@ import psutil
 from dtlib.world.machine import usable_cores
 from dtlib.world.processes import Process, look
 
-WAITS, STARTS, KEEPS = "dtlib: waits", "dtlib: starts", "dtlib: keeps"  # at most 15 letters
+WAITS, STARTS, KEEPS = "dtlib: waits", "dtlib: starts", "dtlib: keeps"  # Linux allows 15 letters
 PR_SET_NAME = 15
-LONGEST_START, LONGEST_WAIT = 120, 900  # seconds; nobody waits longer, whatever others do
+LONGEST_START, LONGEST_WAIT = 120, 900  # seconds; limits for one start and for the queue
 MOST_PATIENCE = 8
 
 
 def name_this_process(name: str) -> None:
+    """Set this process's name, on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def patience() -> float:
-    """How many times longer than on an idle machine a start may take here and now."""
+    """Return the factor by which a start may take longer than on an idle machine."""
     return min(MOST_PATIENCE, max(1.0, os.getloadavg()[0] / usable_cores()))
 
 
 class Limit:
-    """So many seconds, or more as the load grows."""
+    """A time limit of ``seconds``, which grows with the load of the machine."""
 
     def __init__(self, seconds: float):
         self.seconds, self._began = seconds, time.monotonic()
 
     def passed(self) -> float:
+        """Return the seconds since the start."""
         return time.monotonic() - self._began
 
     def is_over(self) -> bool:
+        """Return whether the limit has passed."""
         return self.passed() > self.seconds * patience()
 
 
 class Queue:
-    """The turn of this process among those that start engines on this machine, whoever's they are."""
+    """This process's place among all processes, of all users, that start engines on this machine."""
 
     def __init__(self, at_once: int | None = None):
         self.at_once = at_once or max(1, usable_cores() // 2)
         self._me = Process.of(os.getpid())
         self._began = time.monotonic()
-        self._seen: dict[tuple[int, float], float] = {}  # process that starts -> since when
+        self._seen: dict[tuple[int, float], float] = {}  # process that starts -> time when it was first seen
 
     def before(self) -> int:
-        """How many are before this one; 0 once it may start."""
+        """Return the number of earlier processes in the queue, or 0 if this one may start."""
         now, before = time.monotonic(), 0
         if now - self._began > LONGEST_WAIT:
             return 0

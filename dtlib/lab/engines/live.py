@@ -1,9 +1,7 @@
-"""What a ``%%px`` cell shows while it runs: how far ranks are, whom they wait for, the latest lines of each; and the
-curve of what they train, as a picture that grows.
+"""The live view of a ``%%px`` cell while it runs: progress, missing ranks, latest lines, and a growing loss curve.
 
-It is for whoever watches, and goes away with the end of the cell, all but the curve: what is stored is the output in
-rank order. Where nobody could answer a question either (nbval, a notebook that is executed by a program), nothing live
-is shown.
+It disappears at the end of the cell, except for the curve; the stored output is in rank order. If no person watches
+(nbval, or a notebook that a program executes), nothing live is shown.
 """
 
 import time
@@ -16,21 +14,24 @@ from dtlib.lab.colours import RANK_COLOURS, rank_prefix
 from dtlib.lab.drawing import STYLE, Picture, subplots
 from dtlib.lab.foreign import AsyncResult, Client
 
-FIRST_SECONDS = 0.5  # shorter cells show their output at the end only
+FIRST_SECONDS = 0.5  # shorter cells have no live view
 EVERY_SECONDS = 0.2
-PICTURE_SECONDS = 1.0  # a picture takes a tenth of that to draw
-FORGET_SECONDS = 2.0  # what was waited for, once nobody waits
-PROGRESS_SECONDS = 5.0  # until a line says what each rank is doing
-MOST_LINES = 20  # of a rank
-MOST_LINES_OF_ALL = 120  # where there are many ranks
+PICTURE_SECONDS = 1.0  # drawing takes a tenth of this time
+FORGET_SECONDS = 2.0  # seconds for which a finished wait is remembered
+PROGRESS_SECONDS = 5.0  # seconds until a line shows what each rank does
+MOST_LINES = 20  # per rank
+MOST_LINES_OF_ALL = 120  # limit for many ranks
 LONGEST_LINE = 200
 
 
 class LiveView:
-    """``alone``: the cell shows nothing else, so that all of its output may be cleared; else the view is emptied."""
+    """The live view of one cell.
+
+    ``alone``: the cell has no other output, so all of it may be cleared; otherwise only the view is emptied.
+    """
 
     def __init__(self, alone: bool):
-        self.waited, self._waited_at = "", 0.0  # the last sentence about a wait, and when it was true
+        self.waited, self._waited_at = "", 0.0  # last message about a wait, and its time
         self._alone = alone
         self._watched = getattr(getattr(get_ipython(), "kernel", None), "_allow_stdin", False)
         self._began = self._drawn = time.monotonic()
@@ -40,13 +41,13 @@ class LiveView:
         self._text = self._reported = ""
 
     def show(self, ranks: list[int], running: list[bool], texts: list[str], reports: list[dict]) -> None:
-        """Draw anew, if there is something new: for each rank whether it still runs, its output, what it reports."""
+        """Redraw what has changed: for each rank, whether it runs, its output so far and its latest report."""
         now = time.monotonic()
         waiting = [rank for rank, report in zip(ranks, reports, strict=True) if report.get("waiting")]
         if waiting:
             sentence = next(filter(None, (report.get("waiting") for report in reports)))
             self.waited, self._waited_at = f"{ranks_in_words(waiting)} for {sentence}.", now
-        elif now - self._waited_at > FORGET_SECONDS:  # not at once: Stop ends a wait before it ends the cell
+        elif now - self._waited_at > FORGET_SECONDS:  # delayed, because Stop ends a wait before it ends the cell
             self.waited = ""
         said = _waits_in_words(waiting, reports) if waiting else self._reported * bool(self.waited)
         if said != self._reported:
@@ -71,7 +72,7 @@ class LiveView:
             self._pictured = time.monotonic()
 
     def close(self) -> None:
-        """Make room for what stays."""
+        """Remove the view, so that the final output takes its place."""
         if self._display is None:
             return
         if self._alone:
@@ -87,14 +88,14 @@ class LiveView:
                 self._curve = report["curve"], *report["progress"]
 
     def keep(self, reports: list[dict]) -> None:
-        """Below what stays: the whole curve, if one was drawn."""
+        """Display the complete curve below the output, if one was drawn."""
         if self._curve:
             self._note_curve(reports)
             display(_drawn(*self._curve))
 
 
 def _shown_in(handle, content, **raw):
-    """Show something in its place; returns the handle of the place."""
+    """Show content in the place of ``handle``, or in a new place; return the handle."""
     if handle is None:
         return display(content, display_id=True, **raw)
     handle.update(content, **raw)
@@ -102,7 +103,7 @@ def _shown_in(handle, content, **raw):
 
 
 def _drawn(curve: list[float], done: int, total: int, unit: str) -> Picture:
-    """The loss so far; ``curve`` goes from the first to the last step."""
+    """Return a picture of the loss from the first step to the last so far."""
     from matplotlib import rc_context
 
     with rc_context(STYLE):
@@ -113,6 +114,7 @@ def _drawn(curve: list[float], done: int, total: int, unit: str) -> Picture:
 
 
 def _latest(rank: int, text: str, most: int):
+    """Return the last lines of a rank, each with the rank's prefix."""
     lines = text.removesuffix("\n").rsplit("\n", most - 1) if text else []
     if lines and (before := lines[0].count("\n")):
         lines[0] = f"... {before + 1:,} lines before these ..."
@@ -120,7 +122,7 @@ def _latest(rank: int, text: str, most: int):
 
 
 def _progress(ranks, running, reports) -> str:
-    """``ranks 0, 2 in line 3: train(); rank 1 has finished``."""
+    """Return one line about all ranks, such as ``ranks 0, 2 in line 3: train(); rank 1 has finished``."""
     groups: dict[str, list[int]] = {}
     for rank, runs, report in zip(ranks, running, reports, strict=True):
         busy = f"in `{report['line']}`" if report.get("line") else "running"
@@ -139,7 +141,7 @@ def _progress(ranks, running, reports) -> str:
 
 
 def _waits_in_words(waiting: list[int], reports: list[dict]) -> str:
-    """Who waits for whom in which operation, without a line of the cell: ``ranks 0 and 1 wait for rank 2 (send)``."""
+    """Return which ranks wait for which, without code of the cell: ``ranks 0 and 1 wait for rank 2 (send)``."""
     waits = [report["waits"] for report in reports if report.get("waits")]
     others = sorted({rank for _, missing in waits for rank in missing} - set(waiting))
     operations = ", ".join(sorted({operation for operation, _ in waits}))
@@ -149,7 +151,7 @@ def _waits_in_words(waiting: list[int], reports: list[dict]) -> str:
 
 
 def whereabouts(cell: "AsyncResult | None", client: Client) -> dict[int, str]:
-    """What ranks that are not idle do, while a notebook waits for this ``cell`` (an AsyncResult), or for none."""
+    """Return what busy ranks do, by rank; ``cell`` is the AsyncResult of the running cell, or None."""
     outstanding = client.outstanding
     if cell is None:
         return {rank: "busy" for rank in client.ids} if outstanding else {}
@@ -169,7 +171,7 @@ def _doing(report: dict) -> str:
 
 
 def ranks_in_words(ranks: list[int]) -> str:
-    """``rank 2``, ``ranks 0 and 2``, ``ranks 0 to 3`` or ``ranks 0, 2, 3``."""
+    """Return ``rank 2``, ``ranks 0 and 2``, ``ranks 0 to 3`` or ``ranks 0, 2, 3``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) == 2:

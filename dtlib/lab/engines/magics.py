@@ -15,7 +15,7 @@ from dtlib.lab.engines.live import ranks_in_words
 
 
 def install(engines: EngineSet) -> None:
-    """Register ``%px`` and ``%%px`` for these engines, where there is an IPython to register them in."""
+    """Register ``%px`` and ``%%px`` for these engines, if IPython runs."""
     from IPython import get_ipython
 
     shell = get_ipython()
@@ -27,20 +27,21 @@ def install(engines: EngineSet) -> None:
 
 
 class RankMagics(ParallelMagics):
-    """``%px`` and ``%%px`` with outputs in rank order."""
+    """``%px`` and ``%%px`` with output in rank order."""
 
     def __init__(self, shell: InteractiveShell, engines: EngineSet):
         super().__init__(shell, engines.view)
         self.engines = engines
-        self._alone = False  # whether the notebook's cell shows nothing else
+        self._alone = False  # whether the notebook's cell has no other output
 
-    @functools.wraps(ParallelMagics.cell_px)  # its parser of arguments too
+    @functools.wraps(ParallelMagics.cell_px)  # also copies its parser of arguments
     def cell_px(self, line: str = "", cell: str = "") -> object:
         words = line.split()
         self._refuse_await(cell)
-        if "--local" in words:  # here first, so that the outputs of ranks come in the usual form
+        # Run the cell here first, so that the ranks' output has the usual form.
+        if "--local" in words:
             words.remove("--local")
-            if not self.shell.run_cell(cell).success:  # which has shown the error
+            if not self.shell.run_cell(cell).success:  # run_cell has shown the error
                 raise DtlibError("The cell failed here in the notebook, so it was not run on the ranks.")
         self._alone = "--local" not in line.split()
         try:
@@ -57,17 +58,18 @@ class RankMagics(ParallelMagics):
         self.engines.check_held()
         self._refuse_await(cell)
         if cell.strip() == "dtlib.reset()":
-            cell = "dtlib.reset();"  # nobody wants to see the world of each rank
+            cell = "dtlib.reset();"  # the semicolon hides each rank's World
         block = self.view.block if block is None else block
         if not block:
             return super().parallel_execute(cell, block=False, save_name=save_name)
+        # A reset from the panel's thread waits for this lock.
         with self.engines.turn:
             self.last_result = cells.run_cell(cell, self.engines, self.shell, save_name, self._alone)
         return None
 
     def _refuse_await(self, cell: str) -> None:
-        """An engine that awaits at the top level of a cell never answers."""
-        with suppress(SyntaxError):  # which ranks will report
+        """Raise for a top-level await, after which an engine never answers."""
+        with suppress(SyntaxError):  # the ranks will report it
             if self.shell.should_run_async(cell, transformed_cell=self.shell.transform_cell(cell)):
                 raise DtlibError(
                     "Ranks cannot await at the top level of a cell: write `async def main(): ...` around it and call "
@@ -77,7 +79,7 @@ class RankMagics(ParallelMagics):
 
 
 def _explain_local_name_error(engines, shell, kind, value, trace, tb_offset=None):
-    """Show a NameError of the notebook, and where the name is defined if the ranks have it."""
+    """Show a NameError of the notebook, and whether the ranks define the name."""
     lines = shell.InteractiveTB.structured_traceback(kind, value, trace, tb_offset=tb_offset)
     if match := NAME.search(str(value)):
         name = match.group(1)
@@ -91,6 +93,6 @@ def _explain_local_name_error(engines, shell, kind, value, trace, tb_offset=None
 
 
 def _ranks_know(engines, name: str) -> bool:
-    with suppress(Exception):  # an explanation must not hide the error that it explains
+    with suppress(Exception):  # an explanation must not hide the error
         return any(name in known for known in engines.ask(on_ranks.names, seconds=1) or ())
     return False

@@ -1,4 +1,4 @@
-"""What a notebook asks of each rank: functions that run on the engines."""
+"""Functions that a notebook calls on its engines."""
 
 import os
 import socket
@@ -9,16 +9,16 @@ from pathlib import Path
 MOST_NAMES = 500
 
 
-_joined: dict[str, str | None] = {}  # this rank's device, once it has joined
+_joined: dict[str, str | None] = {}  # this rank's device, after it has joined
 
 
 def join(ready_folder: str, notebook_folder: str) -> dict:
-    """Join the world, start importing torch in the background, and say who this rank is."""
+    """Join the world, import torch in the background, and return the facts about this rank."""
     from dtlib.lab.engines import cells
     from dtlib.world import init, reset
     from dtlib.world.machine import usable_cores
 
-    with suppress(OSError):  # on another machine the folder may not be there
+    with suppress(OSError):  # the folder may not exist on another machine
         os.chdir(notebook_folder)
     first_time = not _joined
     world = init() if first_time else reset()
@@ -33,7 +33,7 @@ def join(ready_folder: str, notebook_folder: str) -> dict:
 
 
 def names() -> list[str]:
-    """The names that cells have made on this rank."""
+    """Return the names that cells have defined on this rank."""
     from IPython import get_ipython
 
     shell = get_ipython()
@@ -41,24 +41,24 @@ def names() -> list[str]:
 
 
 def reset() -> int:
-    """``dtlib.reset()``; its world stays where it is."""
+    """Call ``dtlib.reset()`` and return this rank; the ``World`` object does not pickle."""
     from dtlib.world import reset
 
     return reset().rank
 
 
 def complete(line: str, position: int) -> tuple[str, list[str]]:
-    """The fragment before this position of a line, and the names that it may become on this rank."""
+    """Return the fragment before ``position`` in a line, and the names on this rank that complete it."""
     from IPython import get_ipython
 
     shell = get_ipython()
-    shell.Completer.use_jedi = False  # which would take seconds to load
+    shell.Completer.use_jedi = False  # jedi takes seconds to load
     fragment, names = shell.complete("", line, position)
     return fragment, list(names)[:MOST_NAMES]
 
 
 def inspect(name: str, detail_level: int) -> dict:
-    """What ``name?`` says on this rank, as MIME types; nothing where there is no such name."""
+    """Return what ``name?`` shows on this rank, as MIME types; empty for an unknown name."""
     from IPython import get_ipython
 
     try:
@@ -68,7 +68,7 @@ def inspect(name: str, detail_level: int) -> dict:
 
 
 def _take_gpu(local_rank: int) -> str:
-    """Give this rank a GPU of its own, or a share of one, before torch looks: there it is ``cuda:0``, the only one."""
+    """Assign a GPU to this rank, possibly shared, before torch starts: the rank sees only this one, as ``cuda:0``."""
     from dtlib.world.machine import visible_gpus
 
     gpus = visible_gpus()
