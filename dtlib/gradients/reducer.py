@@ -276,10 +276,10 @@ class Bucket:
 
 
 class GradientShard(Bucket):
-    """A bucket whose average is sharded: each rank receives its shard. ``average`` is the sum of these shards over passes.
+    """A bucket whose average is sharded: each rank receives its shard.
 
-    ``average`` is None before the first shard has arrived. Messages have dtype ``dtype``, and ``average`` has dtype
-    ``kept_in``.
+    ``average`` is the sum of this rank's shards over the passes of a step, or None before the first shard has arrived.
+    Messages have dtype ``dtype``, and ``average`` has dtype ``kept_in``.
     """
 
     average: torch.Tensor | None
