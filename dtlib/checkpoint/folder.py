@@ -202,6 +202,7 @@ def read_index(folder: Path) -> dict:
         )
     if lacking := [name for name in CONTENTS if name not in index]:
         raise CheckpointError(f"{path} lacks {', '.join(lacking)}: it is damaged, so take another checkpoint.")
+    # Check all entries now, so that later code can use the index without checks.
     with making_sense(path):
         decoded(index["extra"])
         for name, tensor in index["tensors"].items():
@@ -232,6 +233,7 @@ def bounds(piece: str) -> tuple[int, int]:
 
 def check_pieces(key: str, shape: Sequence[int], entry: dict) -> None:
     """Raise an error unless each element of a tensor is in exactly one file, and its dtype is known."""
+    # In sorted order, each piece must begin at the end of the previous one.
     at, follows = 0, True
     for start, stop in sorted(bounds(piece) for piece in entry["pieces"].values()):
         follows &= start == at

@@ -101,6 +101,7 @@ def _others(reader: Reader, held: list[Holding], optimizer, comm) -> tuple[dict,
         for holding in held:
             if holding.key in owned_here and (state := _state(reader, holding, optimizer)):
                 states[holding.key] = state
+        # A ZeroOptimizer and its local optimizer have separate groups: load the settings into both.
         for here in {id(o): o for o in (optimizer, local(optimizer)) if o is not None}.values():
             for group, saved in zip(here.param_groups, reader.index["optimizer"]["groups"], strict=True):
                 for name, value in saved["settings"].items():
@@ -117,6 +118,7 @@ def _fill(reader: Reader, held: list[Holding], optimizer, states: dict, settings
         values = reader.read(
             holding.name, "master" if "master" in roles else "value", holding.slice.start, holding.slice.stop
         )
+        # Value and master get the same numbers, each in its own dtype.
         for tensor in (holding.value, holding.master):
             if tensor is not None:
                 elements = elements_here(tensor)

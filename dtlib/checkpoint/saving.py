@@ -68,6 +68,7 @@ def save(
         tensors, summary = _what_this_rank_writes(model, optimizer, masters, extra, comm)
         return {**summary, "size": write_file(path, tensors, mark)}
 
+    # Rank 0 commits only when all ranks have written their files. If a step fails on one rank, all ranks raise.
     try:
         mine = together(comm, write)
         everyones = comm.all_gather_object(mine)
@@ -152,6 +153,7 @@ def _index(everyones: list[dict], mark: str) -> dict:
                 )
             if start < stop:
                 entry["pieces"][file_name(rank, mark)] = f"{start}:{stop}"
+    # Each rank writes only a part of a replicated tensor, so these tensors must be equal on all ranks.
     for rank, summary in enumerate(everyones):
         if lacking := sorted(first["digests"].keys() ^ summary["digests"].keys()):
             raise CheckpointError(

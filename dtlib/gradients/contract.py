@@ -91,6 +91,7 @@ class Contract:
         """Raise an error if a precondition was violated since the last step; all ranks call it."""
         if closure is not None:
             self._refuse("step() takes no closure: call loss.backward() first, and then step()")
+        # With the loss of mean_over_tokens, ranks may have different numbers of tokens.
         divided = self.whole in divided_by_all_tokens
         divided_by_all_tokens.discard(self.whole)
         for parameter in self.shards:
@@ -135,6 +136,7 @@ class Contract:
         tensors = [one for one in (*inputs, *named.values()) if isinstance(one, torch.Tensor) and one.dim()]
         if not tensors:
             self._refuse("the model got no tensor of samples: pass the batch as its first")
+        # The first tensor is the batch. Boolean tensors are masks, whose True elements count in the loss.
         first, masks = tensors[0], [int(one.sum()) for one in tensors if one.dtype == torch.bool]
         has_tokens = first.dim() > 2 or not first.is_floating_point()  # (samples, tokens, ...)
         self.samples = (tuple(first.shape[: 1 + has_tokens]), *masks)

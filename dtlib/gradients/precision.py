@@ -185,6 +185,7 @@ def clip_by_norm(
     counted = ordinary if counted is None else [gradient.as_subclass(torch.Tensor) for gradient in counted]
     norms = [torch.linalg.vector_norm(one, norm_type) for one in counted if one.numel()]
     norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.float64)
+    # Combine the norms of the ranks' shards: the maximum, or the root of the sum of powers.
     if comm is not None and norm_type == float("inf"):
         norm = comm.all_reduce(norm.double(), op="max")
     elif comm is not None:

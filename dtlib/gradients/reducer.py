@@ -104,6 +104,7 @@ class Reducer:
                 "activation checkpointing use checkpoint(..., use_reentrant=False)."
             )
         self._missing[b].discard(parameter)
+        # A complete bucket waits for earlier buckets, because all ranks must launch collectives in the same order.
         while self._launched < len(self.buckets) and not self._missing[self._launched]:
             self._launch_next()
         if self.progress == "inline":
@@ -156,7 +157,7 @@ class Reducer:
         # All messages have arrived, so training can continue after an error below.
         self._launched, self._under_way = 0, False
         self._check_flags(on_any, on_all)
-        factor = self._correction() if on_all[0] else None
+        factor = self._correction() if on_all[0] else None  # only if gradients are weighted by samples
         for bucket, its_used in zip(self.buckets, used, strict=True):
             bucket.finish(factor, its_used)
         self.passes += 1
@@ -414,6 +415,7 @@ def _is_alone(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
     # Do not bind the gradient to a local name: that would be one more reference.
     if parameter.grad is None or parameter.grad.dtype != dtype or not parameter.grad.is_contiguous():
         return False
+    # Compare with a new gradient, to which nothing else refers: the counts themselves depend on the Python version.
     new = torch.zeros(1, requires_grad=True)
     new.grad = torch.zeros(1)
     return _references(parameter) == _references(new)

@@ -30,6 +30,7 @@ def check_same_model(parameters: dict, comm: Communicator, who: str) -> None:
                 f"{name}.requires_grad_(False)."
             )
     check_axis(parameters, comm, who)
+    # Every rank compares all ranks with rank 0, so all ranks raise the same error.
     mine = {name: (tuple(parameter.shape), types.dtype_name(parameter.dtype)) for name, parameter in parameters.items()}
     first, *others = comm.all_gather_object(mine)
     for rank, theirs in enumerate(others, 1):

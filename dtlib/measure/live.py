@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtlib.measure.storages import strided
 
-Place = tuple[str, int]  # a file and a line in it
+Place = tuple[str, int]  # file name and line number
 BEFORE: Place = ("before", 0)
 PASSED_BY = f"{torch.__path__[0]}/", __file__  # files whose frames are skipped when we look for the allocating line
 

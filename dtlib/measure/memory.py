@@ -130,6 +130,7 @@ class Memory:
 
     def _count_at_the_end(self) -> None:
         at_the_end = self._counted()
+        # Gradients may be freed by the end of the block, so use the samples from before the optimizer's step.
         sampled = self.sampled or at_the_end
         for name in ("gradients", "gradient_padding"):
             at_the_end[name] = sampled[name]

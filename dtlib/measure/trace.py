@@ -84,6 +84,7 @@ def clock_offset(comm: Communicator, clock: Callable[[], float] = time.monotonic
         rank r   asks at a -----------\\            /-------> gets t at b
         rank 0                         reads t -----           offset = t - (a + b) / 2
     """
+    # Rank 0 serves the other ranks in turn. The shortest round trip has the smallest error.
     reading = np.zeros(1)
     best = (float("inf"), 0.0)
     for other in range(1, comm.size):

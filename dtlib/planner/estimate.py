@@ -190,6 +190,7 @@ def search(
         if number == MOST_PLANS:
             raise PlanError(f"{gpus} GPUs have more than {MOST_PLANS:,} plans: fix some, such as tensor=8,pipe=4.")
         each = estimate(model, plan, device)
+        # Keep the best plan of each mesh.
         mesh = (plan.data, plan.tensor, plan.pipe, plan.context, plan.expert)
         if mesh not in found or _rank(each) < _rank(found[mesh]):
             found[mesh] = each

@@ -1,7 +1,8 @@
 """Bytes on a GPU: model states, activations, logits, and temporary buffers.
 
 Let n be the tokens of a micro-batch on a rank, t the number of tensor ranks, and k the width of keys and values. With
-sequence parallelism o = t, otherwise o = 1. A layer stores these bytes for the backward pass (16-bit numbers):
+sequence parallelism o = t, otherwise o = 1. Symbols h, f, a, s and V are those of model.py. A layer stores these bytes
+for the backward pass (16-bit numbers):
 
     GPT      n h 10/o + n (2 (h + 2 k) + 2 h + 4 f)/t  =  n h (10/o + 24/t) with f = 4 h      and scores
     Llama    n h  8/o + n (2 (h + 2 k) + 2 h + 8 f)/t                                           and scores

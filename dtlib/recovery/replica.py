@@ -62,6 +62,7 @@ class Replica:
         if len(x) < comm.size:
             raise DtlibError(f"Step {self.steps} has a batch of {len(x)} samples for {comm.size} ranks: take more.")
         mine = slice(len(x) * comm.rank // comm.size, len(x) * (comm.rank + 1) // comm.size)
+        # Weight the loss by this rank's part of the batch, so that the sum over ranks is the mean over the batch.
         with self.undone_by_an_error():
             self.optimizer.zero_grad()
             loss = self.loss_fn(self.model(x[mine]), y[mine]) * len(x[mine]) / len(x)

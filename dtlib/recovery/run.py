@@ -96,6 +96,8 @@ class Run:
                 sentence = f"{event['sentence']} The step is undone on all ranks, and tried once more."
                 if sentence not in self.said:  # several ranks may have written it
                     self._say(sentence)
+        # With ULFM, mpiexec does not report a dead rank. A rank is dead if its process is gone and it has not logged
+        # "ended" or "raised".
         if self.survive and over is None:
             left = {event["rank"] for event in self.events if event["what"] in ("ended", "raised")}
             self._note_the_dead(

@@ -43,6 +43,7 @@ def train_and_shrink(replica: Replica, comm: Communicator, steps: int, tell: Tel
         raise DtlibError("Where a rank dies, this job ends: start the ranks with mpiexec --with-ft ulfm to go on.")
     while True:
         try:
+            # After a failure, start again here: the new rank 0 broadcasts its state to the other live ranks.
             replica.check_same(comm)
             replica.load(comm.broadcast_object(replica.state()))
             while replica.steps < steps:

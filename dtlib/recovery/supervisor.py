@@ -9,7 +9,7 @@ from dtlib.recovery.run import Run
 from dtlib.world.launch import forked_ranks
 
 
-@forked_ranks()  # most of a start is imports
+@forked_ranks()  # forked ranks start faster, because most of a start is imports
 def supervise(
     program: list[str], ranks: int, folder: str | PathLike[str], replace: bool = True,
     say: Callable[[str], object] = print, watch: Callable[[Run], object] | None = None,

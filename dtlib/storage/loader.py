@@ -172,6 +172,7 @@ class Loader:
 
         All samples of a window are announced together, with the first batch that needs one of them.
         """
+        # With single-sample blocks, the samples of a batch are not adjacent, so nothing is announced.
         piece = self._order["block"] * self._order["window"]
         announced = self._taken // piece * piece
         for first in firsts:

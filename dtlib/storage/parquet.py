@@ -154,7 +154,7 @@ class _Counted(io.RawIOBase):
         memory = bytearray(size)
         got = self._files.read_into([memoryview(memory)], self._name, self._at) if size else 0
         self._at += got
-        return memory if got == size else memory[:got]  # type: ignore[return-value]  # bytes would be one more copy
+        return memory if got == size else memory[:got]  # type: ignore[return-value]  # bytes would need another copy
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._files.size(self._name)}[whence]
