@@ -91,9 +91,9 @@ class MasterWeights:
 class LossScale:
     """The factor that multiplies the loss, so that small gradients do not underflow in float16.
 
-    The scale doubles after ``window`` steps in a row without overflow. It halves after ``hysteresis`` steps with an
-    overflow, and then with each further overflow until it doubles again; it stays at least ``smallest``. The caller
-    skips the optimizer's step if there is an overflow. With ``dynamic=False`` the scale is constant.
+    The scale doubles after ``window`` steps in a row without overflow. After ``hysteresis`` steps with an overflow the
+    scale halves, and then again with each further overflow until it has doubled. The smallest scale is ``smallest``.
+    The caller skips the optimizer's step if there is an overflow. With ``dynamic=False`` the scale is constant.
 
     Counterpart: DeepSpeed's ``DynamicLossScaler``.
     """

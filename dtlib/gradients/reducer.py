@@ -13,9 +13,8 @@ A bucket is launched when all its gradients are ready and all earlier buckets ar
 parameter, the bucket is launched at the end of the backward pass, with zeros for that gradient.
 
 The collective is an argument. With ``AllReduce`` every rank receives the average, and all buckets may be in flight at
-the same time. With ``ReduceScatter`` every rank receives its shard of the average. It waits for a bucket before it
-launches the next one, so only one bucket needs memory. Communication hooks and Horovod's compression have their own
-collectives.
+the same time. With ``ReduceScatter`` every rank receives its shard of the average. Only one bucket is in flight at a
+time, so only one bucket needs memory. Communication hooks and Horovod's compression have their own collectives.
 """
 
 from __future__ import annotations
@@ -208,9 +207,9 @@ class Reducer:
 class RootBuffers:
     """The module's buffers, broadcast from one rank in the first forward pass of each step.
 
-    All ranks call ``broadcast()`` in each forward pass. It does nothing until a backward pass has set ``stale``,
-    because autograd may have saved the buffers for that backward pass. Counterpart: ``broadcast_buffers`` of torch's
-    DDP, which broadcasts in each forward pass.
+    All ranks call ``broadcast()`` in each forward pass. The next broadcast happens only after a backward pass has set
+    ``stale``, because autograd may have saved the buffers for that backward pass. Counterpart: ``broadcast_buffers`` of
+    torch's DDP, which broadcasts in each forward pass.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator):
@@ -230,7 +229,7 @@ class RootBuffers:
 class Bucket:
     """Gradients of ``parameters`` that are sent in one message, in ``dtype`` (by default that of the parameters)."""
 
-    # Both exist from the launch to the end of the pass.
+    # The buffer and the handle exist from the launch to the end of the pass.
     buffer: FlatBuffer
     handle: Operation
 
@@ -381,7 +380,7 @@ class ReduceScatter:
         self._travels: tuple | None = None  # the bucket in flight, and whether it is weighted
 
     def launch(self, bucket: GradientShard, weight: float | None, flags: list[bool]) -> None:
-        """Wait for the bucket before, so that only one needs memory; then start the reduce-scatter of this one."""
+        """Wait for the previous bucket, so that only one needs memory; then start the reduce-scatter of ``bucket``."""
         self._collect_last()
         whole = bucket.flat_gradients(weight)
         own = whole.new_empty(bucket.shards.length)
@@ -399,7 +398,8 @@ class ReduceScatter:
     def collect(self, buckets: Sequence[GradientShard], flags: list[bool]) -> tuple[list, list, list]:
         """Wait for the last bucket; return used parameters per bucket, flags set on any rank, and flags set on all."""
         self._collect_last()
-        # The maximum of a flag says whether any rank has set it; that of its negation, whether any rank has not.
+        # One all-reduce with "max": a flag's maximum says whether any rank has set it, and the maximum of its negation
+        # says whether any rank has not.
         mine = [*flags, *(not flag for flag in flags), *(used for bucket in buckets for used in bucket.used)]
         rest = iter(self.comm.all_reduce(torch.tensor(mine, dtype=torch.int8), op="max").tolist())
         on_any, on_all = [next(rest) > 0 for _ in flags], [next(rest) == 0 for _ in flags]

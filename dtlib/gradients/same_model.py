@@ -106,7 +106,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch
 def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
     """Return a checksum of eight bytes, equal if all values are equal bit by bit.
 
-    It adds the values as integers. Integer sums do not depend on the order, so they are equal on all kinds of machines.
+    The values are added as integers. Such a sum does not depend on the order, so it is equal on all kinds of machines.
     """
     flat = [tensor.detach().view(BITS[tensor.element_size()]).flatten() for tensor in tensors]
     # torch converts the summands to int64 first, so sum parts to limit the memory of that copy.

@@ -74,8 +74,8 @@ class Memory:
     * ``activations``: tensors that autograd saved for the backward pass, without the lines above. With activation
       checkpointing these are the stored tensors only;
     * ``total``: all lines except activations and peak;
-    * ``peak``: the largest number of live bytes at any time. It includes the lines above when the block began, and all
-      that this thread allocated in the block. It does not include batches from before the block.
+    * ``peak``: the largest number of live bytes at any time: the lines above when the block began, and all that this
+      thread allocated in the block. Batches from before the block are not included.
 
     ``live`` (live.py) counts the peak: ``m.live.now`` is the number at any moment, and ``m.live.by_line()`` lists the
     lines that allocated the memory.

@@ -78,7 +78,7 @@ def phase(name: str) -> AbstractContextManager[None]:
 def clock_offset(comm: Communicator, clock: Callable[[], float] = time.monotonic) -> float:
     """Return the seconds to add to this rank's ``clock`` to get rank 0's clock; all ranks call it.
 
-    It uses the shortest of several round trips, and assumes that rank 0 read its clock in the middle. The error is at
+    The shortest of several round trips is used, as if rank 0 had read its clock in the middle of it. The error is at
     most half of the round trip. F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989.
 
         rank r   asks at a -----------\\            /-------> gets t at b
