@@ -1,11 +1,12 @@
-"""What plain classes rely on, looked after on all ranks: their own lines are about their idea alone.
+"""Preconditions of the plain classes, checked here so that a plain class contains only its algorithm.
 
-    at construction     the same parameters on all ranks, and of a kind that the class takes
-    forward pass        the same parameters as at construction; no gradients left over from before
-    step                of each parameter one gradient on each rank; as many samples and tokens on all ranks, and
-                        as many that count in masks, or a loss of mean_over_tokens (tokens.py)
+    at construction     all ranks have the same parameters, of a kind that the class supports
+    forward pass        the parameters are those of the construction; no gradients are left from an earlier pass
+    step                each parameter has one gradient on each rank; all ranks have equally many samples and tokens,
+                        and equally many True elements in masks, or use the loss of mean_over_tokens (tokens.py)
 
-Whatever lies outside is refused on every rank, with a sentence that names the way round: mostly the full class.
+A violation raises a ``DtlibError``. Its message names the alternative, which is usually the full class. The checks at
+construction and at the step compare all ranks, and raise on every rank.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ if TYPE_CHECKING:
 
 
 class Contract:
-    """The contract of class ``who`` about ``model`` on ``comm``; all ranks make one.
+    """The preconditions of the plain class named ``who``, for ``model`` on ``comm``; all ranks construct it.
 
     Args:
-        units: modules that have to share out all parameters, all trained, of one dtype, float32 or float64.
-        in_order: gradients have to be computed in one order on all ranks.
+        who: the name of the class in error messages.
+        model: the model to train; its forward passes are checked.
+        comm: all ranks that average gradients.
+        units: modules of which each parameter is in exactly one. All parameters must be trained, and of one dtype,
+            float32 or float64. With units (ZeRO), gradients are averaged after the hook, not in it.
+        in_order: require that all ranks compute gradients in the same order.
     """
 
     def __init__(
@@ -61,35 +66,39 @@ class Contract:
         self.averaged_later = units is not None
         if units is not None:
             self._check_units(units)
-        self.whole, self.comm = comm, comm.split(0)  # apart from gradients, which some ranks may wait for
-        self.samples: tuple = ()
-        self.ready: list = []  # of the last forward pass; parameters with a gradient since the last step
+        # The checks use a communicator of their own, because a rank may still wait for gradients on ``comm``.
+        self.whole, self.comm = comm, comm.split(0)
+        self.samples: tuple = ()  # the sizes of the last forward pass's batch, and True elements of each mask
+        self.ready: list = []  # parameters that got a gradient since the last step, in this order
         model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
 
     def gradient_is_ready(self, parameter: nn.Parameter) -> None:
+        """Record that autograd has computed the gradient of ``parameter``; a hook of the plain class calls it."""
         if self.averaged_later and not self.ready:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         self.ready.append(parameter)
-        if self.averaged_later and parameter.grad is not None:  # torch's clipping would take it for the average
+        # Until the average exists, ``grad`` is of this rank's batch only. The subclass makes torch's clipping fail.
+        if self.averaged_later and parameter.grad is not None:
             parameter.grad = parameter.grad.as_subclass(UnaveragedGradient)
 
     def _backward_ends(self) -> None:
-        """Until the step torch's clipping finds tensors that refuse it, in place of gradients that have left."""
+        """Set placeholders where gradients were freed, so that torch's clipping fails and does not skip them."""
         for parameter in self.ready:
             if parameter.grad is None:
                 parameter.grad = GoneGradient.like(parameter)
 
     def check_step(self, closure: Callable | None = None) -> None:
-        """Refuse what happened since the last step; all ranks call it."""
+        """Raise an error if a precondition was violated since the last step; all ranks call it."""
         if closure is not None:
             self._refuse("step() takes no closure: call loss.backward() first, and then step()")
+        # With the loss of mean_over_tokens, ranks may have different numbers of tokens.
         divided = self.whole in divided_by_all_tokens
         divided_by_all_tokens.discard(self.whole)
         for parameter in self.shards:
             give_kind(parameter)
         ready = [self.names[parameter] for parameter in self.ready]
         kept = sorted(ready) == sorted(self.names.values())
-        # A number a rank: where all are the same, all have done the same, and no rank need tell what.
+        # Each rank contributes one hash. Only if the hashes differ do ranks exchange the facts themselves.
         note = repr((kept, divided, divided or self.samples, self.in_order and ready)).encode()
         notes = np.zeros(self.comm.size, dtype=np.int64)
         notes[self.comm.rank] = int.from_bytes(blake2b(note, digest_size=7).digest(), "little")
@@ -127,6 +136,7 @@ class Contract:
         tensors = [one for one in (*inputs, *named.values()) if isinstance(one, torch.Tensor) and one.dim()]
         if not tensors:
             self._refuse("the model got no tensor of samples: pass the batch as its first")
+        # The first tensor is the batch. Boolean tensors are masks, whose True elements count in the loss.
         first, masks = tensors[0], [int(one.sum()) for one in tensors if one.dtype == torch.bool]
         has_tokens = first.dim() > 2 or not first.is_floating_point()  # (samples, tokens, ...)
         self.samples = (tuple(first.shape[: 1 + has_tokens]), *masks)
@@ -154,7 +164,7 @@ class Contract:
 
 
 def check_input(x: torch.Tensor, weight: torch.Tensor, who: str) -> None:
-    """Refuse an input that is not what this rank's ``weight``, (out_features, in_features), multiplies."""
+    """Raise an error unless ``x`` fits this rank's ``weight``, of shape (out_features, in_features), and its dtype."""
     if x.shape[-1:] != weight.shape[1:] or (x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type)):
         raise DtlibError(
             f"{who} takes {weight.shape[1]} features a rank, of {weight.dtype}: this input is {x.dtype} of shape "
@@ -163,7 +173,7 @@ def check_input(x: torch.Tensor, weight: torch.Tensor, who: str) -> None:
 
 
 def around(kind: type | ModuleType, name: str, function: Callable) -> None:
-    """Let a method of a plain class, or a function of a plain file, be ``function(plainly, ...)``."""
+    """Wrap method or function ``name`` of ``kind``, a class or module: calls become ``function(original, ...)``."""
     plainly = vars(kind)[name]
 
     @wraps(plainly)
@@ -174,7 +184,7 @@ def around(kind: type | ModuleType, name: str, function: Callable) -> None:
 
 
 def beforehand(kind: type | ModuleType, name: str, check: Callable) -> None:
-    """Let it call ``check`` first, with the same arguments."""
+    """Make method or function ``name`` of ``kind`` call ``check`` first, with the same arguments."""
 
     def checked(plainly, *args, **named):
         check(*args, **named)
@@ -184,6 +194,6 @@ def beforehand(kind: type | ModuleType, name: str, check: Callable) -> None:
 
 
 def group_and_communicator(group: AnyCommunicator | None) -> tuple[ProcessGroup | None, Communicator]:
-    """torch's group for a plain class, and its communicator, from either; None is torch's default group."""
-    comm = as_communicator(group or dist.group.WORLD)  # type: ignore[arg-type]  # which refuses None
+    """Return torch's process group and dtlib's communicator for ``group``, which is either, or None for the default."""
+    comm = as_communicator(group or dist.group.WORLD)  # type: ignore[arg-type]  # as_communicator refuses None
     return comm.group, comm

@@ -1,15 +1,15 @@
-"""What a rank holds for its strategies, in their own words: whoever keeps memory has a method ``held()``.
+"""The memory of strategies, by purpose: an object that allocates buffers reports them through a method ``held()``.
 
-It returns lists of tensors by kind, as far as there are any:
+The method returns lists of tensors. Each of these keys is optional:
 
-    parameters      views of flat memory: whole parameters, or this rank's slices of them
-    gradients       likewise, whether they still travel or are averages
-    masters         what an optimizer updates in place of parameters: slices of them, or copies in float32
-    communication   memory in which messages are put together or arrive, and parameters that are gathered for a while
-    communicators   those that are not found as ``comm``
+    parameters      views of flat buffers: whole parameters, or this rank's slices of them
+    gradients       views of flat buffers: averages, or gradients that are still in flight
+    masters         tensors that an optimizer updates instead of parameters: slices of them, or float32 copies
+    communication   buffers of messages, and parameters that are gathered for a short time
+    communicators   communicators that are not the attribute ``comm``
 
-What lies around views in flat memory is padding. Ordinary parameters and their gradients, and states of torch's
-optimizers, are found without a word.
+Memory of a flat buffer outside the views is padding. Ordinary parameters, their gradients and the states of torch's
+optimizers are found without this method.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ KINDS = ("parameters", "gradients", "masters", "communication", "communicators")
 
 
 def held(*things: object) -> dict[str, list]:
-    """What these hold, and the modules inside them, by kind: lists, in which a tensor may stand more than once."""
+    """Return the tensors of these objects and the modules inside them, by kind; a tensor may be in a list twice."""
     found: dict[str, list] = {kind: [] for kind in KINDS}
     for thing in things:
         ones: Iterable = thing.modules() if isinstance(thing, nn.Module) else [thing]

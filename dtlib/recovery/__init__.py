@@ -1,13 +1,13 @@
-"""A rank dies: what is lost, and three ways to go on.
+"""Three ways to continue training after a rank has died.
 
-                                  needs               goes on with   does again             costs meanwhile
-    restart.py   start all again  nothing             any number     steps since it saved   a checkpoint now and then
-    memory.py    commit, restore  ULFM                those left     steps since a commit   a copy in memory a commit
-    shrink.py    shrink, go on    ULFM, whole steps   those left     the step under way     nothing
+                                    needs               continues with    repeats                cost without failure
+    restart.py   restart all ranks  nothing             any number        steps since the save   checkpoints
+    memory.py    commit, restore    ULFM                remaining ranks   steps since a commit   copies in memory
+    shrink.py    shrink             ULFM, atomic steps  remaining ranks   the current step       nothing
 
-The last two need all of the model on every rank. What is in shards (ZeRO) or in stages (pipelines) is lost with its
-rank, and goes back to the checkpoint. From outside, run.py says in a sentence why a training ended, and supervisor.py
-starts it again.
+The last two need the whole model on every rank. With shards (ZeRO) or stages (pipelines), the state of a dead rank is
+lost, so training must restart from a checkpoint. Two files work from outside the ranks: run.py reports why a training
+run ended, and supervisor.py restarts it.
 """
 
 from dtlib.recovery.journal import Journal

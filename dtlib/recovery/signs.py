@@ -1,12 +1,13 @@
-"""Signs of life that travel with the gradients: how long each rank computed, whether its gradient is finite, and
-whether somebody has asked it to end.
+"""Status of each rank, sent with the gradients: its compute time, whether its gradient is finite, and end requests.
 
-Each rank fills its own places of a vector and leaves zeros in those of the others, so the sum has everybody's:
+Each rank fills its own elements of a vector and sets the others to zero. So the sum contains the elements of all ranks:
 
                seconds           not finite    asked to end
     rank 0   [ 0.011  0      0     0  0  0       0  0  0 ]
-    rank 1   [ 0      0.034  0     0  0  0       0  0  1 ]  ...
-    sum      [ 0.011  0.034  0.01  0  0  1       0  0  0 ]   rank 2's gradient is not finite: all ranks know it
+    rank 1   [ 0      0.034  0     0  0  0       0  1  0 ]
+    rank 2   [ 0      0      0.01  0  0  1       0  0  0 ]
+    sum      [ 0.011  0.034  0.01  0  0  1       0  1  0 ]   now all ranks know: rank 2's gradient is not finite, and
+                                                             rank 1 has received a request to end
 """
 
 import signal
@@ -19,31 +20,33 @@ import torch
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 
-LOOK_BACK = 8  # steps: a rank is late if it was in the middle of so many
-TIMES = 2.0  # as long as the others
-LEAST_SECONDS = 0.02  # below, it is the noise of a busy machine
+# A rank is late if the median of its compute times over the last LOOK_BACK steps is over TIMES times the median of the
+# other ranks. Times below LEAST_SECONDS do not count: on a busy machine they are noise.
+LOOK_BACK = 8
+TIMES = 2.0
+LEAST_SECONDS = 0.02
 
 
 class NotFinite(DtlibError):
-    """A gradient with inf or NaN on some rank; all ranks raise it, and no parameter has changed."""
+    """A gradient has an infinity or a NaN on some rank. All ranks raise it, and no parameter has changed."""
 
 
 class AskedToEnd(DtlibError):
-    """A rank got SIGTERM or SIGUSR1; all ranks raise it together, between two steps."""
+    """A rank has received SIGTERM or SIGUSR1. All ranks raise it in the same step, and no parameter has changed."""
 
 
 class Signs:
-    """``late`` says in a sentence which rank holds up the others, or is empty."""
+    """The status of this rank and the others. ``late`` is a report of the rank that delays the others, or empty."""
 
     def __init__(self):
         self.asked, self.late = False, ""
-        self.seconds = defaultdict(lambda: deque(maxlen=LOOK_BACK))  # of each rank of the world
+        self.seconds = defaultdict(lambda: deque(maxlen=LOOK_BACK))  # world rank -> its last compute times
 
     def listen(self) -> "Signs":
-        """From now on SIGTERM, and SIGUSR1, which mpiexec passes on, end the training after a step.
+        """Install handlers so that SIGTERM and SIGUSR1 end the training between two steps; return this object.
 
-        Schedulers send one of them some time before the limit: ``sbatch --signal=B:USR1@60``. Of SIGTERM mpiexec leaves
-        its ranks some tenths of a second only.
+        Schedulers can send a signal some time before the limit: ``sbatch --signal=B:USR1@60``. mpiexec forwards SIGUSR1
+        to its ranks. After SIGTERM, mpiexec gives its ranks only some tenths of a second.
         """
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._hear)
@@ -53,15 +56,21 @@ class Signs:
         self.asked = True
 
     def of_this_rank(self, comm: Communicator, gradients: Iterable[torch.Tensor], seconds: float) -> torch.Tensor:
+        """Return this rank's vector, of ``3 * comm.size`` elements, for the all-reduce."""
         finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
         signs = torch.zeros(3, comm.size)
         signs[:, comm.rank] = torch.tensor([seconds, not finite, self.asked])
         return signs.flatten()
 
     def check(self, signs: torch.Tensor, step: int, comm: Communicator) -> None:
-        """Raise what all ranks have to know. ``step`` is the one that is under way, counted from 0."""
+        """Evaluate the sum of all ranks' vectors; ``step`` is the current step, counted from 0.
+
+        Raises:
+            NotFinite: if a gradient of any rank is not finite.
+            AskedToEnd: if any rank has received a signal.
+        """
         seconds, broken, asked = signs.view(3, comm.size).tolist()
-        members = comm.members  # a rank keeps the number that it had in the world
+        members = comm.members  # world ranks, which do not change when ranks die
         self._compare(dict(zip(members, seconds, strict=True)))
         if any(broken):
             raise NotFinite(
@@ -90,6 +99,6 @@ class Signs:
 
 
 def ranks_in(flags: Iterable, members: Iterable[int]) -> str:
-    """``rank 2``, or ``ranks 0 and 2``, as the world counts them."""
+    """Return the members whose flag is set as text: ``rank 2``, or ``ranks 0 and 2`` (world ranks)."""
     found = [str(member) for flag, member in zip(flags, members, strict=True) if flag]
     return f"rank {found[0]}" if len(found) == 1 else f"ranks {', '.join(found[:-1])} and {found[-1]}"
