@@ -12,10 +12,11 @@ that calls ``init_process_group("dtlib")`` or ``init_process_group("gloo")`` is 
 
 which sets torch's usual variables in each process (__main__.py).
 
-With this backend torch's classes get features of dtlib's communicator: Stop and Ctrl-C, an error message that names the
-missing rank, ``dtlib.trace()``, an emulated slow network (``dtlib.backend.emulate_network``) and ``dtlib.reset()``. In
-notebooks ranks compare their arguments before each collective. In scripts ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` enables
-this check. Without it, ranks that pass tensors of different shapes may get wrong values without an error.
+With this backend torch's classes get features of dtlib's communicator. Stop and Ctrl-C work, and an error message names
+the missing rank. ``dtlib.trace()``, ``dtlib.reset()`` and an emulated slow network
+(``dtlib.backend.emulate_network``) work, too. In notebooks ranks compare their arguments before each collective. In
+scripts ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` enables this check. Without it, ranks that pass tensors of different shapes
+may get wrong values without an error.
 
 This file stays small: other modules of the backend are imported when the first group is made.
 """

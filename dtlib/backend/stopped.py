@@ -1,7 +1,7 @@
 """Detection of torch modules that were stopped in the middle of a step; their next forward pass raises an error.
 
-Only stops in a forward or backward pass are detected. torch does not record whether the optimizer has stepped, so a
-stop between the backward pass and the end of ``optimizer.step()`` is not detected.
+Only stops in a forward or backward pass are detected. A stop after the backward pass is not detected, because torch
+does not record whether the optimizer has stepped.
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ def count_on_ranks(
 ) -> int:  # fmt: skip
     """Count on all ranks of ``comm``; every rank returns the total.
 
-    Each rank counts in bursts of about half a second, and then calls ``progress(done)`` with an estimate of the points
-    that all ranks counted in the burst: its own points times the number of ranks.
+    Each rank counts in bursts of about half a second. After each burst it calls ``progress(done)`` with an estimate of
+    the points that all ranks counted in it: its own points times the number of ranks.
     """
     start, stop = slice_of(points, comm.rank, comm.size)
     inside = np.zeros(1, dtype=np.int64)

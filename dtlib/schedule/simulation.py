@@ -1,8 +1,9 @@
 """Simulation of a schedule: when each action runs, idle time, and number of stored activations.
 
 An action starts as soon as its rank has finished the previous action and its inputs have arrived. The model assumes
-asynchronous sends and a network without congestion: any number of messages are in flight while ranks compute, and a
-send costs the sender no time. It leaves out the optimizer, the all-reduce of gradients, and ranks that share cores.
+asynchronous sends and a network without congestion. Any number of messages are in flight while ranks compute, and a
+send costs the sender no time. The model leaves out the optimizer, the all-reduce of gradients, and ranks that share
+cores.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Closed formulas of collectives: messages, elements sent, rounds and seconds (pure Python).
 
-The cost model: a message of n bytes takes ``latency + n / bandwidth`` seconds between any two ranks, and a rank sends
-at most one message and receives at most one at a time. In the usual letters alpha is the latency, beta = 1 / bandwidth
+In the cost model a message of n bytes takes ``latency + n / bandwidth`` seconds between any two ranks. At a time, a
+rank sends at most one message and receives at most one. In the usual letters alpha is the latency, beta = 1 / bandwidth
 the seconds per byte, and gamma the seconds to combine two bytes. ``lg`` is ceil(log2 N).
 
     operation, algorithm                  messages of all ranks   rounds       seconds
@@ -109,7 +109,7 @@ def elements_sent_by_the_busiest(operation: str, algorithm: str, ranks: int, cou
 
 
 def rounds(operation: str, algorithm: str, ranks: int) -> int:
-    """Return the number of messages in sequence, each of which costs one ``latency``."""
+    """Return the number of messages in sequence; each one costs one ``latency``."""
     n, lg = ranks, log2_up(ranks)
     whole, extra = _whole_and_extra(ranks)
     return {

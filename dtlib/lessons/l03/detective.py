@@ -64,6 +64,7 @@ def ended(sequences: list[list], tensor: int) -> list[int]:
         begin = rank - rank % tensor
         return range(begin, begin + tensor) if line == 5 else range(rank % tensor, RANKS, tensor)
 
+    # A collective ends when the current call of every member of its group is that line. Repeat until none can end.
     done, goes_on = [0] * RANKS, True
     while goes_on:
         goes_on = False

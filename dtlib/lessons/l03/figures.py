@@ -5,8 +5,8 @@ from dtlib.lab.drawing import shown, subplots
 from dtlib.lab.tables import Table
 
 SUM = "0.25"  # grey, because a sum belongs to no single rank
-# Name -> data of each of four ranks before and after: a letter for the values of a rank, with a number for one piece of
-# them, "+" for a sum, and "" for nothing.
+# Name -> data of each of four ranks before and after. A letter stands for the values of a rank, a letter and a number
+# for one piece of them, "+" for a sum, and "" for nothing.
 COLLECTIVES = {
     "broadcast": (["a"] + 3 * [""], 4 * ["a"]),
     "reduce": (["a", "b", "c", "d"], ["+", "", "", ""]),

@@ -9,6 +9,7 @@ RESIZED = ("The tensor has another length now.", "Change values in place (+=, co
 
 def judge_ring(observations) -> None:
     """Check that every rank has the sum in its own tensor, and sent no more bytes than a ring needs."""
+    # Values of all lengths first: advice about waits and cost is of no use for a wrong result.
     _judge_operations(observations)
     for cases in _by_length(observations):
         _judge_errors(cases)
@@ -111,6 +112,7 @@ def _judge_values(cases) -> None:
                          for value, right in zip(case["values"], expected, strict=True)),
           f"1/{size} of it: a mean over ranks", "The sum is asked for: who divides?",
           "Add what is received, and leave it at that.")
+    # Compare with other reductions over ranks than the sum.
     columns = torch.stack([input_of(r, length, size, dtype).double() for r in range(size)])
     everywhere = torch.tensor([case["values"] for case in cases.values()], dtype=torch.float64)
     for op in ("amax", "amin", "prod"):
@@ -119,6 +121,7 @@ def _judge_values(cases) -> None:
               "The way round the ring is right. What becomes of a chunk that arrives in the first half?",
               "Chunks are added: incoming += received.")
     sent = [sum(name == "send" for name, *_ in case["operations"]) for case in cases.values()]
+    # Each element's sum, read as digits in base BASE, says how often each rank's values are in it.
     everything = [_times(case["values"][i], i, size, dtype) for case in cases.values() for i in range(length)]
     wrong("other-values", None in everything, got,
           "This is no sum of the ranks' values: does a receive write over what is still to be added, or sent?",

@@ -12,8 +12,8 @@ BASE = 64
 def lengths(ranks: int) -> tuple[int, ...]:
     """Return the lengths to test.
 
-    They are: divisible by the number of ranks, not divisible, shorter than the number of ranks, one, zero, and chunks
-    so long that MPI sends them only when the receive is posted.
+    Lengths are divisible by the number of ranks, not divisible, shorter than the number of ranks, one, and zero. The
+    last length has chunks so long that MPI sends them only when the receive is posted.
     """
     return 12 * ranks, 13 * ranks - 1, max(1, ranks - 1), 1, 0, LONG * ranks
 

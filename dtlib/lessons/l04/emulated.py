@@ -13,7 +13,7 @@ from dtlib.measure.trace import phase
 
 
 class SleepingLayer(torch.autograd.Function):
-    """An identity whose backward pass sleeps, as if an accelerator computed, and gives gradients of one."""
+    """An identity that sleeps in its backward pass, as if an accelerator computed; gradients are one."""
 
     @staticmethod
     def forward(ctx, x, weight, seconds, name):

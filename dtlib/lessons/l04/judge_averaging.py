@@ -71,6 +71,7 @@ def _judge_values(cases, moved: bool) -> None:
         wrong("gradient-lost", True, f"{name}.grad", "None", "Write the average back to parameter.grad.",
               "Nothing may set parameter.grad to None after backward(): copy the average into it.")
     _judge_roots(cases, off, where, expected)
+    # If all gradients on all ranks are wrong by one factor, the factor says which mistake it is.
     everywhere = [(r, n) for r in range(size) for n in expected if expected[n] is not None]
     ratios = {(r, n): _ratio(cases[r]["gradients"][n], expected[n]) for r, n in everywhere}
     same = set(ratios.values())

@@ -151,6 +151,7 @@ def _halves() -> list[tuple[list[str], list[float]]]:
     """Return each product of a spread, a divisor and a quantile, with the mistakes in it, for all pairs."""
     from scipy import stats
 
+    # Half the width is spread / divisor * quantile. An empty name marks the right choice of each factor.
     stdev, pstdev, variance = statistics.stdev, statistics.pstdev, statistics.variance
     spreads = (
         ("", lambda a, b: stdev(_minus(a, b))), ("population", lambda a, b: pstdev(_minus(a, b))),

@@ -1,4 +1,4 @@
-"""Lesson 06: check of a stage 2 whose values are right, but whose memory grows from step to step."""
+"""Lesson 06: check of a stage 2 with right values and growing memory."""
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.exercise import Exercise, rows

@@ -1,6 +1,6 @@
 """The schedule explorer: sliders, a simulated schedule, and the same schedule on the engines.
 
-The stages are EMULATED: each computes a small layer and then sleeps for the time of its action, so that more ranks than
+The stages are EMULATED: each computes a small layer and then sleeps for the time of its action. So more ranks than
 cores can work at the same time. The schedule, its messages and the gradients are real.
 """
 
@@ -125,7 +125,7 @@ def run(name: str | list, ranks: int, microbatches: int, backward: float = 2.0, 
 
 
 def _schedule(order: Order, comm, microbatches: int):
-    """Return a schedule whose stages do not sleep yet."""
+    """Return a schedule of stages that do not sleep yet."""
     stages = comm.size * order.chunks
     own = [
         pipeline.PipelineStage(EmulatedStage(_Scale(), 0, 0), index, stages, comm)

@@ -33,6 +33,7 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
         return
     if not got.isfinite().all():
         _tell_mixed_up(rank, what, cases)
+    # Least squares: with which weights do the micro-batches' gradients add up to this gradient?
     found = torch.linalg.lstsq(each, got.unsqueeze(1), driver="gelsd").solution.flatten()
     if not _same(each @ found, got, each):
         _tell_mixed_up(rank, what, cases)

@@ -148,6 +148,7 @@ def watched(inner, expected: list, events: list, last: bool = False):
 
         def forward(self, x):
             microbatch, kept = which(x.detach()), weakref.WeakSet()
+            # With checkpointing, a micro-batch passes first without a graph, and later again with one.
             again = torch.is_grad_enabled() and microbatch in self._without_graph
             events.append(Acted("R" if again else "F", microbatch))
             if again:
@@ -155,6 +156,7 @@ def watched(inner, expected: list, events: list, last: bool = False):
             elif not torch.is_grad_enabled():
                 self._without_graph.add(microbatch)
 
+            # autograd stores these wrappers, and frees them with the graph, so ``kept`` shows how long it lives.
             def keep(tensor):
                 one = _Kept(tensor)
                 kept.add(one)

@@ -157,6 +157,7 @@ def taken_in(blocks, mistake: str = ""):
 
     top, total, out = nothing()[1], torch.zeros(QUERIES).double(), nothing()[0]
     for scores, values in blocks:
+        # Online softmax: when the maximum grows, earlier sums are rescaled to the new maximum.
         new_top = torch.maximum(top, scores.amax(-1))
         weights = (scores - new_top[:, None]).exp()
         rescaled = (top - new_top).exp()

@@ -96,6 +96,7 @@ class PowerSGD(Whole):
                 rests.append(torch.zeros_like(piece))
                 continue
             m = piece.unflatten(2, shape)
+            # One power iteration: m is approximated by p q^T, with p orthonormal.
             q = self.q.get(number, PowerSGDState.first_q(self, m[0, 0]).expand(len(m), -1, -1))
             p = torch.linalg.qr((m @ q[:, None]).mean(1))[0]
             own = m.mT @ p[:, None]
@@ -171,6 +172,7 @@ def run(method, seeds, rates: Tensor, steps: int = STEPS) -> tuple[list[float], 
     for step in range(steps):
         seen = order[:, step * BATCH * RANKS : (step + 1) * BATCH * RANKS]
         x, y = images[train.gather(1, seen)].view(-1, BATCH, 64), labels.gather(1, seen).view(-1, BATCH)
+        # One row for each network and rank, so that one backward pass gives the gradients of all ranks.
         each = flat.expand(-1, RANKS, -1).reshape(-1, COUNT).requires_grad_()
         [gradients] = torch.autograd.grad(digits.losses(_layers(each), x, y).sum(), each)
         with torch.no_grad():

@@ -85,7 +85,7 @@ def config(plan: Plan, steps: int = 4, limit: bool = True, link: bool = True, mo
 def measured(plan: Plan, steps: int = 4, comm=None, **asked) -> dict:
     """Train on all ranks; return the measurements.
 
-    They are ``held`` (bytes on each rank), ``sent`` (payload bytes of this rank in the fifth step), and ``seconds`` per
+    ``held`` has the bytes on each rank. ``sent`` is the payload of this rank in the fifth step. ``seconds`` are per
     step, the median after the second step.
     """
     import dtlib
