@@ -26,7 +26,7 @@ UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, e
 
 class _Parser(argparse.ArgumentParser):
     def exit(self, status=0, message=None):
-        print(end="", flush=True)  # as in main
+        print(end="", flush=True)  # raises OSError here, not at exit, as in main
         super().exit(status, message)
 
     def error(self, message):
@@ -194,6 +194,7 @@ def _pi_on_this_rank(options) -> int:
     comm = init().comm
     kernel = KERNELS[options.kernel]
     kernel(0, 1)  # compile before the time is taken
+    # The table shows the speed-up over one rank, so rank 0 first counts alone.
     alone = None
     if not options.json:
         comm.barrier()

@@ -18,7 +18,8 @@ BLOCK = 1024
 SLICES = 256
 
 
-# Triton would compile a special kernel for an argument of 1. One kernel for all ranges and seeds is enough.
+# By default Triton compiles special kernels, for example with an argument of 1 as a constant. Here one kernel serves
+# all ranges and seeds.
 @triton.jit(do_not_specialize=["start", "stop", "seed"])
 def _count_kernel(
     total, start, stop, seed,

@@ -158,6 +158,7 @@ def _refuse_incomplete(schedule, stages: int, microbatches: int) -> None:
     for stage in range(stages):
         for microbatch in range(microbatches):
             forward, whole, *halves = (Action(stage, kind, microbatch) for kind in KINDS)
+            # A backward pass is B, or both I and W. If one half is there, both are needed.
             some_half = next((half for half in halves if half in present), None)
             if whole in present and some_half:
                 raise ScheduleError(

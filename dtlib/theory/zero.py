@@ -73,6 +73,7 @@ def zero_bytes(
     scheme, sizes, frozen = _checked(parameters, ranks, stage, scheme, frozen)
     whole, own = sum(sizes), sum(_shard(size, ranks, rank) for size in sizes)
     frozen_held = sum(_shard(size, ranks, rank) if stage == 3 else size for size in frozen)
+    # Padding of whole buffers, and of this rank's shards.
     missing_at_all = sum(-size % ranks for size in sizes)
     missing_here = sum(_ceil(size, ranks) - _shard(size, ranks, rank) for size in sizes)
     padding = {

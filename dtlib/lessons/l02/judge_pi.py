@@ -80,6 +80,7 @@ def judge_estimate(observations) -> None:
               f"{got}, the mean of the ranks' own estimates",
               "Reduce the counts, not the estimates: unequal slices must not have equal weight.",
               "Sum the counts, then compute pi once.")
+        # Wrong value -> hint.
         hints = {
             inside / points: "This is the fraction of points inside: pi is four times as much.",
             inside: "This is the count: pi is four times its fraction of the points.",
@@ -145,6 +146,7 @@ def recorded_ranges(names: dict):
 
         return count
 
+    # Replace the kernels under all names by which an answer may call them.
     places = [
         (space, name, thing)
         for space in (vars(pi), pi.KERNELS, names)
@@ -179,6 +181,7 @@ def _check_ranges(ranges_by_rank, points: int) -> None:
           "The value may be right, but every rank did the whole work: no speed-up.", SLICE_HINT)
     wrong("same-points", size > 1 and len(set(ranges)) == 1, f"every rank counted the points {_text(ranges[0])}",
           "All ranks draw the same points: what differs between them?", SLICE_HINT)
+    # In the order of their starts, ranges must join without gap and overlap.
     position = 0
     pieces = sorted((start, stop, rank) for rank, mine in enumerate(ranges) for start, stop, _ in mine if start < stop)
     for start, stop, rank in pieces:

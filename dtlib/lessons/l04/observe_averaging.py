@@ -109,6 +109,7 @@ def _observe(wrap, comm, hooks):
         case = {"model": model, "kind": kind, "hooks": hooks, "samples": len(x)}
         case["begins"] = values_of(net)
         net.zero_grad()
+        # A copy of the net without averaging gives this rank's own gradient, for comparison.
         local = MODELS[model](seed=comm.rank)
         for mine, theirs in zip(*([*each.parameters(), *each.buffers()] for each in (local, net)), strict=True):
             mine.data.copy_(theirs.data)

@@ -155,6 +155,7 @@ def _judge_held(cases) -> None:
     shard = length_of(count, ranks) * NUMBER
     whole = ranks * shard
     for rank, case in enumerate(cases):
+        # Two shards of moments, one of the gradient, and one of parameters if they are not updated in place.
         if case["held"] <= whole + 4 * shard + SPARE:
             continue
         expected = f"{whole} bytes of parameters; of this rank's shard {2 * shard} of states, {shard} of its gradient"

@@ -35,6 +35,7 @@ def observe_steps(cls, comm):
         for step in range(STEPS):
             with Live() as live:
                 loss = steps.step(*make_batch(comm.rank, step))
+            # Only numbers are kept here, because a reference to the loss or its graph would count as new memory.
             loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
             one = {"loss": float(loss) if isinstance(loss, float | torch.Tensor) else None, "peak": live.peak}
             del loss

@@ -86,6 +86,7 @@ def judge_sharded(observations) -> None:
 def _judge_shards(seen, step: int) -> None:
     import torch
 
+    # This process computes the gradients of all ranks, and averages them.
     ranks, net = len(seen), make_net()
     locals_ = []
     for rank in range(ranks):

@@ -26,6 +26,7 @@ def measured(timeline, unit: float = 1.0) -> Simulation:
     """
     phases = [event for event in timeline.events if event.action is not None]
     schedule, start, end = [[] for _ in {event.rank for event in phases}], {}, {}
+    # An action starts to compute when the last wait in its phase has ended.
     for phase in phases:
         action = Action(*phase.action)
         waited = [

@@ -124,6 +124,7 @@ def observe(step, comm) -> list[dict]:
     from dtlib.measure.live import Live
 
     found = []
+    # Each case runs twice: first for values and sends, then with instruments for memory.
     for kind, measured in [(kind, measured) for measured in (False, True) for kind in CASES]:
         case = {"kind": kind, "measured": measured, "count": CASES[kind][0]}
         found.append(case)
@@ -135,6 +136,7 @@ def observe(step, comm) -> list[dict]:
                     step(comm, inner, *arguments)
                 case["other"] = most[0]
             elif measured:
+                # Gradients exist before, so that the step does not count them as new memory.
                 for parameter in inner.parameters():
                     parameter.grad = parameter.detach() * 0
                 stage = tracked(inner, watch := Watch())
@@ -287,6 +289,7 @@ def _judge_bytes(rank: int, size: int, few: dict, many: dict, of_last: dict) -> 
           f"{alive['gradients']} gradients of inputs that were sent back are alive",
           "x.grad is sent to the rank before. Who keeps it, once it has left?",
           "Handles of both directions: those of gradients, too, are dropped when handle.done().")
+    # The peak may grow by a few numbers per micro-batch, and by tensors that local variables still refer to.
     most = few["peak"] + more * NUMBERS * NUMBER + FRAMES * BORDER
     lines = "; ".join(f"{count:,} of `{text}`" for count, text in many["lines"])
     wrong("grows", many["peak"] > most,

@@ -98,6 +98,7 @@ def _judge_input_gradient(one, ways, rank: int, ranks: int, step: int) -> None:
     got = as_tensor(one["x"])
     if same(got, right):
         return
+    # If the gradient of the first weight is right, the second sum comes after it in the backward pass, in f.
     weight, of_weight = next(iter(ways["parameters"][rank].values()))
     weight_is_right = any(
         same(as_tensor(g), of_weight) for p, g in one["parameters"] if g is not None and same(as_tensor(p), weight)

@@ -59,6 +59,7 @@ def _observe(cls, comm, kind: str, mine) -> dict:
         theirs = [parameter for linear in whole for parameter in linear.parameters()]
         model = cls(*whole, comm)
         shared = _with_memory_of(model, theirs)
+        # Without the whole layers, only memory that the answer keeps counts.
         del whole, theirs
         seen = {"held": nbytes(before.new(of=[model])), "shared": shared, "passes": []}
     for step in range(PASSES):

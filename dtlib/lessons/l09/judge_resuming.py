@@ -31,6 +31,7 @@ def observe_resuming(Epoch, comm):
             got, states = [], []
             for rank in range(ranks):
                 epoch = Epoch(order_of(samples), batch_size, rank, ranks)
+                # In one case the state is loaded into an epoch that has begun.
                 if state is not None and place == BEGUN:
                     next(iter(epoch), None)
                 if state is not None:
@@ -43,6 +44,7 @@ def observe_resuming(Epoch, comm):
                         break
                 got.append(taken)
                 states.append(_as_text(epoch.state_dict()) if steps is not None else "")
+            # All ranks resume from the state of rank 0, because the number of ranks may change.
             state = states[0]
             case.append((got, states))
             if state.startswith("no JSON"):

@@ -64,6 +64,7 @@ def _judge_loss(it, rank: int) -> None:
 def _judge_evaluate(found: list) -> None:
     """Check evaluations on all ranks, and on all ranks but the last, which then runs alone."""
     ranks, n = found[0]["ranks"], found[0]["images"]
+    # Observations from the same number of ranks belong to one evaluation.
     alike = [one for one in found if one["ranks"] == ranks]
     shown = {place for one in alike for place in one["seen"]}
     for rank, one in enumerate(found):

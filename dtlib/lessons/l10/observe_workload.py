@@ -42,8 +42,10 @@ def observe_workload(my_workload, comm) -> dict:
     of_train = _all_of(work.train)[0]
     seen["trains on"] = [len(of_train), _digest([of_train])]
     seen["in train"] = sum(bool((of_train == image).flatten(1).all(1).any()) for image in images) / len(images)
+    # All ranks return here together, because the calls below are collective.
     if any(comm.all_gather_object(seen["in train"] > 0.1 or "losses" in seen)):
         return seen
+    # Evaluate also on all ranks but the last, because an answer may use the world instead of its communicator.
     fewer = comm.split(comm.rank // max(1, comm.size - 1))
     fewer.time_limit = comm.time_limit
     seen["evaluated"] = [_evaluated(work, images, labels, on) | {"random": random[-1:]} for on in (comm, fewer)]

@@ -119,12 +119,13 @@ def _explain_efficiency(rank, kind, seconds, n, wanted, got, strong, weak, digit
         (wanted / first**2, "base-divides", f"The base did not take {first} times as little: its work is n0 * t0."),
         (1 / wanted, "upside-down", "Efficiency falls as ranks are added."),
     ]
-    if kind == "strong" and n % first:  # a mix-up of weak and strong fails before
+    if kind == "strong" and n % first:  # a mix-up of weak and strong fails at an earlier table
         hint = f"{n} ranks are {n / first:g} times as many as {first}, which is no whole number: // cuts it off."
         mistakes.insert(0, (seconds[first] / seconds[n] / (n // first), "whole-multiples", hint))
     if wanted > 1:
         hint = "More than 1 may be measured, as with more ranks more fits into their caches: leave it as it is."
         mistakes.insert(0, (1, "cut-to-one", hint))
+    # The first mistake that gives this value is reported, so special cases were put in front.
     wrong = rows(rank, expected)
     for value, mistake, hint in mistakes:
         wrong(mistake, _same(got, value), f"{got:.4g}", hint, _EFFICIENCY)

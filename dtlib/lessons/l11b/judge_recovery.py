@@ -101,6 +101,7 @@ def _explain(name: str, living: dict, rank: int) -> None:
         case["deaths"] for case in living.values()
     ):
         wrong("other-steps", True, f"ranks did {sorted(begun)} steps", "All ranks do all steps.")
+    # The first step of each survivor after the death.
     resumed = {r: min(c["steps"][c["deaths"]], default=STEPS) for r, c in living.items()}
     wrong("from-the-beginning", not any(resumed.values()),
           "it begins with step 0 again, on parameters that had been trained",
@@ -157,6 +158,7 @@ def _explain_step(living: dict, rank: int, what: str) -> None:
                     f"samples {twice[:5]} are on several",
                     "batch_of gives the batch of all ranks: which part is this rank's?",
                     "x[comm.rank :: comm.size] gives each sample to one rank.")
+    # Train in one process with each mistake, and compare the parameters.
     wrong = rows(rank, what)
     for factor, mistake in ((len(living), "mean-of-means"), (1, "sum-of-means")):
         wrong(mistake, _close(living[rank]["parameters"], alone(weights=_of_means(shares, factor))),

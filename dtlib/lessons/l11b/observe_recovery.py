@@ -110,6 +110,7 @@ def _train(train, comm, case: str, deaths=()) -> dict:
         if case == MISTAKE and step == 2 and len(steps) == 2:
             steps.append(step)
             raise _Mistake
+        # BaseExceptions, so that an answer that catches the failure of a rank does not catch them.
         if len(steps) > 3 * STEPS:
             raise Endless
         steps.append(step)
@@ -119,6 +120,7 @@ def _train(train, comm, case: str, deaths=()) -> dict:
         of_step[step] = batch_of(step)
         return of_step[step]
 
+    # Find out which samples of the step's batch this rank computes, by comparing rows.
     def look(_, inputs):
         last = first.last()
         if last.at is not None and torch.is_grad_enabled():

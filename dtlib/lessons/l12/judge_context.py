@@ -132,6 +132,7 @@ def judge_merge(observations) -> None:
                     "other-lse": (lambda old, new: new, "of the new block alone"),
                     "largest-lse": (torch.maximum, "the larger of the two"),
                 }
+                # A mistake is named only if it explains the results of all ranks and cases.
                 everywhere = [(each[w][1], a, b) for r, each in enumerate(observations)
                               for w, ((_, a), (_, b)) in pairs(r).items()]
                 found = [m for m, (of, _) in said.items() if all(torch.allclose(c, of(a, b)) for c, a, b in everywhere)]

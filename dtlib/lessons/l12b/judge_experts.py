@@ -77,6 +77,7 @@ def judge_balance(observations) -> None:
             wrong("own-share", same(got, own) and not same(own, ones * of_all),
                   "the share of this rank's choices alone",
                   "Each rank may be in balance, and all together not: whose choices are to be counted?", _MEAN)
+            # The gradient may be right up to a factor, which says what is wrong (_judge_factors).
             factor = got.sum() / (ones * of_all).sum()
             if not same(got, factor * ones * of_all):
                 soft = sum(choices(each, top)[0].mean(0) for each in range(ranks)) / ranks

@@ -32,6 +32,7 @@ def played(
     kept, means, of_rank_0 = [torch.zeros(COUNT).double() for _ in range(ranks)], [], []
     for step in range(STEPS):
         own = [gradient_of(rank, step) for rank in range(ranks)]
+        # Right: wanted = gradient + kept; send a part of it; keep the rest. The other branches are planted mistakes.
         factor = {"none": 0, "beside": 0, "other sign": -1}.get(feedback, 1)
         wanted = [g + factor * k for g, k in zip(own, kept, strict=True)]
         sent = sent_of(wanted, own) if sent_of else [send(w) for w in wanted]
@@ -219,6 +220,7 @@ def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
               "With what is that which is sent multiplied?",
               "Signs times wanted.abs().mean(), which is one number of each rank; of top-k, the values as they are.")
     own, sent = gradient_of(rank, 0), send(gradient_of(rank, 0))
+    # Right: kept = 1 * gradient - 1 * sent. Other factors are mistakes.
     keeps = factors(as_tensor(seen["kept"][0]), own, sent)
     if first and keeps and not same(as_tensor(keeps), as_tensor([1, -1])):
         raise Wrong(
