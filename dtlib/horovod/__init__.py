@@ -15,8 +15,8 @@ names of tensors, and announces each tensor that is ready on all ranks (A. Serge
 easy distributed deep learning in TensorFlow", arXiv:1802.05799). Here ranks compare the names of their operations in
 notebooks, but not in scripts.
 
-Names, arguments and defaults follow ``horovod.torch`` 0.28, as far as its examples and tutorials use them. Any other
-name of ``horovod.torch`` raises ``MissingPart``, whose message names the alternative.
+Names, arguments and defaults follow ``horovod.torch`` 0.28, as far as its examples and tutorials use them. Other
+known names of ``horovod.torch`` raise ``MissingPart``, and the message names an alternative.
 """
 
 # ruff: noqa: F401, I001

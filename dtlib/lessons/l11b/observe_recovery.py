@@ -110,7 +110,7 @@ def _train(train, comm, case: str, deaths=()) -> dict:
         if case == MISTAKE and step == 2 and len(steps) == 2:
             steps.append(step)
             raise _Mistake
-        # BaseExceptions, so that an answer that catches the failure of a rank does not catch them.
+        # Endless and Apart are BaseExceptions, so an answer that catches the failure of a rank does not catch them.
         if len(steps) > 3 * STEPS:
             raise Endless
         steps.append(step)
