@@ -1,7 +1,8 @@
-"""How groups begin, are renewed by ``dtlib.reset()``, and end.
+"""Creation of process groups, their renewal after ``dtlib.reset()``, and their end.
 
+torch's call             called by      the group's communicator is made with
 init_process_group       all ranks      MPI's Idup of the world
-new_group, DeviceMesh    its members    MPI's Create_group: only they are asked
+new_group, DeviceMesh    its members    MPI's Create_group, in which only the members take part
 """
 
 import os
@@ -21,18 +22,19 @@ from dtlib.errors import CommunicationError, DtlibError
 from dtlib.world import torchrun
 from dtlib.world.launch import is_rank
 
-network = None  # the emulated one, if any: what groups that are made later begin with
-_store = None  # where torch leaves notes; one a process, as the file behind it stays open
-_port: dist.TCPStore | None = None  # that of env://; rank 0's serves it as long as it lives
-_meetings = 0
-_groups: list[Group] = []  # that live, in the order in which they were made, which is the same on all their members
+network = None  # the emulated network, if any; new groups use it, too
+_store = None  # torch's key-value store; one per process, because the file behind it stays open
+_port: dist.TCPStore | None = None  # the store of env://; rank 0 serves it while this object lives
+_meetings = 0  # number of rendezvous so far; gives each one its own prefix in the store
+# The groups in use, in the order of their creation. The order is the same on all members, which renew() relies on.
+_groups: list[Group] = []
 
 
 def rendezvous(url: str) -> tuple[dist.Store, int, int]:
-    """A store that all ranks share, this rank, and how many there are: what torch wants to know first.
+    """Return a store that all ranks share, this rank and the world size, as torch's rendezvous handlers do.
 
     Raises:
-        DtlibError: where the URL has another rank or number of ranks than MPI.
+        DtlibError: if rank or world size in the URL differ from MPI's.
     """
     global _store, _meetings
     world = _world()
@@ -52,7 +54,7 @@ def rendezvous(url: str) -> tuple[dist.Store, int, int]:
 
 
 def variables() -> dict[str, str]:
-    """Join the world, and return the environment variables by which a launcher of torch's tells ranks about it."""
+    """Join the world, and return the environment variables that torch's launchers set."""
     global _port
     world = _world()
     from dtlib.comm.torch.store import store_on_a_port
@@ -66,10 +68,10 @@ def variables() -> dict[str, str]:
 
 
 def make_group(options: c10d._DistributedBackendOptions) -> Group:
-    """What torch calls for a new group: ``options`` has its size, its ranks, this one's rank, and the timeout."""
+    """Create a group; torch calls this function. ``options`` has the group's size, ranks, this rank and the timeout."""
     world = _world()
     seconds = _time_limit(options.timeout, world)
-    members = list(options.global_ranks_in_group)  # none for the default group: all
+    members = list(options.global_ranks_in_group)  # empty for the default group
     with torchs_errors():
         _refuse_other_worlds(options, members or range(world.size), world)
         comm = _of_members(members, seconds) if members else worlds.fresh_communicator(seconds, "init_process_group")
@@ -83,10 +85,10 @@ def make_group(options: c10d._DistributedBackendOptions) -> Group:
 
 
 def renew() -> None:
-    """After ``dtlib.reset()`` on all ranks: clean communicators in the groups that live."""
+    """Give all groups in use new communicators; runs on all ranks after ``dtlib.reset()``."""
     for group in _groups:
         old = group.comm
-        assert old is not None  # it lives
+        assert old is not None  # it is in use
         if group.members:
             new = _of_members(group.members, old.time_limit)
         else:
@@ -97,9 +99,10 @@ def renew() -> None:
 
 
 def emulate_network(latency: float, bandwidth: float, group: dist.ProcessGroup | None = None) -> None:
-    """Make the messages of a group (the default one) slower: ``latency`` seconds each, ``bandwidth`` bytes a second.
+    """Slow down the messages of a group: ``latency`` seconds per message, ``bandwidth`` bytes per second.
 
-    EMULATED: for lessons, never for claims. Groups that are made later have the same network. All ranks call it.
+    EMULATED: for lessons, never for claims about performance. ``group`` is the default group if None. Later groups use
+    the same network. All ranks call this function.
     """
     if not (latency >= 0 and bandwidth > 0):
         raise CommunicationError(
@@ -122,7 +125,8 @@ def _forget(group) -> None:
 
 
 def _world():
-    """The world of MPI's ranks, also where ``variables`` has set what torchrun sets."""
+    """Return the world of MPI's ranks; raise ``DtlibError`` if torchrun started this process without MPI."""
+    # If _port is set, the variables that look like torchrun's are from variables().
     if _port is None and torchrun.started_this() and not is_rank():
         program = next((word for word in sys.argv if word.endswith(".py") and "dtlib/backend" not in word), "train.py")
         raise DtlibError(
@@ -134,7 +138,7 @@ def _world():
 
 
 def _refuse_other_worlds(options, members, world) -> None:
-    """torch counts ranks as MPI does, or messages would go astray."""
+    """Refuse a group whose ranks differ from MPI's ranks, because messages would reach wrong ranks."""
     rank = members[options.group_rank] if options.group_rank < len(members) else options.group_rank
     if (rank, options.group_size) != (world.rank, len(members)) or max(members) >= world.size:
         raise CommunicationError(
@@ -144,14 +148,14 @@ def _refuse_other_worlds(options, members, world) -> None:
 
 
 def _time_limit(timeout, world) -> float:
-    """Seconds that a wait may take: what the caller asked for; else torch's default, or a notebook's if it has one."""
+    """Return the limit of a wait in seconds: the caller's, else the notebook's if any, else torch's default."""
     if timeout == dist.distributed_c10d.default_pg_timeout and world.comm.time_limit is not None:
         return world.comm.time_limit
     return timeout.total_seconds()
 
 
 def _of_members(members: list[int], seconds: float | None) -> Communicator:
-    """A communicator of these ranks of the world, of whom each calls this."""
+    """Create a communicator of these world ranks; exactly they call this function."""
     parent = worlds.init().comm
     _gather(parent, members)
     everyone = parent.mpi.Get_group()
@@ -162,6 +166,7 @@ def _of_members(members: list[int], seconds: float | None) -> Communicator:
         chosen.Free()
         everyone.Free()
     made = Communicator(mpi, seconds, parent.verify)
+    # All members must use the same key, so all take the key that the first member has drawn.
     drawn = made.meet("new_group", lifetime.draw(made.world_rank))[0]
     lifetime.look_after(mpi, drawn, made.members)
     made.name = f"group.{drawn[0]}.{drawn[1]}"
@@ -169,7 +174,7 @@ def _of_members(members: list[int], seconds: float | None) -> Communicator:
 
 
 def _gather(parent, members: list[int]) -> None:
-    """Wait until all members are here: MPI's own call, which comes next, can neither be interrupted nor timed out."""
+    """Wait for all members, because MPI's Create_group can neither be interrupted nor timed out."""
     import numpy as np
 
     first, *others = members

@@ -1,7 +1,7 @@
-"""torch's modules that were stopped in the middle of a step: they must be wrapped anew, and say so.
+"""Detection of torch modules that were stopped in the middle of a step; their next forward pass raises an error.
 
-What a stop leaves behind outside of a step's forward and backward pass cannot be seen: whether each rank has taken the
-optimizer's step, torch does not write down.
+Only stops in a forward or backward pass are detected. A stop after the backward pass is not detected, because torch
+does not record whether the optimizer has stepped.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from dtlib.errors import DtlibError
 if TYPE_CHECKING:
     from dtlib.comm.torch.backend_group import Group
 
-_refusing: weakref.WeakSet = weakref.WeakSet()  # those that were marked at an earlier reset
+_refusing: weakref.WeakSet = weakref.WeakSet()  # modules that an earlier reset has marked
 
 
 def mark_stopped_modules(groups: Iterable[Group]) -> None:
-    """Let the ``DistributedDataParallel`` and FSDP2 modules of a group refuse to go on, if a rank was stopped in one.
+    """Make a group's ``DistributedDataParallel`` and FSDP2 modules raise an error, if any rank was stopped in one.
 
-    DDP's C++ has counted gradients of which some never arrived, and nothing can make it forget them; FSDP2 keeps some,
-    to which it would add those of the next. Where a rank has not begun that step its own module could go on, but it
-    would be out of step with those that are made anew elsewhere.
+    DDP's C++ code has counted gradients, some of which never arrived, and offers no way to reset the count. FSDP2 has
+    stored partial gradients, and would add the next gradients to them. A module on a rank that had not begun the step
+    is marked, too, because the other ranks will use new modules.
     """
+    # torch keeps no list of wrapped modules, so they are searched among all objects.
     wrapped = {one: its for one in gc.get_objects() if (its := _groups_of(one)) and one not in _refusing}
     stopped = {one for one in wrapped if _is_in_mid_step(one)}
     for group in groups:
         modules = [one for one, its in wrapped.items() if any(each is group for each in its)]
-        assert group.comm is not None  # it lives
+        assert group.comm is not None  # it is in use
         if any(group.comm.all_gather_object(any(one in stopped for one in modules))):
             stopped.update(modules)
     for module in stopped:
@@ -41,9 +42,9 @@ def mark_stopped_modules(groups: Iterable[Group]) -> None:
 
 
 def _groups_of(one) -> list:
-    """The groups by which a wrapped module talks; none for anything else."""
+    """Return the process groups of a wrapped module; an empty list for any other object."""
     if type(one) is DistributedDataParallel:
-        return [one.__dict__.get("process_group")]  # one may be only half made
+        return [one.__dict__.get("process_group")]  # its __init__ may have failed
     if not _is_sharded(one):
         return []
     meshes = [group.mesh_info for state in _states(one) for group in state._fsdp_param_groups]
@@ -52,12 +53,12 @@ def _groups_of(one) -> list:
 
 
 def _is_sharded(one) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it, nothing is sharded
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, no module is sharded
     return fsdp is not None and issubclass(type(one), fsdp.FSDPModule)
 
 
 def _states(module) -> list:
-    """FSDP2's notes about a module and those inside, of which each may be a unit of its own."""
+    """Return the FSDP2 states of a module and of its submodules that are sharded separately."""
     return [one._get_fsdp_state() for one in module.modules() if _is_sharded(one)]
 
 
@@ -75,10 +76,12 @@ def _is_in_mid_step(module) -> bool:
 def _refuse_from_now_on(module) -> None:
     _refusing.add(module)
     if _is_sharded(module):
-        module.register_forward_pre_hook(_refuse_sharded, prepend=True)  # before FSDP2's own
+        # Before FSDP2's own hook, which would gather parameters.
+        module.register_forward_pre_hook(_refuse_sharded, prepend=True)
     else:
         module.register_forward_pre_hook(_refuse)
-        # Something may hold it, as a notebook holds the last error: it must not count the new one's gradients.
+        # The old module may stay alive, for example in a notebook's last traceback. Its hooks must not react to the
+        # gradients of a new module around the same parameters.
         module.reducer._remove_autograd_hooks()
 
 

@@ -1,4 +1,4 @@
-"""Lesson 11b: recoveries after a death that is simulated, judged by losses and parameters against one process."""
+"""Lesson 11b: check of recoveries after simulated deaths, by losses and parameters against one process."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ from dtlib.lessons.l11b.observe_recovery import DEATHS, MISTAKE, SAMPLES, STEPS,
 
 
 def judge(observations) -> None:
-    """Who lives has the parameters of a run that nothing happened to, whoever died and however far the others were."""
+    """Check that all survivors have the parameters of an undisturbed run, in every case of deaths."""
     wrong = rows(None)
     wrong("too-few", not all(observations), "two ranks at least", "one", "Start more: lab.engines(3).")
     right = alone()
@@ -33,7 +33,7 @@ def judge(observations) -> None:
 
 
 def _judge_steps(name: str, living: dict) -> None:
-    """Parameters are right: has it gone on, or begun anew?"""
+    """With right parameters, check that training continued instead of starting from the beginning."""
     for rank, case in living.items():
         for death, steps in zip(DEATHS[name], case["steps"][1:], strict=True):
             if steps and min(steps) < death.step:
@@ -45,7 +45,7 @@ def _judge_steps(name: str, living: dict) -> None:
 
 
 def _judge_shares(name: str, living: dict) -> None:
-    """Parameters are right: was the work shared out?"""
+    """With right parameters, check that ranks divided the samples instead of repeating them."""
     of_step = sorted({key for case in living.values() for key in case["samples"] if key[0] == case["deaths"]})
     for key in of_step:
         sizes = [len(case["samples"].get(key, [])) for case in living.values()]
@@ -101,6 +101,7 @@ def _explain(name: str, living: dict, rank: int) -> None:
         case["deaths"] for case in living.values()
     ):
         wrong("other-steps", True, f"ranks did {sorted(begun)} steps", "All ranks do all steps.")
+    # The first step of each survivor after the death.
     resumed = {r: min(c["steps"][c["deaths"]], default=STEPS) for r, c in living.items()}
     wrong("from-the-beginning", not any(resumed.values()),
           "it begins with step 0 again, on parameters that had been trained",
@@ -140,12 +141,12 @@ def _out_of_step(rank: int, name: str) -> Wrong:
 
 
 def _shares(living: dict, deaths: int, step: int) -> list:
-    """Which samples of a step each rank has computed, after so many deaths."""
+    """Return the samples of a step that each rank has computed, after this number of deaths."""
     return [case["samples"].get((deaths, step), []) for case in living.values()]
 
 
 def _explain_step(living: dict, rank: int, what: str) -> None:
-    """Nothing has happened, and parameters are wrong: by what the ranks have computed in the first step."""
+    """Recognise a mistake without any death, from the samples and gradients of the first step."""
     shares = _shares(living, 0, 0)
     seen = Counter(sample for share in shares for sample in share)
     if lost := sorted(set(range(SAMPLES)) - set(seen)):
@@ -157,6 +158,7 @@ def _explain_step(living: dict, rank: int, what: str) -> None:
                     f"samples {twice[:5]} are on several",
                     "batch_of gives the batch of all ranks: which part is this rank's?",
                     "x[comm.rank :: comm.size] gives each sample to one rank.")
+    # Train in one process with each mistake, and compare the parameters.
     wrong = rows(rank, what)
     for factor, mistake in ((len(living), "mean-of-means"), (1, "sum-of-means")):
         wrong(mistake, _close(living[rank]["parameters"], alone(weights=_of_means(shares, factor))),
@@ -181,7 +183,7 @@ def _of_means(shares, factor: int) -> tuple:
 
 
 def _explain_shares(name: str, living: dict, rank: int, what: str) -> None:
-    """All ranks have the same, and it is wrong: by what they have computed after the death."""
+    """Recognise a mistake from the samples after the death, if wrong parameters are equal on all ranks."""
     deaths = living[rank]["deaths"]
     step = min(living[rank]["steps"][deaths], default=0)
     seen = Counter(sample for share in _shares(living, deaths, step) for sample in share)
