@@ -227,7 +227,7 @@ def _train(options) -> int:
 
 def _plan(options) -> int:
     if options.measure:
-        from dtlib.training.measured import show
+        from dtlib.training.machine_fit import show
 
         return show()
     from dtlib.planner.command import run

@@ -19,7 +19,7 @@ from dtlib.errors import DtlibError
 K = TypeVar("K")
 
 
-def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Write a file completely or not at all: readers find the old or the new file, even if this process is killed.
 
     Raises:
@@ -92,15 +92,15 @@ def writing(path: str | Path, cure: str = "name another file") -> Iterator[None]
         raise DtlibError(f"{path} cannot be written ({problem.strerror}): {cure}.") from None
 
 
-def refuse_to_wait(path: str, flags: int) -> int:
-    """Open without waiting, for ``open(..., opener=refuse_to_wait)``: a pipe without a reader raises OSError."""
+def open_nonblocking(path: str, flags: int) -> int:
+    """Open without waiting, for ``open(..., opener=open_nonblocking)``: a pipe without a reader raises OSError."""
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor
 
 
 @contextmanager
-def own_folder(name: str) -> Iterator[Path]:
+def private_temp_folder(name: str) -> Iterator[Path]:
     """Yield a temporary folder of this process, ``dtlib-NAME-...``; remove folders that killed processes left behind.
 
     Only folders of this user that are at least a minute old are removed. A running process holds a lock on its folder.

@@ -4,9 +4,9 @@ import shutil
 import time
 from pathlib import Path
 
-from dtlib.files import own_folder
+from dtlib.files import private_temp_folder
 from dtlib.lab import course
-from dtlib.lab.checks.checks import judge_on_this_rank
+from dtlib.lab.checks.judging import judge_on_this_rank
 from dtlib.lab.checks.predictions import without_magic
 from dtlib.lab.checks.solutions import cells_of
 from dtlib.lab.course import LEFT_BEHIND, PROFILE
@@ -28,7 +28,7 @@ def tour(ranks: int, profile: str | None = None) -> int:
     """
     from tabulate import tabulate
 
-    with own_folder("tour") as folder:
+    with private_temp_folder("tour") as folder:
         if profile is None:
             profile = folder / PROFILE.name
             left_behind = shutil.ignore_patterns(*LEFT_BEHIND)

@@ -43,7 +43,7 @@ from tools.navigation import name_of
 from tools.statements import STATEMENT
 from tools.tracks import TRACKS
 
-PREDICTIONS_ARE_RIGHT = "from dtlib.lab.checks import predictions\npredictions.all_right()"
+PREDICTIONS_ARE_RIGHT = "from dtlib.lab.checks import predictions\npredictions.require_all_right()"
 CLAIM = "claim"
 CHECKED = {CLAIM, STATEMENT}
 TAGS = {"solution", "stub", *CHECKED, "nbval-ignore-output", "raises-exception", *TRACKS}

@@ -29,20 +29,20 @@ NAME = "dtlib"
 
 
 def _make_group(options, _backend_options):
-    from dtlib.backend.starting import make_group
+    from dtlib.backend.process_groups import make_group
 
     return make_group(options)
 
 
 def _rendezvous(url: str, **_) -> Iterator[tuple]:
-    from dtlib.backend.starting import rendezvous
+    from dtlib.backend.process_groups import rendezvous
 
     yield rendezvous(url)
 
 
 def __getattr__(name: str) -> object:
     if name == "emulate_network":
-        from dtlib.backend.starting import emulate_network
+        from dtlib.backend.process_groups import emulate_network
 
         return emulate_network
     raise AttributeError(f"module 'dtlib.backend' has no attribute {name!r}")

@@ -16,7 +16,7 @@ def main() -> None:
     """Set torch's environment variables, then run the program that the command line names."""
     if len(sys.argv) < 2 or not os.path.exists(sys.argv[1]):
         sys.exit(f"{' '.join(sys.argv[1:2]) or 'No program'}: mpiexec -n RANKS python -m dtlib.backend PROGRAM.py ...")
-    from dtlib.backend.starting import variables
+    from dtlib.backend.process_groups import variables
 
     try:
         told = variables()

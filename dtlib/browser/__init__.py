@@ -3,7 +3,7 @@
 The page consists of rooms. Each room is one form with one answer:
 
     build.py       write the page to a folder and to one file, with Python for browsers (npm's pyodide)
-    rooms.py       list the rooms, and compute the answer of each
+    pages.py       list the rooms, and compute the answer of each
     fields.py      sliders, choices and texts, as HTML
     svg.py         pictures, with a text for readers who cannot see them
     schedule.py, puzzle.py, duel.py, steps.py, memory.py, plan.py, chart.py, quiz.py, words.py, ranks.py,

@@ -18,9 +18,9 @@ from html import escape
 from pathlib import Path
 
 import dtlib
-from dtlib.browser import rooms
+from dtlib.browser import pages
 from dtlib.errors import DtlibError
-from dtlib.files import read_text, write_whole
+from dtlib.files import read_text, write_atomically
 from dtlib.lab import lesson_files
 from dtlib.lab.checks.questions import as_html
 from dtlib.lab.lesson_files import title
@@ -34,8 +34,8 @@ SITE = Path(__file__).parent / "site"
 CARRIED = (
     "__init__.py", "errors.py", "files.py", "browser/**/*.py", "schedule/*.py", "theory/*.py", "planner/*.py",
     *(f"comm/{name}.py" for name in ("__init__", "algorithms", "call", "mpi_collectives", "numbers", "selection")),
-    "comm/waiting.py", "lessons/l03/steps.py", "lessons/l03/turns.py",
-    *(f"comm/watch/{name}.py" for name in ("__init__", "blame", "board", "in_vain", "recorder")),
+    "comm/waiting.py", "lessons/l03/steps.py", "lessons/l03/simulated_network.py",
+    *(f"comm/watch/{name}.py" for name in ("__init__", "board", "deadlock", "missing_ranks", "recorder")),
     "lab/__init__.py", "lab/engines/__init__.py", "lab/checks/__init__.py", "lab/checks/exercise.py",
     "lab/checks/questions.py", "lessons/__init__.py",
     *(f"lab/{name}.py" for name in ("colours", "decision_chart", "drawing", "foreign", "lesson_files", "tables")),
@@ -85,7 +85,7 @@ def write(folder: Path, course: str = "") -> tuple[Path, Path]:
     for name in ("page.css", "page.js", "worker.js"):
         shutil.copy(SITE / name, folder / name)
     (folder / "index.html").write_text(_page(course), encoding="utf-8")
-    write_whole(single, _as_one_file(folder))
+    write_atomically(single, _as_one_file(folder))
     return folder, single
 
 
@@ -144,20 +144,20 @@ def _own_files() -> bytes:
 
 def _page(course: str) -> str:
     """Return the HTML page with every room's first answer, so that readers see something before Python is loaded."""
-    links = "\n".join(f'<a href="#{name}">{escape(rooms.room(name).TITLE)}</a>' for name in rooms.NAMES)
+    links = "\n".join(f'<a href="#{name}">{escape(pages.room(name).TITLE)}</a>' for name in pages.NAMES)
     page = (SITE / "index.html").read_text(encoding="utf-8")
     page = page.replace("<!-- links -->", links)
-    page = page.replace("<!-- rooms -->", "\n".join(_room(name, course) for name in rooms.NAMES))
+    page = page.replace("<!-- rooms -->", "\n".join(_room(name, course) for name in pages.NAMES))
     return page.replace('id="home" hidden', f'href="{course}start.html"') if course else page
 
 
 def _room(name: str, course: str) -> str:
-    where = rooms.room(name)
+    where = pages.room(name)
     fields = "\n".join(field.html(name) for field in where.FORM)
     return (
-        f'<form class="room" id="{name}"{" hidden" * (name != rooms.NAMES[0])}>\n<h2>{escape(where.TITLE)}</h2>\n'
+        f'<form class="room" id="{name}"{" hidden" * (name != pages.NAMES[0])}>\n<h2>{escape(where.TITLE)}</h2>\n'
         f"<p>{as_html(where.SAYS)} {_lesson(where.LESSON, course)}</p>\n"
-        f'<div class="fields">{fields}</div>\n<div class="answer" aria-live="polite">{rooms.answer(name, {})}</div>\n'
+        f'<div class="fields">{fields}</div>\n<div class="answer" aria-live="polite">{pages.answer(name, {})}</div>\n'
         "</form>"
     )
 

@@ -9,7 +9,7 @@
            -> index.json    full names and shapes, and which file has which elements
 
 Each tensor has a full name and a full shape. A rank saves elements ``start`` to ``stop`` of the flattened tensor.
-holdings.py finds out which elements these are for each strategy. The other files do not depend on the strategy.
+local_shards.py finds out which elements these are for each strategy. The other files do not depend on the strategy.
 
 When all files are on disk, the new index replaces the old one atomically (folder.py). Until then the previous
 checkpoint is complete. A checkpoint contains only numbers, text and JSON, so loading executes no code. Loading refuses
@@ -19,8 +19,8 @@ Counterparts: ``torch.distributed.checkpoint``, whose format ``export`` writes; 
 """
 
 from dtlib.checkpoint.exporting import export
-from dtlib.checkpoint.folder import CheckpointError, point_to, pointed_to
+from dtlib.checkpoint.folder import CheckpointError, read_latest, write_latest
 from dtlib.checkpoint.loading import load
 from dtlib.checkpoint.saving import save
 
-__all__ = ["CheckpointError", "export", "load", "point_to", "pointed_to", "save"]
+__all__ = ["CheckpointError", "export", "load", "read_latest", "save", "write_latest"]

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dtlib.errors import DtlibError
-from dtlib.files import locked, read_json, read_text, write_whole
+from dtlib.files import locked, read_json, read_text, write_atomically
 
 if TYPE_CHECKING:
     from dtlib.comm import Communicator
@@ -36,7 +36,7 @@ INDEX = "index.json"
 FORMAT, VERSION = "dtlib checkpoint", 1
 CONTENTS = ("id", "files", "tensors", "aliases", "optimizer", "extra")
 OURS = re.compile(r"rank\d+-[0-9a-f]+\.safetensors")
-# Files that a save may leave behind: ours, and temporary files of safetensors and of ``write_whole``.
+# Files that a save may leave behind: ours, and temporary files of safetensors and of ``write_atomically``.
 LEFT_OVER = re.compile(rf"{OURS.pattern}|\.tmp\w{{6}}|\.index\.json\.\d+-[0-9a-f]+\.tmp")
 TUPLE, PAIRS = "__tuple__", "__pairs__"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -145,13 +145,13 @@ def _commit(folder: Path, index: dict) -> None:
 def _replace(path: Path, text: str) -> None:
     """Replace a file by ``text`` atomically, and sync it to disk."""
     try:
-        write_whole(path, text)
+        write_atomically(path, text)
         _to_disk(path.parent)
     except OSError as problem:
         raise CheckpointError(f"{path} cannot be written ({problem}): make room, and save again.") from problem
 
 
-def point_to(path: Path, name: str, comm: Communicator) -> None:
+def write_latest(path: Path, name: str, comm: Communicator) -> None:
     """Write ``name``, that of the current checkpoint, to the file ``path``. All ranks of ``comm`` call it."""
     together(comm, lambda: _replace(path, name) if comm.rank == 0 else None)
 
@@ -168,11 +168,11 @@ def _to_disk(path: Path) -> None:
 # Reading
 
 
-def pointed_to(path: Path, comm: Communicator) -> str | None:
-    """Return the name that ``point_to`` wrote; None if the file does not exist. All ranks of ``comm`` call it."""
+def read_latest(path: Path, comm: Communicator) -> str | None:
+    """Return the name that ``write_latest`` wrote; None if the file does not exist. All ranks of ``comm`` call it."""
 
     def read():
-        with making_sense(path):
+        with corruption_as_checkpoint_error(path):
             return read_text(path, 4096).strip() if comm.rank == 0 and os.path.lexists(path) else None
 
     return comm.broadcast_object(together(comm, read))
@@ -203,7 +203,7 @@ def read_index(folder: Path) -> dict:
     if lacking := [name for name in CONTENTS if name not in index]:
         raise CheckpointError(f"{path} lacks {', '.join(lacking)}: it is damaged, so take another checkpoint.")
     # Check all entries now, so that later code can use the index without checks.
-    with making_sense(path):
+    with corruption_as_checkpoint_error(path):
         decoded(index["extra"])
         for name, tensor in index["tensors"].items():
             for role, entry in tensor["roles"].items():
@@ -214,7 +214,7 @@ def read_index(folder: Path) -> dict:
 
 
 @contextmanager
-def making_sense(path: Path) -> Iterator[None]:
+def corruption_as_checkpoint_error(path: Path) -> Iterator[None]:
     """Convert errors in the block, which reads the file ``path``, to a ``CheckpointError`` that names the file.
 
     The block may then use the file's contents without checks: wrong types and missing keys raise such errors.

@@ -18,12 +18,12 @@ from dtlib.checkpoint.folder import (
     CheckpointError,
     Reader,
     check_file,
+    corruption_as_checkpoint_error,
     decoded,
-    making_sense,
     read_index,
     together,
 )
-from dtlib.checkpoint.holdings import Holding, elements_here, holdings_of, keys_here, local, names_of_groups
+from dtlib.checkpoint.local_shards import LocalShard, elements_here, keys_here, local, local_shards_of, names_of_groups
 from dtlib.comm import as_communicator
 from dtlib.gradients.precision import MasterWeights
 from dtlib.world import init
@@ -68,7 +68,7 @@ def load(
             check(extra)
         for name in list(index["files"])[comm.rank :: comm.size]:
             check_file(folder, index, name)
-        return holdings_of(model, optimizer, masters, comm)
+        return local_shards_of(model, optimizer, masters, comm)
 
     # Experts of this checkpoint may be on other ranks. They are not missing in the model.
     held = together(comm, look)
@@ -77,7 +77,7 @@ def load(
     elsewhere = {name for each in experts for name in each} - here
 
     def compare():
-        with making_sense(folder / INDEX):
+        with corruption_as_checkpoint_error(folder / INDEX):
             _check_model(folder, index["tensors"], held, elsewhere)
             if optimizer is not None:
                 _check_optimizer(folder, index["optimizer"], optimizer, held, elsewhere)
@@ -94,10 +94,10 @@ def load(
     return extra
 
 
-def _others(reader: Reader, held: list[Holding], optimizer, comm) -> tuple[dict, list, dict]:
+def _others(reader: Reader, held: list[LocalShard], optimizer, comm) -> tuple[dict, list, dict]:
     """Read the optimizer's states, its settings and the random states, without changing anything yet."""
     states, settings, owned_here, files = {}, [], keys_here(optimizer), list(reader.index["files"])
-    with making_sense(reader.folder / INDEX):
+    with corruption_as_checkpoint_error(reader.folder / INDEX):
         for holding in held:
             if holding.key in owned_here and (state := _state(reader, holding, optimizer)):
                 states[holding.key] = state
@@ -111,7 +111,7 @@ def _others(reader: Reader, held: list[Holding], optimizer, comm) -> tuple[dict,
 
 
 @torch.no_grad()
-def _fill(reader: Reader, held: list[Holding], optimizer, states: dict, settings: list, random: dict) -> None:
+def _fill(reader: Reader, held: list[LocalShard], optimizer, states: dict, settings: list, random: dict) -> None:
     """Copy the checkpoint into the model and its masters, and set random states, optimizer states and settings."""
     for holding in held:
         roles = reader.index["tensors"][holding.name]["roles"]
@@ -133,7 +133,7 @@ def _fill(reader: Reader, held: list[Holding], optimizer, states: dict, settings
 
 
 @torch.no_grad()
-def _state(reader: Reader, holding: Holding, optimizer) -> dict:
+def _state(reader: Reader, holding: LocalShard, optimizer) -> dict:
     """Return the optimizer's state of a parameter on this rank. Every shard gets the numbers, even an empty one."""
     key, state = holding.key, {}
     assert key is not None
@@ -180,7 +180,7 @@ def _random_states(file) -> dict:
 # Checks
 
 
-def _check_model(folder, saved: dict, held: list[Holding], elsewhere: set) -> None:
+def _check_model(folder, saved: dict, held: list[LocalShard], elsewhere: set) -> None:
     """Raise an error if names, shapes or dtypes of model and checkpoint differ; other ranks have ``elsewhere``."""
     ours = {holding.name: holding for holding in held}
     if missing := ours.keys() - saved.keys():
@@ -201,7 +201,7 @@ def _check_model(folder, saved: dict, held: list[Holding], elsewhere: set) -> No
             )
 
 
-def _check_optimizer(folder, saved: dict | None, optimizer, held: list[Holding], elsewhere: set) -> None:
+def _check_optimizer(folder, saved: dict | None, optimizer, held: list[LocalShard], elsewhere: set) -> None:
     if saved is None:
         raise CheckpointError(
             f"{folder} was saved without an optimizer: load without optimizer=, and make the optimizer afterwards."

@@ -24,7 +24,7 @@ from dtlib.checkpoint.folder import (
     together,
     write_file,
 )
-from dtlib.checkpoint.holdings import aliases_of, holdings_of, local, names_of_groups, settings_of, states_of
+from dtlib.checkpoint.local_shards import aliases_of, local, local_shards_of, names_of_groups, settings_of, states_of
 from dtlib.comm import as_communicator
 from dtlib.gradients.precision import MasterWeights
 from dtlib.gradients.same_model import digest_of
@@ -91,7 +91,7 @@ def _is_committed(folder: Path, mark: str) -> bool:
 
 def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict, dict]:
     """Return this rank's tensors by their key in the file, and a summary of them for the index."""
-    held = holdings_of(model, optimizer, masters, comm)
+    held = local_shards_of(model, optimizer, masters, comm)
     tensors, pieces, numbers, digests = random_states(), [], {}, {}
     for holding in held:
         roles = {"value": holding.value}

@@ -1,7 +1,7 @@
 """Communication between ranks: collectives, point-to-point messages, and the code that waits for them.
 
-Names are imported on first use. algorithms.py and the error messages in watch/blame.py need neither numpy nor MPI, so
-the page in the browser can import them too.
+Names are imported on first use. algorithms.py and the error messages in watch/missing_ranks.py need neither numpy nor
+MPI, so the page in the browser can import them too.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def as_communicator(comm: AnyCommunicator) -> Communicator:
     if mpi and isinstance(comm, mpi.Intracomm) and comm != mpi.COMM_NULL:
         mpi = comm.Dup()
         made = Communicator(mpi)
-        key = made.meet("as_communicator", lifetime.draw(made.world_rank))[0]
-        lifetime.look_after(mpi, key, made.members)
+        key = made.gather_and_free("as_communicator", lifetime.draw(made.world_rank))[0]
+        lifetime.free_when_unused(mpi, key, made.members)
         # Each communicator needs its own name, because the board compares call numbers only within one name.
         made.name = f"mpi4py.{key[0]}.{key[1]}"
         return made

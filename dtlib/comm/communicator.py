@@ -21,7 +21,7 @@ from dtlib.comm.selection import choose
 from dtlib.comm.types import AnyTensor, Name, No, Sizes, T, Yes, payload
 from dtlib.comm.verify import receive_message, send_message, verified
 from dtlib.comm.waiting import IncomingLink, Link, Operation, Queue, Scratch
-from dtlib.comm.watch.in_step import living
+from dtlib.comm.watch.call_counts import living
 from dtlib.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Communicator(ObjectOperations):
         return group_over(self)
 
     def held(self) -> dict[str, list]:
-        """Return the buffers that collectives keep between calls (measure/held.py)."""
+        """Return the buffers that collectives keep between calls (measure/buffers.py)."""
         return {"communication": self._buffers.held()}
 
     def wait_for(
@@ -109,14 +109,14 @@ class Communicator(ObjectOperations):
         ``time_limit`` (seconds) replaces the communicator's own limit. ``buffers`` stay alive until the request
         completes.
         """
-        call, link = self._call(description, peers=self.members), lifetime.Awaited(self._mpi)
+        call, link = self._call(description, peers=self.members), lifetime.ForeignRequests(self._mpi)
         waited = Operation(call, link, iter([[request]]), lambda: None, buffers)
         waited.start(self, async_op=time_limit is not None, in_turn=False)
         if time_limit is not None:
             waited._time_limit = time_limit
             waited.wait()
 
-    def meet(self, operation: str, thing: object = None) -> list:
+    def gather_and_free(self, operation: str, thing: object = None) -> list:
         """All-gather a picklable ``thing``; then free the communicators that no rank uses any more.
 
         Returns every rank's ``thing`` in rank order. No rank returns before all ranks have called it.
@@ -363,14 +363,14 @@ class Communicator(ObjectOperations):
                     "of 32 bits."
                 )
         # MPI's split blocks and cannot be interrupted, so first wait, interruptibly, until all ranks are here.
-        asked = self.meet("split", (color, lifetime.draw(self.world_rank)))
+        asked = self.gather_and_free("split", (color, lifetime.draw(self.world_rank)))
         mpi = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
         self._splits += 1
         name = f"{self.name}/{self._splits}.{color}"
         if color is None:
             return None
         group = Communicator(mpi, self.time_limit, self.verify, name)
-        lifetime.look_after(mpi, next(drawn for its_color, drawn in asked if its_color == color), group.members)
+        lifetime.free_when_unused(mpi, next(drawn for its_color, drawn in asked if its_color == color), group.members)
         group.wire = self.wire  # the same emulated network card
         return group
 

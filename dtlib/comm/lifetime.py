@@ -38,7 +38,7 @@ def draw(rank: int) -> tuple[int, int]:
     return rank, next(_drawn)
 
 
-def look_after(mpi: MPI.Comm, key: tuple, members: Iterable[int]) -> None:
+def free_when_unused(mpi: MPI.Comm, key: tuple, members: Iterable[int]) -> None:
     """Free ``mpi`` after the last reference to this object is gone: the communicator's and those of pending operations.
 
     ``key`` is equal on all members; ``members`` are world ranks.
@@ -108,7 +108,7 @@ def exchange(link: Link, said: list[bytes]) -> Iterator[list]:
         said[rank] = room.tobytes()
 
 
-class Awaited:
+class ForeignRequests:
     """Requests that were started elsewhere: their bytes are not counted, and they cannot always be cancelled."""
 
     messages = bytes = 0

@@ -75,7 +75,7 @@ class Wire:
             self._held.append(_HeldBack(self, self._free_at + self.latency, start))
             return self._held[-1]
 
-    def let_go(self) -> None:
+    def send_due(self) -> None:
         """Send the messages that are due."""
         with self._lock:
             while self._held and self._held[0].at <= time.monotonic():
@@ -104,5 +104,5 @@ class _HeldBack:
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         if self._request is None:
-            self._wire.let_go()
+            self._wire.send_due()
         return self._request is not None and self._request.Test()

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from dtlib.comm.lifetime import Awaited
+from dtlib.comm.lifetime import ForeignRequests
 from dtlib.comm.waiting import Operation
 
 OPERATIONS = {
@@ -99,7 +99,7 @@ class Mpi4pyComm(MPI.Intracomm):
         call = comm._call(operation, _array(content), peers, **facts)
         link = _Message(comm._mpi)
         link.messages, link.bytes = int(sends), _nbytes(content) if sends else 0
-        # Sent minus received: the sum over all ranks is zero if every message was received (watch/in_step.py).
+        # Sent minus received: the sum over all ranks is zero if every message was received (watch/call_counts.py).
         comm._messages += 1 if sends else -1
         finish = getattr(request, "content", lambda: None)
         request.link = link
@@ -108,7 +108,7 @@ class Mpi4pyComm(MPI.Intracomm):
         return request
 
 
-class _Message(Awaited):
+class _Message(ForeignRequests):
     status: MPI.Status | None = None
 
     def all_done(self, requests: list) -> bool:
@@ -201,7 +201,7 @@ def _collective(name: str):
         # soon.
         finish = (lambda: None) if started else partial(theirs, raw, *args, **named)
         moving = comm._compared(what, steps())
-        return Operation(what, Awaited(comm._mpi), moving, finish, (args, named)).start(comm)
+        return Operation(what, ForeignRequests(comm._mpi), moving, finish, (args, named)).start(comm)
 
     call.__name__, call.__doc__ = name, theirs.__doc__
     return call

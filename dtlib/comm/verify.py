@@ -18,7 +18,7 @@ import numpy as np
 from dtlib.comm.algorithms import dissemination_all_gather
 from dtlib.comm.call import Call, shape_and_type
 from dtlib.comm.waiting import IncomingLink, Link
-from dtlib.comm.watch.blame import disagreement, mismatch
+from dtlib.comm.watch.missing_ranks import disagreement, mismatch
 from dtlib.errors import RESET, CommunicationError
 
 NOTE = 320  # bytes

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from dtlib.comm.call import callers_line
-from dtlib.comm.watch import board, in_vain, recorder
+from dtlib.comm.watch import board, deadlock, recorder
 from dtlib.errors import RESET, CommunicationError, DtlibError, PeerFailed, WaitTimeout
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ AVOID_SECONDS = 0.2
 SHORTEST_NAP = 0.00005
 NAPS = 0.1  # then sleep: this times the square of the wait so far, so 1 % of the wait after 0.1 s,
 LONGEST_NAP = 0.05  # and at most this
-LOOKS = 10  # polls in one call of `move_on`
+LOOKS = 10  # polls in one call of `poll_pending`
 KEPT = 2**14  # bytes of scratch memory that are kept between calls
 NOTICE_SECONDS = 3.0  # until a notebook shows which rank is missing
 V = TypeVar("V")  # result of an operation
 LOOK_SECONDS = 0.25  # between two looks at the board
 LARGEST = 2**30  # bytes per piece of a longer message, because MPI counts in 31 bits
 
-crowded = False  # True if ranks outnumber cores: then a rank that spins delays the rank that it waits for
+oversubscribed = False  # True if ranks outnumber cores: then a rank that spins delays the rank that it waits for
 _naps_until = 0.0  # until then sleep instead of yielding, because other processes compute on this core
 # Shows a long wait in a notebook: called with a sentence, and with None once the wait is over.
 notice: Callable[[str | None], object] | None = None
@@ -255,7 +255,7 @@ class Operation(Generic[V]):
         # MPI may still use the buffers, so keep this operation until its requests are complete.
         _abandoned.append(self)
 
-    def over(self) -> bool:
+    def requests_complete(self) -> bool:
         """Return True if an operation that was given up has no pending requests any more."""
         try:
             return self._requests is not None and (not self._requests or self._link.all_done(self._requests))
@@ -304,8 +304,8 @@ class Operation(Generic[V]):
             while not self.advance():
                 if time.monotonic() > deadline:
                     return False
-                if crowded:
-                    let_go()
+                if oversubscribed:
+                    yield_core()
         except BaseException:
             self._give_up("was interrupted")
             raise
@@ -344,23 +344,23 @@ class Operation(Generic[V]):
                     return
                 now = time.monotonic()
                 if limit is not None and now - started > limit:
-                    raise WaitTimeout(in_vain.sentence(call, limit))
+                    raise WaitTimeout(deadlock.sentence(call, limit))
                 if self.rounds != rounds:
                     rounds, last_round, over = self.rounds, now, inf
                 # Count from the last progress: an operation with many rounds polls quickly while messages arrive.
                 waited = now - last_round
                 if waited < YIELD_SECONDS:
-                    if waited > SPIN_SECONDS or crowded:
-                        let_go()
+                    if waited > SPIN_SECONDS or oversubscribed:
+                        yield_core()
                     continue
                 # A long wait appears on the board, and this rank checks whether it can still end.
                 if now - max(looked, last_round) > LOOK_SECONDS and not call.hidden:
                     looked = now
                     self._show()
-                    over = min(over, now) if in_vain.look(call, now - over) else inf
+                    over = min(over, now) if deadlock.check_peers(call, now - over) else inf
                 if notice is not None and now - max(told, started + NOTICE_SECONDS - 1) > 1:
                     told = now
-                    notice(f"{now - started:.0f} s in {call}: {in_vain.whom()}")
+                    notice(f"{now - started:.0f} s in {call}: {deadlock.describe_missing()}")
                 time.sleep(min(LONGEST_NAP, NAPS * waited**2))
         except BaseException as error:
             self._give_up("timed out" if isinstance(error, WaitTimeout | PeerFailed) else "was interrupted")
@@ -434,7 +434,7 @@ class Queue:
             self.broken = self.broken or why
 
 
-def let_go() -> None:
+def yield_core() -> None:
     """Give up the core for a moment: yield, or sleep if a recent yield took long (ELBOWED_SECONDS)."""
     global _naps_until
     now = time.monotonic()
@@ -449,7 +449,7 @@ def let_go() -> None:
 def drop_abandoned() -> None:
     """Forget abandoned operations that MPI has completed."""
     with _lock:
-        _abandoned[:] = [task for task in _abandoned if not task.over()]
+        _abandoned[:] = [task for task in _abandoned if not task.requests_complete()]
 
 
 def advance_all() -> None:
@@ -462,7 +462,7 @@ def advance_all() -> None:
                 _posted.pop(task, None)
 
 
-def move_on() -> None:
+def poll_pending() -> None:
     """Poll pending operations a few times, between two pieces of computing: one message needs several polls."""
     for _ in range(LOOKS):
         advance_all()

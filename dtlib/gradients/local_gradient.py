@@ -57,11 +57,11 @@ class UnaveragedGradient(ShardedGradient):
     what = "this rank's batch"
 
 
-class GoneGradient(ShardedGradient):
+class FreedGradient(ShardedGradient):
     """A placeholder for a gradient that was sent and freed in the backward pass. Reading its values is an error."""
 
     @classmethod
-    def like(cls, parameter: torch.Tensor) -> GoneGradient:
+    def like(cls, parameter: torch.Tensor) -> FreedGradient:
         """Return a placeholder for the gradient of ``parameter``: an empty sparse tensor, to which autograd can add."""
         empty = torch.sparse_coo_tensor(  # type: ignore[call-arg]  # the stub lacks the form without elements
             size=parameter.shape, dtype=parameter.dtype, device=parameter.device, check_invariants=True
@@ -74,7 +74,7 @@ class GoneGradient(ShardedGradient):
         if name in ZEROES:  # zero_grad(set_to_none=False)
             return args[0]
         if name == "__repr__":
-            return "GoneGradient()"
+            return "FreedGradient()"
         if name not in WITHOUT_VALUES and name != OVERFLOW:
             raise DtlibError(
                 f"{name or 'A function'} of a gradient that is not here any more: under ZeRO it left during the "
@@ -91,12 +91,12 @@ WITHOUT_VALUES = {
 }  # fmt: skip
 
 
-def is_gone(gradient: torch.Tensor | None) -> bool:
+def is_freed(gradient: torch.Tensor | None) -> bool:
     """Return whether ``gradient`` is None or a placeholder."""
-    return gradient is None or isinstance(gradient, GoneGradient)
+    return gradient is None or isinstance(gradient, FreedGradient)
 
 
 def drop_placeholder(parameter: torch.Tensor) -> None:
     """Set the gradient of ``parameter`` to None if it is a placeholder."""
-    if is_gone(parameter.grad):
+    if is_freed(parameter.grad):
         parameter.grad = None

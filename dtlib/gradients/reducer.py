@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtlib.comm.waiting import Operation, move_on, progress_thread
+from dtlib.comm.waiting import Operation, poll_pending, progress_thread
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.same_model import PASSES, bits_of
@@ -107,7 +107,7 @@ class Reducer:
         while self._launched < len(self.buckets) and not self._missing[self._launched]:
             self._launch_next()
         if self.progress == "inline":
-            move_on()
+            poll_pending()
 
     def _begin(self) -> None:
         # A hook that runs after ours would change the gradient after it was copied into the message.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dtlib.comm import Communicator
 
 
-# Communicators whose loss in this step is already divided by the number of all tokens; contract.py reads it.
+# Communicators whose loss in this step is already divided by the number of all tokens; preconditions.py reads it.
 divided_by_all_tokens: WeakSet = WeakSet()
 
 

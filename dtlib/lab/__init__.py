@@ -6,12 +6,12 @@ from importlib.metadata import entry_points
 
 _LAZY = {
     "engines": "dtlib.lab.engines.engine_set", "panel": "dtlib.lab.engines.panel",
-    "certificate": "dtlib.lab.checks.certificate", "check": "dtlib.lab.checks.checks",
+    "certificate": "dtlib.lab.checks.certificate", "check": "dtlib.lab.checks.judging",
     "last": "dtlib.lab.last_outputs", "mpiexec": "dtlib.lab.programs",
     "chart": "dtlib.lab.decision_chart", "plan": "dtlib.lab.planning", "predict": "dtlib.lab.checks.predictions",
-    "projector": "dtlib.lab.drawing", "fold": "dtlib.lab.tables", "published": "dtlib.lab.reading",
+    "projector": "dtlib.lab.drawing", "fold": "dtlib.lab.tables", "published": "dtlib.lab.source_view",
     "push": "dtlib.lab.engines.names", "progress": "dtlib.lab.checks.progress", "quiz": "dtlib.lab.checks.quiz",
-    "read": "dtlib.lab.reading", "read_changes": "dtlib.lab.reading", "read_end": "dtlib.lab.reading",
+    "read": "dtlib.lab.source_view", "read_changes": "dtlib.lab.source_view", "read_end": "dtlib.lab.source_view",
     "scores": "dtlib.lab.checks.progress", "solution": "dtlib.lab.checks.solutions", "table": "dtlib.lab.tables",
     "values": "dtlib.lab.engines.names",
 }  # fmt: skip

@@ -25,7 +25,7 @@ from typing import Any
 from filelock import FileLock
 
 from dtlib.errors import DtlibError, number
-from dtlib.files import read_json, write_whole, writing
+from dtlib.files import read_json, write_atomically, writing
 
 SOURCE = Path(str(files("dtlib"))) / "course"
 START_PAGE = Path("notebooks") / "start.md"
@@ -248,7 +248,7 @@ def _write_record(folder: Path, record: dict[str, str]) -> None:
 
 def _write(path: Path, text: str) -> None:
     with writing(path, "make room there and make it writable"):
-        write_whole(path, text)
+        write_atomically(path, text)
 
 
 def done(name: str) -> None:

@@ -24,10 +24,10 @@ from dtlib.world.launch import (
     forked_ranks,
     library_version,
     mpiexec_command,
+    mpiexec_error,
     python_of_a_rank,
     rank_environment,
     start_ranks,
-    what_mpi_said,
 )
 from dtlib.world.machine import gpu_names, usable_cores
 from dtlib.world.processes import Process, end_processes, listening, with_descendants
@@ -89,7 +89,7 @@ def _world_of_two() -> str:
     except subprocess.TimeoutExpired:
         raise DtlibError("two ranks did not start within 60 s: look for a firewall or a full /tmp.") from None
     if ran.stdout.split() != ["2", "2"]:
-        said = what_mpi_said(ran.stderr + ran.stdout)
+        said = mpiexec_error(ran.stderr + ran.stdout)
         raise DtlibError(f"two ranks do not form a world of two; {said} If that is no help, {INSTALL_MPI}.")
     return "two ranks start and see each other"
 

@@ -36,7 +36,7 @@ class Activations:
         self._kept[key] += 1
         return _Kept(tensor, self)
 
-    def let_go(self, tensor: torch.Tensor) -> None:
+    def release(self, tensor: torch.Tensor) -> None:
         """Record that autograd has freed a saved tensor."""
         key = storage_key(tensor)
         self._kept[key] -= 1
@@ -52,7 +52,7 @@ class _Kept:
         self.tensor, self._activations = tensor, activations
 
     def __del__(self):
-        self._activations.let_go(self.tensor)
+        self._activations.release(self.tensor)
 
 
 def _unpack(kept):

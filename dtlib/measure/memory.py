@@ -11,7 +11,7 @@ bytes of the buffer that no tensor claims are padding:
     flat buffer   [ w1 w1 w1 w1 b1 | b1 w2 w2 w2 .. ]
     claimed        parameters, or gradients      padding
 
-Objects that allocate buffers report them through a method ``held()`` (held.py).
+Objects that allocate buffers report them through a method ``held()`` (buffers.py).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import torch
 
 from dtlib.errors import DtlibError
-from dtlib.gradients.local_gradient import is_gone
+from dtlib.gradients.local_gradient import is_freed
 from dtlib.gradients.shard_info import info_of
 from dtlib.measure.activations import Activations
-from dtlib.measure.held import held
+from dtlib.measure.buffers import held
 from dtlib.measure.live import Live
 from dtlib.measure.storages import Storages, storage_key
 from dtlib.theory.zero import SCHEMES, Scheme, zero_bytes
@@ -158,7 +158,7 @@ class Memory:
         lines["step_counters"] = storages.claim(counters)
         lines["optimizer_states"] = storages.claim(state for _, state in states)
         lines["padding"] = storages.rest([*trained, *updated, *held["parameters"], *(s for _, s in states)])
-        gradients = [p.grad for p in [*trained, *updated] if not is_gone(p.grad)] + held["gradients"]
+        gradients = [p.grad for p in [*trained, *updated] if not is_freed(p.grad)] + held["gradients"]
         lines["gradients"] = storages.claim(gradients)
         lines["gradient_padding"] = storages.rest(gradients)
         return lines

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtlib.errors import DtlibError
-from dtlib.files import opened_to_read, refuse_to_wait, writing
+from dtlib.files import open_nonblocking, opened_to_read, writing
 from dtlib.pi.generator import GOLDEN, MASK_31, MASK_64, MIX_1, MIX_2, RADIUS_SQUARED
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def count_on_ranks(
 def write_points(path: str | PathLike[str], points: int, seed: int = 0) -> Path:
     """Write ``points`` points to ``path``: pairs of little-endian uint32, x then y, 8 bytes per point."""
     path = Path(path)
-    with writing(path), open(path, "wb", opener=refuse_to_wait) as file:
+    with writing(path), open(path, "wb", opener=open_nonblocking) as file:
         for start in range(0, points, BLOCK):
             pairs = np.stack(points_numpy(start, min(start + BLOCK, points), seed), axis=1)
             file.write(pairs.astype("<u4").tobytes())

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dtlib.errors import read_number
-from dtlib.files import read_json, refuse_to_wait, writing
+from dtlib.files import open_nonblocking, read_json, writing
 from dtlib.planner import report
 from dtlib.planner.configs import for_dtlib
 from dtlib.planner.estimate import Estimate, search
@@ -86,7 +86,7 @@ def written(best: list[Estimate], path: str) -> str:
         except PlanError as problem:
             refused.append(problem)
             continue
-        with writing(path), open(path, "w", encoding="utf-8", opener=refuse_to_wait) as file:
+        with writing(path), open(path, "w", encoding="utf-8", opener=open_nonblocking) as file:
             file.write(text)
         return f"{path}: {each.plan}, for dtlib train"
     raise refused[0]

@@ -98,7 +98,7 @@ class Work:
     data_hops: float
     data_hops_outside: float
     optimizer: float  # ideal seconds
-    doublings: float  # log2 of the number of nodes
+    log2_nodes: float  # log2 of the number of nodes
 
 
 def work(model: Model, plan: Plan, device: Device) -> Work:
@@ -140,7 +140,7 @@ def work(model: Model, plan: Plan, device: Device) -> Work:
         data_inside=data[0], data_outside=data[1],
         data_hops=0 if data[1] else data_hops, data_hops_outside=data_hops if data[1] else 0,
         optimizer=2 * SCHEMES[plan.scheme].total * own / (plan.shards if plan.zero else 1) / device.bandwidth,
-        doublings=log2(max(1, plan.gpus / device.per_node)),
+        log2_nodes=log2(max(1, plan.gpus / device.per_node)),
     )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def parts(done: Work, s: Speeds) -> dict[str, float]:
     alone = gpu / (gpu + axes)  # the fraction of a layer's time without messages
     data = done.data_inside / s.inside + done.data_outside / s.outside
     data += done.data_hops * s.hop + done.data_hops_outside * s.hop_outside
-    slow = 1 + s.straggle * done.doublings
+    slow = 1 + s.straggle * done.log2_nodes
     return {
         "compute": slow * done.micro_batches * (done.layers * layer * alone + head),
         "messages of layers": slow * done.micro_batches * done.layers * layer * (1 - alone),

@@ -67,7 +67,7 @@ class Journal:
         self.write(what, **facts)
 
     @contextmanager
-    def last_words(self) -> Iterator[None]:
+    def log_outcome(self) -> Iterator[None]:
         """Write ``"ended"`` when the block ends, or ``"raised"`` if an error ends it, before the process exits."""
         try:
             yield
@@ -90,7 +90,7 @@ def read(folder: str | PathLike[str], start: int = 0) -> tuple[list[dict], int]:
     return [json.loads(line) for line in whole.splitlines()], start + len(whole)
 
 
-def seconds_to_go_on(events: list[dict]) -> list[float]:
+def recovery_seconds(events: list[dict]) -> list[float]:
     """Return, for each kill in the journal (``fault``), the seconds until training had completed a new step.
 
     Only steps after an event ``"lost"`` or ``"started"`` count, from the remaining or the new ranks. A step that rank 0

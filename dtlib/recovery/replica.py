@@ -19,7 +19,7 @@ from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shard_info import info_of
-from dtlib.recovery.signs import Signs
+from dtlib.recovery.rank_status import Signs
 
 Tell = Callable[..., object]
 
@@ -63,7 +63,7 @@ class Replica:
             raise DtlibError(f"Step {self.steps} has a batch of {len(x)} samples for {comm.size} ranks: take more.")
         mine = slice(len(x) * comm.rank // comm.size, len(x) * (comm.rank + 1) // comm.size)
         # Weight the loss by this rank's part of the batch, so that the sum over ranks is the mean over the batch.
-        with self.undone_by_an_error():
+        with self.restore_on_error():
             self.optimizer.zero_grad()
             loss = self.loss_fn(self.model(x[mine]), y[mine]) * len(x[mine]) / len(x)
             loss.backward()
@@ -96,7 +96,7 @@ class Replica:
             yield parameter, piece.view_as(parameter)
 
     @contextmanager
-    def undone_by_an_error(self) -> Iterator[None]:
+    def restore_on_error(self) -> Iterator[None]:
         """Restore the model's buffers and the random state if the block raises: a forward pass changes both."""
         buffers, chance = [buffer.clone() for buffer in self.model.buffers()], torch.get_rng_state()
         try:

@@ -13,8 +13,8 @@ from pathlib import Path
 from dtlib import checkpoint
 from dtlib.checkpoint.folder import INDEX
 from dtlib.comm import Communicator
+from dtlib.recovery.rank_status import EndRequested
 from dtlib.recovery.replica import Replica, Tell, nobody
-from dtlib.recovery.signs import AskedToEnd
 
 
 def train_and_save(
@@ -27,10 +27,10 @@ def train_and_save(
 ) -> Communicator:
     """Train until ``replica.steps == steps``, from the checkpoint in ``folder`` if there is one; return ``comm``.
 
-    It saves a checkpoint after each ``every`` steps, at the end, and when a signal requests the end (signs.py).
+    It saves a checkpoint after each ``every`` steps, at the end, and when a signal requests the end (rank_status.py).
 
     Raises:
-        AskedToEnd: after a signal, when the checkpoint is saved.
+        EndRequested: after a signal, when the checkpoint is saved.
     """
     folder = Path(folder)
 
@@ -47,9 +47,9 @@ def train_and_save(
     while replica.steps < steps:
         try:
             replica.step(comm)
-        except AskedToEnd as asked:
+        except EndRequested as asked:
             save()
-            raise AskedToEnd(f"{asked} They are saved: start it again to go on.") from asked
+            raise EndRequested(f"{asked} They are saved: start it again to go on.") from asked
         tell("step", replica=replica, comm=comm)
         if replica.steps % every == 0 or replica.steps == steps:
             save()

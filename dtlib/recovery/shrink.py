@@ -88,5 +88,5 @@ def leave(comm: Communicator) -> None:
     os._exit(0)
 
 
-# Alternatives: memory.py keeps a copy of the last completed step, so a step may also fail in the middle. restart.py
+# Alternatives: commit.py keeps a copy of the last completed step, so a step may also fail in the middle. restart.py
 # restarts all ranks from the checkpoint; this works with sharded states, and without ULFM.

@@ -97,7 +97,7 @@ def possible_order(schedule: Sequence[Sequence[Action]], lookahead: int | None =
                 at[rank] += 1
                 moved = True
 
-    def what_holds_up(rank):
+    def blocked_on(rank):
         """Return the rank that ``rank`` waits for, and the reason as text."""
         action = schedule[rank][at[rank]]
         if action in done:
@@ -109,15 +109,15 @@ def possible_order(schedule: Sequence[Sequence[Action]], lookahead: int | None =
 
     stuck = [rank for rank, actions in enumerate(schedule) if at[rank] < len(actions)]
     if stuck:
-        raise ScheduleError(_circle(stuck[0], what_holds_up, lookahead))
+        raise ScheduleError(_circle(stuck[0], blocked_on, lookahead))
 
 
-def _circle(rank, what_holds_up, lookahead) -> str:
+def _circle(rank, blocked_on, lookahead) -> str:
     """Follow the waits until a rank repeats; return the cycle as text. Each rank that others wait for is stuck, too."""
     passed, sentences = [], []
     while rank not in passed:
         passed.append(rank)
-        rank, sentence = what_holds_up(rank)
+        rank, sentence = blocked_on(rank)
         sentences.append(sentence)
     circle = sentences[passed.index(rank) :]
     sends = any(" sends " in sentence for sentence in circle)

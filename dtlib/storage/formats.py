@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from dtlib.errors import MOST, DtlibError, number
-from dtlib.files import is_plain_name, locked, read_json, write_whole, writing
+from dtlib.files import is_plain_name, locked, read_json, write_atomically, writing
 
 FORMATS = ("files", "one-file", "shards", "tar", "parquet")
 END = b"\ndtlib.\n"  # 8 bytes
@@ -90,7 +90,7 @@ def write(
 def write_index(folder: Path, index: dict) -> None:
     """Write the index atomically."""
     described = {**index, "dtype": np.lib.format.dtype_to_descr(index["dtype"])}
-    write_whole(folder / INDEX, json.dumps(described))
+    write_atomically(folder / INDEX, json.dumps(described))
 
 
 def read_index(folder: Path) -> dict:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from dtlib.errors import DtlibError, number
 from dtlib.storage.files import MOST_PROCESSES
 from dtlib.storage.order import order, slice_of_rank
-from dtlib.storage.slots import HandedOver, Slots
+from dtlib.storage.slots import SlotDataset, Slots
 
 
 @runtime_checkable
@@ -37,7 +37,6 @@ class Source(Protocol):
     def __len__(self) -> int: ...
     def read(self, numbers: Sequence[int]) -> tuple[dict[str, torch.Tensor], list]:
         """Return a batch of these samples, and an error for each sample that is skipped."""
-        ...
 
 
 class Loader:
@@ -189,7 +188,7 @@ class Loader:
             ahead, sample_bytes = self.workers * self.prefetch, getattr(self.reader, "sample_bytes", 0)
             slots = Slots(ahead + 2, self.batch_size, sample_bytes)
             read_by_workers = DataLoader(
-                HandedOver(source, slots), batch_size=None, sampler=slots.with_slots(steps),
+                SlotDataset(source, slots), batch_size=None, sampler=slots.with_slots(steps),
                 num_workers=self.workers, prefetch_factor=self.prefetch, collate_fn=_as_it_is,
             )  # fmt: skip
             return map(slots.take, _of_living(read_by_workers))

@@ -68,7 +68,7 @@ class Slots:
         return {name: _field(memory, *place) for name, place in got[0].items()}, got[1]
 
 
-class HandedOver(Dataset):
+class SlotDataset(Dataset):
     """A data set, used in workers, that reads batches and puts them into slots."""
 
     def __init__(self, batches: Dataset, slots: Slots):

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from dtlib.errors import DtlibError
-from dtlib.files import own_folder, writing
+from dtlib.files import private_temp_folder, writing
 from dtlib.world.launch import forked_ranks, run_ranks, settings_of_mpi
 
 # Environment variable with the path of a file. Rank 0 writes the error on which all ranks agree into this file, and the
@@ -34,7 +34,7 @@ def train(options: Namespace, ranks: int) -> int:
     command = ["-m", "dtlib", "train", options.workload, *flags, *["--resume"] * options.resume]
     # Forked ranks share one import of torch, which takes seconds.
     forked = forked_ranks() if ranks > 1 else nullcontext()
-    with own_folder("train") as folder, forked:
+    with private_temp_folder("train") as folder, forked:
         sentence = folder / "sentence"
         status = run_ranks(command, ranks, env={SAYS: str(sentence)})
         if sentence.exists():

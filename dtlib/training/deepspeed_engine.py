@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
-from dtlib.checkpoint import pointed_to
+from dtlib.checkpoint import read_latest
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.training import deepspeed_runtime as production
@@ -116,7 +116,7 @@ class DeepSpeedEngine(Engine):
         Raises:
             DtlibError: for a checkpoint that another number of ranks saved.
         """
-        if tag is None and pointed_to(Path(load_dir) / LATEST, self.comm) is None:
+        if tag is None and read_latest(Path(load_dir) / LATEST, self.comm) is None:
             return None, None
         folder, state = self.theirs.load_checkpoint(
             str(load_dir), tag=tag, load_lr_scheduler_states=load_lr_scheduler_states

@@ -21,7 +21,7 @@ from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import LossScale, all_finite, clip_by_norm
 from dtlib.gradients.shard_info import info_of
-from dtlib.measure.held import held
+from dtlib.measure.buffers import held
 from dtlib.training.config import Config
 from dtlib.training.data import RankLoader
 from dtlib.training.strategies import Replicated
@@ -78,7 +78,7 @@ class Engine:
 
     def backward(self, loss: Tensor) -> Tensor:
         """Add the gradients of this micro-batch's mean loss; the last call of a step averages them over all ranks."""
-        self._refuse_lost()
+        self._check_gradients_present()
         self._backwards += 1
         scaled = loss * (self._scale.scale / self.gradient_accumulation_steps())
         with nullcontext() if self.is_gradient_accumulation_boundary() else self._strategy.no_sync():
@@ -102,7 +102,7 @@ class Engine:
             return
         self._update()
 
-    def _refuse_lost(self) -> None:
+    def _check_gradients_present(self) -> None:
         """Raise if the gradients of earlier micro-batches of this step have been cleared."""
         done = self.micro_steps % self.gradient_accumulation_steps()
         known = [p for group in self.optimizer.param_groups for p in group["params"]] + self._masters.parameters
@@ -195,7 +195,7 @@ class Engine:
         return self.comm.all_reduce(total, op="mean")
 
     def held(self) -> dict[str, list]:
-        """Return the tensors that strategy and optimizer store on this rank, by purpose (measure/held.py)."""
+        """Return the tensors that strategy and optimizer store on this rank, by purpose (measure/buffers.py)."""
         return {**held(self._strategy.forward, self.optimizer), "masters": self._masters.masters}
 
     def gather(self, model: nn.Module) -> None:
@@ -270,7 +270,7 @@ class Engine:
         if save_latest:
             # Each pipeline stage saves its own checkpoint. Wait for all of them before `latest` names this one.
             self._everyone.barrier()
-            checkpoint.point_to(Path(save_dir) / LATEST, tag, self._everyone)
+            checkpoint.write_latest(Path(save_dir) / LATEST, tag, self._everyone)
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | int | None = None, load_lr_scheduler_states: bool = True
@@ -285,7 +285,7 @@ class Engine:
             CheckpointError, DtlibError: on all ranks.
         """
         saved = self._saved()
-        if tag is None and (tag := checkpoint.pointed_to(Path(load_dir) / LATEST, self._everyone)) is None:
+        if tag is None and (tag := checkpoint.read_latest(Path(load_dir) / LATEST, self._everyone)) is None:
             if self.comm.rank == 0:
                 warnings.warn(f"{load_dir} has no file {LATEST!r}: nothing was loaded; pass tag=.", stacklevel=2)
             return None, None

@@ -26,11 +26,11 @@ from typing import TypeVar
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from dtlib.checkpoint import pointed_to
+from dtlib.checkpoint import read_latest
 from dtlib.checkpoint.folder import CheckpointError, together
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
-from dtlib.files import refuse_to_wait, writing
+from dtlib.files import open_nonblocking, writing
 from dtlib.gradients.shard_info import note
 from dtlib.measure.memory import memory
 from dtlib.measure.progress import RankProgress, tell
@@ -143,7 +143,7 @@ class _Training:
         self.dtype = next((p.dtype for p in self.engine.module.parameters()), self.dtype)
         self.batch = self.engine.train_batch_size()
         torch.manual_seed(1000 * run.seed + comm.rank)
-        if resume and pointed_to(Path(self.save) / LATEST, comm) is not None:
+        if resume and read_latest(Path(self.save) / LATEST, comm) is not None:
             self.engine.load_checkpoint(self.save)
         elif resume and (others := sorted(Path(save).glob(f"**/{LATEST}"))):
             raise DtlibError(
@@ -188,7 +188,7 @@ class _Training:
                     buffers = counter.sampled["buffers"] + counter.sampled["communication"]
                     everyones = self.comm.all_gather_object((of_states, buffers))
                     held = [states for states, _ in everyones]
-                    self._hold_to_the_limit([sum(both) for both in everyones])
+                    self._check_memory_limit([sum(both) for both in everyones])
                 else:
                     losses.append(self._step(batches))
                 seconds = time.perf_counter() - began
@@ -212,7 +212,7 @@ class _Training:
             found |= {"everyone": self.mesh["data", "pipe", "context", "expert"], "cuts": cuts}
         return found
 
-    def _hold_to_the_limit(self, held: list[int]) -> None:
+    def _check_memory_limit(self, held: list[int]) -> None:
         """Raise if a rank's bytes exceed ``run.memory_limit``."""
         most, limit = max(held), self.run.memory_limit
         if limit is not None and most > limit:
@@ -282,7 +282,7 @@ def agreed(comm: Communicator, work: Callable[[], V]) -> V:
 def appended(path: str | Path) -> io.FileIO:
     """Open a file for appending, without a buffer."""
     with writing(path):
-        file = io.FileIO(path, "ab", opener=refuse_to_wait)
+        file = io.FileIO(path, "ab", opener=open_nonblocking)
     return file
 
 

@@ -25,7 +25,7 @@ from dtlib.gradients.precision import MasterWeights
 from dtlib.gradients.reducer import RootBuffers
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ZeroOptimizer
-from dtlib.parallel.zero.arguments import check_elementwise
+from dtlib.parallel.zero.argument_checks import check_elementwise
 from dtlib.parallel.zero.sharded import fully_shard, units_of
 from dtlib.training.config import ZeroOptimization
 

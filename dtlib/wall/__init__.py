@@ -1,10 +1,10 @@
 """``dtlib wall``: a page for instructors that shows the place of each learner in the course.
 
 notebook.py in a learner's notebook: lab.join, lab.leave, and the messages in between
-known.py    the state of one learner
+learner_state.py    the state of one learner
 room.py     the state of all learners, and the content of the page
 server.py   the HTTP server: who may send, how often and how much; the page
-kept.py     codes and keys, in files
+secrets_file.py     codes and keys, in files
 site/       the page; text of learners is shown as plain text
 """
 

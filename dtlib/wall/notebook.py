@@ -24,11 +24,11 @@ import psutil
 from filelock import FileLock
 
 from dtlib.errors import DtlibError
-from dtlib.files import read_json, write_whole
+from dtlib.files import read_json, write_atomically
 from dtlib.lab import course, hooks
 from dtlib.lab.foreign import Shell
 from dtlib.lab.tables import fold
-from dtlib.wall.known import ALIAS, applied, message
+from dtlib.wall.learner_state import ALIAS, applied, message
 from dtlib.world import in_engine
 
 FILE = ".wall.json"
@@ -205,7 +205,7 @@ def _read() -> dict | None:
 
 def _write(note: dict) -> None:
     """Write the file completely or not at all (a kernel may be killed at any time), readable by its owner only."""
-    write_whole(_file(), json.dumps(note), 0o600)
+    write_atomically(_file(), json.dumps(note), 0o600)
 
 
 hooks.listeners.append(report)

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
 from dtlib.lab.checks.questions import quizzes
-from dtlib.wall.known import ALIAS, IDLE_SECONDS, MOST, SAYS, SHORT
+from dtlib.wall.learner_state import ALIAS, IDLE_SECONDS, MOST, SAYS, SHORT
 
 KINDS = ("stuck", "wrong", "works", "done")  # sent by learners; `idle` and `away` are added here
 AWAY_SECONDS = 20  # without a message

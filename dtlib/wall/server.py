@@ -32,7 +32,7 @@ from tornado import httpserver, netutil, web
 from tornado.iostream import IOStream
 
 from dtlib.errors import DtlibError
-from dtlib.wall import kept
+from dtlib.wall import secrets_file
 from dtlib.wall.room import Room, checked
 
 MOST_BYTES = 64 * 1024  # bytes of the largest accepted message
@@ -249,14 +249,14 @@ def serve(host: str, port: int, browser: bool) -> int:
         raise DtlibError(f"{host}:{port} cannot be listened on ({why}): name others with --host and --port.") from None
     port = sockets[0].getsockname()[1]
     here = address_of(host)
-    wall = Wall(kept.secret_of(port), "" if url else f"{here}:{port}")
+    wall = Wall(secrets_file.secret_of(port), "" if url else f"{here}:{port}")
     page = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else here}:{port}{prefix}#{wall.secret['key']}"
     where = wall.address or f"THE HUB'S ADDRESS{prefix}"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the event loop has its own handler
     print(f'Learners join with: lab.join("{wall.secret["code"]}@{where}", "an alias of their own")', flush=True)
     print(f"The page, for you and your projector: {page}", flush=True)
     print("Nothing is kept. Ctrl-C ends the wall.", flush=True)
-    with kept.page_file(port, page) if browser else nullcontext() as file:
+    with secrets_file.page_file(port, page) if browser else nullcontext() as file:
         asyncio.run(_serve(application(wall, prefix, bool(url)), sockets, file))
     return 0
 

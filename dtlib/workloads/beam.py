@@ -22,7 +22,6 @@ class Lengths(Protocol):
 
     def article(self, words: str) -> list[int]:
         """Return the tokens of an article."""
-        ...
 
 
 def summarize(model: nn.Module, data: Lengths, articles: list[str], beams: int = 4) -> list[str]:

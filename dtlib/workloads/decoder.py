@@ -102,7 +102,7 @@ class Block(nn.Module):
             self.mlp = ParallelMLP(width, 4 * width, tensor) if tensor else MLP(width, 4 * width)
         # Replace the core of attention of this instance only; its projections work on each rank's tokens as before.
         if context is not None:
-            vars(self.attention)["mixed"] = partial(mixed_over_ranks, self.attention, context)
+            vars(self.attention)["mixed"] = partial(context_attention, self.attention, context)
         self.attention.recompute, self.recompute = recompute == "selective", recompute == "full"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Block(nn.Module):
             return x + self.mlp(self.norm2(x))
 
 
-def mixed_over_ranks(attention: nn.Module, context: Shared, of_heads: Tensor) -> Tensor:
+def context_attention(attention: nn.Module, context: Shared, of_heads: Tensor) -> Tensor:
     """Compute the core of attention over the tokens of all ranks of a context axis."""
     by_heads = of_heads.unflatten(-1, (attention.heads_here, 3, attention.head_width))
     mixed = context.attention(*(each.transpose(-3, -2) for each in by_heads.unbind(-2)))

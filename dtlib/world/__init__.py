@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _world = None
-_begun = None  # a communicator that is being created, and its request
+_pending_communicator = None  # a communicator that is being created, and its request
 _made = 0  # number of communicators of all ranks that were created
 # Functions that every rank calls after `reset` has created clean communicators.
 after_reset: list[Callable[[], object]] = []
@@ -113,21 +113,21 @@ def fresh_communicator(time_limit: float | None, description: str, on_board: boo
 
     If an earlier call was interrupted, this call completes the communicator that it began, so that ranks are in step.
     """
-    global _begun, _made
+    global _pending_communicator, _made
     from mpi4py import MPI
 
-    _begun = _begun or MPI.COMM_WORLD.Idup()
-    new, request = _begun
+    _pending_communicator = _pending_communicator or MPI.COMM_WORLD.Idup()
+    new, request = _pending_communicator
     # The duplication is non-blocking, so waiting for it can be interrupted and can time out.
     everyone = Communicator(MPI.COMM_WORLD, time_limit)
     everyone.on_board = on_board
     everyone.wait_for(request, new, description)
-    _begun = None
+    _pending_communicator = None
     _made += 1
     made = Communicator(new, time_limit, verify=init().comm.verify, name=f"world.{_made}")
     made.on_board = on_board
-    lifetime.look_after(new, (-1, _made), made.members)
-    made.meet(description)
+    lifetime.free_when_unused(new, (-1, _made), made.members)
+    made.gather_and_free(description)
     return made
 
 
@@ -142,16 +142,16 @@ def _join() -> World:
     _refuse_split_world(everyone.Get_size())
     # dtlib's messages must not match those of other users of COMM_WORLD.
     comm = Communicator(own := everyone.Dup(), time_limit=30 if in_engine() else None, verify=in_engine())
-    lifetime.look_after(own, (-1, 0), comm.members)
+    lifetime.free_when_unused(own, (-1, 0), comm.members)
     neighbours = everyone.Split_type(mpi.COMM_TYPE_SHARED)
     # With more ranks than cores, a waiting rank must yield its core at once.
-    waiting.crowded = neighbours.Get_size() > usable_cores()
+    waiting.oversubscribed = neighbours.Get_size() > usable_cores()
     first_on_node = neighbours.bcast(comm.rank)
     nodes = sorted(set(everyone.allgather(first_on_node)))
     if len(nodes) == 1 < comm.size:
-        loopback.groups_inside()
+        loopback.use_loopback_for_groups()
     if comm.size > 1:
-        _put_up_board(comm, neighbours, nodes.index(first_on_node), len(nodes))
+        _create_board(comm, neighbours, nodes.index(first_on_node), len(nodes))
     # Engines stay alive after an error: one bad cell must not end them.
     if comm.size > 1 and not in_engine():
         _abort_on_error(mpi)
@@ -161,7 +161,7 @@ def _join() -> World:
     return World(comm.rank, comm.size, nodes.index(first_on_node), local_rank, comm, len(nodes))
 
 
-def _put_up_board(comm, neighbours, node: int, nodes: int) -> None:
+def _create_board(comm, neighbours, node: int, nodes: int) -> None:
     """Create the board on which ranks see the last operation of ranks that hang."""
     members = neighbours.allgather(comm.rank)
     file = neighbours.bcast(board.Board.make_file(len(members)) if neighbours.Get_rank() == 0 else None)

@@ -89,7 +89,7 @@ def _become(connection: socket.socket, launcher: int) -> list[str]:
     os.environ.clear()
     os.environb.update(set_by_imports | new)
     _open_streams()
-    _draw_anew()
+    _reseed()
     if not any("ipyparallel" in word for word in arguments[:2]):
         _forget_kernels()
     set_title([python, *arguments])
@@ -199,7 +199,7 @@ def _forget_kernels() -> None:
         sys.modules.pop(name, None)
 
 
-def _draw_anew() -> None:
+def _reseed() -> None:
     """Draw new random seeds and a new key, and set the number of threads, as at a normal start."""
     import numpy
     import torch

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from dtlib.errors import DtlibError
 from dtlib.world.compiled import compiled
-from dtlib.world.loopback import mpiexec_inside
+from dtlib.world.loopback import starts_only_local_ranks
 from dtlib.world.machine import gpu_names
 
 VARIABLE = "DTLIB_ZYGOTE"
@@ -36,7 +36,7 @@ def why_not(mpiexec: str) -> str:
         return f"{VARIABLE}=off asks for that"
     if sys.platform != "linux":
         return "only Linux can fork them safely"
-    if not mpiexec_inside(mpiexec):
+    if not starts_only_local_ranks(mpiexec):
         return "they may be on several nodes"
     if gpu_names():
         return "they use GPUs"

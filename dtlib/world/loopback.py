@@ -66,13 +66,13 @@ def _room_in_memory() -> bool:
     return state.f_bavail * state.f_frsize >= 2 * SEGMENT
 
 
-def groups_inside() -> None:
+def use_loopback_for_groups() -> None:
     """Make ``torch.distributed`` groups of this process use the loopback interface."""
     for name in INTERFACES:
         os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
 
 
-def mpiexec_inside(mpiexec: str) -> bool:
+def starts_only_local_ranks(mpiexec: str) -> bool:
     """Return True if this ``mpiexec``, started here, starts ranks on this machine only."""
     if any("hostfile" in name and name.startswith(("OMPI_MCA_", "PRTE_MCA_")) for name in os.environ):
         return False
@@ -92,7 +92,7 @@ def closed(mpiexec: str) -> list[str]:
     """Return the start of a command line: Open MPI's ``mpiexec``, restricted to loopback if possible."""
     before = os.environ.get("LD_PRELOAD", "")
     try:
-        if not mpiexec_inside(mpiexec):
+        if not starts_only_local_ranks(mpiexec):
             return [mpiexec]
         ours = library()
     except DtlibError:  # `dtlib doctor` reports it

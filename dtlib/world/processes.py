@@ -95,13 +95,13 @@ def listening(process: Process) -> list[tuple[str, str, int]]:
     return found
 
 
-def end_processes(processes: list[Process], patience: float = 3.0) -> None:
-    """End these processes: send SIGTERM, wait ``patience`` seconds, then send SIGKILL."""
+def end_processes(processes: list[Process], load_factor: float = 3.0) -> None:
+    """End these processes: send SIGTERM, wait ``load_factor`` seconds, then send SIGKILL."""
     for polite in (True, False):
         living = [found for process in processes if (found := process.find())]
         for process in living:
             with suppress(psutil.Error):
                 process.terminate() if polite else process.kill()
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + load_factor
         while any(process.find() for process in processes) and time.monotonic() < deadline:
             time.sleep(0.02)

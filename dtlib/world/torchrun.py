@@ -35,13 +35,13 @@ def join() -> dict:
     from dtlib.comm.torch.process_group import ProcessGroupCommunicator
 
     if loopback.all_ranks_here():
-        loopback.groups_inside()
+        loopback.use_loopback_for_groups()
     if not dist.is_initialized():
         _make_default_group(dist)
     told = os.environ
     # DeepSpeed's launcher uses other names for the number of ranks on a node and for the node's index.
     local_rank, local_size = int(told["LOCAL_RANK"]), int(told.get("LOCAL_WORLD_SIZE", told.get("LOCAL_SIZE", 1)))
-    waiting.crowded = local_size > usable_cores()
+    waiting.oversubscribed = local_size > usable_cores()
     assert dist.group.WORLD is not None
     comm = ProcessGroupCommunicator(dist.group.WORLD, name="world")
     node = int(told.get("GROUP_RANK", told.get("CROSS_RANK", comm.rank // local_size)))

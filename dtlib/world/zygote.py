@@ -102,7 +102,7 @@ class Zygote:
             for handle, _ in ready:
                 if handle == wake.fileno():
                     wake.recv(4096)
-                    self.bury()
+                    self.report_ended_ranks()
                     # The other events may belong to connections that were closed just now.
                     break
                 if handle != self.listener.fileno():
@@ -139,7 +139,7 @@ class Zygote:
         connection.close()
         return None
 
-    def bury(self) -> None:
+    def report_ended_ranks(self) -> None:
         """Send the exit status of ended ranks to their launchers."""
         for rank in list(self.ranks):
             ended, status = os.waitpid(rank, os.WNOHANG)

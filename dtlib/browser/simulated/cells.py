@@ -18,7 +18,7 @@ from dtlib.browser.simulated.awaiting import compiled
 from dtlib.browser.simulated.communicator import Event, Pending, SimulatedCommunicator, Wires
 from dtlib.browser.simulated.tensors import stand_in
 from dtlib.comm import waiting
-from dtlib.comm.watch import blame
+from dtlib.comm.watch import missing_ranks
 from dtlib.comm.watch.board import Sighting
 from dtlib.errors import RESET, DtlibError, MissingName, WaitTimeout
 
@@ -97,7 +97,9 @@ class Ranks:
         waits = {rank: rank.waits.task.call for rank in self.ranks if rank.runs and rank.waits}
         sentences = {}
         for rank, call in waits.items():
-            sentences[rank] = f"{call} (`{call.where}`) cannot end: {blame.whom(rank.rank, self.wires.seen)}. {RESET}"
+            sentences[rank] = (
+                f"{call} (`{call.where}`) cannot end: {missing_ranks.describe(rank.rank, self.wires.seen)}. {RESET}"
+            )
         for rank, call in waits.items():
             rank.world.comm.abandon(f"was interrupted in {call}")
         for rank in self.ranks:
@@ -184,7 +186,7 @@ class _Rank:
         package = name.partition(".")[0]
         if name in self.modules:
             return self.modules[name if fromlist else package]
-        if package == "dtlib" and "tells_how_it_ended" in (fromlist or ()):
+        if package == "dtlib" and "print_error" in (fromlist or ()):
             return self.modules["dtlib"]
         if package in (*self.modules, *ABSENT):
             raise MissingName(
@@ -198,14 +200,14 @@ class _Rank:
         vars(module).update(init=lambda: self.world, reset=self._reset, trace=self._trace, DtlibError=DtlibError)
 
         @contextmanager
-        def tells_how_it_ended(pause=1.0):
+        def print_error(pause=1.0):
             try:
                 yield
                 self.print("finished")
             except DtlibError as error:
                 self.print(f"{type(error).__name__}: {error}")
 
-        vars(module).update(tells_how_it_ended=tells_how_it_ended)
+        vars(module).update(print_error=print_error)
         return module
 
     def _reset(self):

@@ -10,10 +10,10 @@ from dtlib.comm.call import Call, callers_line, shape_and_type
 from dtlib.comm.numbers import COMBINE, combiner
 from dtlib.comm.selection import choose
 from dtlib.comm.waiting import Operation, Queue
-from dtlib.comm.watch.blame import disagreement, mismatch
 from dtlib.comm.watch.board import Sighting
+from dtlib.comm.watch.missing_ranks import disagreement, mismatch
 from dtlib.errors import RESET, CommunicationError, MissingName
-from dtlib.lessons.l03.turns import Network, TurnLink
+from dtlib.lessons.l03.simulated_network import Network, SimulatedLink
 
 OPERATIONS = (
     "all_reduce", "broadcast", "reduce", "scatter", "gather", "reduce_scatter", "all_gather", "all_to_all", "barrier",
@@ -52,7 +52,7 @@ class Wires:
 class Pending:
     """An operation in flight. ``await`` lets the other ranks run until it is complete."""
 
-    def __init__(self, comm: "SimulatedCommunicator", task: Operation, event: Event, link: TurnLink):
+    def __init__(self, comm: "SimulatedCommunicator", task: Operation, event: Event, link: SimulatedLink):
         self.comm, self.task, self.event, self.link = comm, task, event, link
 
     def __await__(self) -> Generator["Pending", None, object]:
@@ -98,7 +98,7 @@ class Look:
         return self._task.complete
 
 
-class Meeting:
+class AllCalled:
     """A request that completes when all ranks have called the collective."""
 
     def __init__(self, said: dict, size: int):
@@ -217,8 +217,8 @@ class SimulatedCommunicator:
         call.where = callers_line()
         return call
 
-    def _link(self, tag, what=None) -> TurnLink:
-        return TurnLink(self.wires.network, self.rank, (self._world, tag), what)
+    def _link(self, tag, what=None) -> SimulatedLink:
+        return SimulatedLink(self.wires.network, self.rank, (self._world, tag), what)
 
     def _collective(self, operation, tensor, arguments, finish, async_op, algorithm=None, **facts):
         if algorithm == "mpi":
@@ -237,7 +237,7 @@ class SimulatedCommunicator:
         """Run ``steps`` once all ranks have called the same operation; raise if they disagree."""
         said = self.wires.called.setdefault((self._world, call.number), {})
         said[self.rank] = (str(call), call.where)
-        yield [Meeting(said, self.size)]
+        yield [AllCalled(said, self.size)]
         if len({what for what, _ in said.values()}) > 1:
             raise CommunicationError(disagreement(said))
         yield from steps

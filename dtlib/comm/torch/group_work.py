@@ -64,7 +64,7 @@ def make_group(backends: dict[str, str], store: dist.Store, rank: int, size: int
 V = TypeVar("V")
 
 
-class Carried:
+class GroupTensor:
     """A tensor as a group sends it: ``flat`` is contiguous, of the same dtype, on a device (``on``) of the group.
 
     ``octets`` are its bytes, which is how operations without arithmetic send any dtype. ``store()`` copies a temporary
@@ -100,7 +100,7 @@ class Carried:
 
 
 class Reduced:
-    """A carried tensor's ``values`` in a form that the group can reduce; ``bring_home()`` converts them to the result.
+    """A tensor's ``values`` in a form that the group can reduce; ``store_result()`` converts them back.
 
     Raises CommunicationError for an ``op`` that the table in types.py refuses.
     """
@@ -125,7 +125,7 @@ class Reduced:
             self._flat = flat.view(torch.int64)
             self.values = self._flat ^ self._shift()
 
-    def bring_home(self, size: int) -> None:
+    def store_result(self, size: int) -> None:
         """Convert the reduced values back to the tensor's dtype; for ``mean``, divide by ``size``."""
         if self._ordered:
             self.values = _order(self.values.to(self._flat.dtype))

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtlib.comm.call import Call, callers_line
 from dtlib.comm.objects import ObjectOperations
-from dtlib.comm.torch.group_work import Carried, GroupHandle, Reduced, backends_of, disjoint, failure, make_group
+from dtlib.comm.torch.group_work import GroupHandle, GroupTensor, Reduced, backends_of, disjoint, failure, make_group
 from dtlib.comm.types import AnyTensor, T
 from dtlib.comm.watch import board, recorder
 from dtlib.errors import RESET, CommunicationError
@@ -124,7 +124,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         def finish():
             if self.rank != root:
                 return tensor
-            wire.bring_home(self.size)
+            wire.store_result(self.size)
             return content.store()
 
         call = self._call("reduce", tensor, op=op, peer=root)
@@ -183,7 +183,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         begin = partial(self.group.allreduce, [wire.values], _options(c10d.AllreduceOptions, reduceOp=REDUCE_OPS[op]))
 
         def finish():
-            wire.bring_home(self.size)
+            wire.store_result(self.size)
             return content.store()
 
         sent = 2 * content.nbytes * (self.size - 1) // self.size
@@ -210,7 +210,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         def finish():
             if everything is not None:
                 wire.values.copy_(everything.view(self.size, -1)[self.rank] if mine.nbytes else everything)
-            wire.bring_home(self.size)
+            wire.store_result(self.size)
             return mine.store()
 
         call = self._call("reduce_scatter", tensor, op=op)
@@ -253,7 +253,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         """Wait until every rank has called ``barrier``."""
         # The group's own barrier would choose a device itself. A sum on the group's own device has the same effect.
         home = "cpu" if "cpu" in self.backends else "cuda"
-        token = Carried(torch.zeros(1, device=home), "barrier", True, self.backends)
+        token = GroupTensor(torch.zeros(1, device=home), "barrier", True, self.backends)
 
         def finish():
             # On a GPU the sum is only queued. This copy waits until it is complete.
@@ -295,13 +295,13 @@ class ProcessGroupCommunicator(ObjectOperations):
 
     # From the arguments of a call to a handle
 
-    def _carried(self, tensor, operation, writes, algorithm=None) -> Carried:
+    def _carried(self, tensor, operation, writes, algorithm=None) -> GroupTensor:
         if algorithm is not None:
             raise CommunicationError(
                 f"{operation}(algorithm={algorithm!r}): a process group of torch chooses for itself; leave algorithm= "
                 "out, or use a communicator over MPI."
             )
-        return Carried(tensor, operation, writes, self.backends)
+        return GroupTensor(tensor, operation, writes, self.backends)
 
     def _call(self, operation, tensor=None, peers=None, **facts) -> Call:
         members = self.members if peers is None else [self.members[peer] for peer in peers]

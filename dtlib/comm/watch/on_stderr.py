@@ -10,7 +10,7 @@ import threading
 import time
 
 from dtlib.comm.call import line_outside
-from dtlib.comm.watch import blame, board
+from dtlib.comm.watch import board, missing_ranks
 
 LOOK_SECONDS = 0.4
 NOTICE_SECONDS = 3.0
@@ -72,9 +72,9 @@ def _tell(mine, what: str) -> None:
     if any(rank < mine.rank and (one.state, one.where) == (me.state, me.where) for rank, one in seen.items()):
         return
     if me.state == "waits":
-        whom = blame.whom(mine.rank, seen)
+        whom = missing_ranks.describe(mine.rank, seen)
     # The main thread waits outside dtlib's operations, so only its line is known: show the ranks in other lines.
     else:
-        whom = "; ".join(f"rank {rank} {blame.last_seen(one)}" for rank, one in seen.items() if one.where != me.where)
+        whom = "; ".join(f"rank {i} {missing_ranks.last_seen(one)}" for i, one in seen.items() if one.where != me.where)
     if whom:
         print(f"dtlib: rank {mine.rank} has waited {what}: {whom}.", file=sys.__stderr__, flush=True)

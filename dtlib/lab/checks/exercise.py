@@ -106,7 +106,7 @@ class Exercise:
 
 
 @cache
-def homes() -> dict[str, Path]:
+def exercise_files() -> dict[str, Path]:
     """Map the name of each exercise to the file that defines it, in the lessons' order.
 
     The files are read as text, because importing them takes longer.
@@ -127,15 +127,15 @@ class Registry(Mapping):
         return _of_file(Path(name)) if name.endswith(".py") else _of_lesson(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(homes())
+        return iter(exercise_files())
 
     def __len__(self) -> int:
-        return len(homes())
+        return len(exercise_files())
 
 
 @cache
 def _of_lesson(name: str) -> Exercise:
-    return lesson_files.module_of(homes()[name]).EXERCISES[name]
+    return lesson_files.module_of(exercise_files()[name]).EXERCISES[name]
 
 
 def _of_file(path: Path) -> Exercise:

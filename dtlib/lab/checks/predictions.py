@@ -70,7 +70,7 @@ def predict(name: str, guess: object) -> None:
     if problem := next(filter(None, (_problem(value, prediction) for value in _values(guess))), None):
         print(problem)
         _outcomes[name] = "no answer of its kind"
-    elif runs_first(prediction):
+    elif measured_names(prediction):
         _noted[name] = guess
         report("guess", name=name, guess=guess, compared=False)
         _outcomes[name] = "not compared with any run"
@@ -93,7 +93,7 @@ def predictions() -> dict[str, Prediction]:
     return found
 
 
-def runs_first(prediction: Prediction) -> list[str]:
+def measured_names(prediction: Prediction) -> list[str]:
     """Return the names that a run must define, empty for a computed answer; the first one shows that it ran."""
     return list(signature(prediction.got).parameters)
 
@@ -113,7 +113,7 @@ def without_magic(source: str) -> str:
     return "".join(rest) if first.startswith("%%px") else source
 
 
-def all_right() -> None:
+def require_all_right() -> None:
     """Raise ``DtlibError`` unless every prediction of this notebook was right."""
     if missed := [f"{name}: {outcome}" for name, outcome in _outcomes.items() if outcome != "right"]:
         raise DtlibError(f"Not as predicted: {'; '.join(missed)}.")
@@ -193,7 +193,7 @@ def _after_cell(result) -> None:
     on_ranks = code != source
     code = _shell().transform_cell(code)
     for name, guess in list(_noted.items()):
-        needed = runs_first(predictions()[name])
+        needed = measured_names(predictions()[name])
         if not assigns(code, needed[0]):
             continue
         try:

@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from dtlib.errors import DtlibError
 from dtlib.lab.engines import on_ranks
 from dtlib.lab.engines.engine_set import EngineSet
-from dtlib.lab.engines.live import ranks_in_words
+from dtlib.lab.engines.live_view import ranks_in_words
 
 ANSWER_SECONDS = 2  # seconds for requests that idle ranks answer at once
 # Errors that follow from an error on another rank.
@@ -56,19 +56,19 @@ def raise_errors(errors: dict, waited: str, shell: InteractiveShell, engines: En
 
 def _refuse_where_out_of_step(engines, who: str) -> list[str]:
     """After an error, make all ranks refuse communicators on which their calls differ; return advice."""
-    from dtlib.comm.watch import in_step
+    from dtlib.comm.watch import call_counts
 
     if engines.reset_wanted:
         engines.reset_now()
         return ["Reset was pressed: the ranks are back in step."]
-    counts = engines.ask(in_step.counts, seconds=ANSWER_SECONDS)
+    counts = engines.ask(call_counts.counts, seconds=ANSWER_SECONDS)
     if counts is None:
         return ["Some ranks do not say whether they are in step: run %px dtlib.reset() before they go on."]
-    names = in_step.differing(counts)
+    names = call_counts.differing(counts)
     if not names:
         return []
     why = f"was in use when a cell ended with an error on {who}"
-    engines.ask(in_step.refuse, names, why, seconds=ANSWER_SECONDS)
+    engines.ask(call_counts.refuse, names, why, seconds=ANSWER_SECONDS)
     return ["The ranks are out of step: run %px dtlib.reset() before they communicate again."]
 
 

@@ -13,7 +13,7 @@ from dtlib.errors import DtlibError, PeerFailed, WaitTimeout
 from dtlib.lab.engines import cell_errors, outputs
 from dtlib.lab.engines.engine_processes import STUCK
 from dtlib.lab.engines.engine_set import EngineSet
-from dtlib.lab.engines.live import LiveView, ranks_in_words
+from dtlib.lab.engines.live_view import LiveView, ranks_in_words
 from dtlib.lab.engines.outputs import as_list
 
 INTERRUPT_SECONDS = 20  # seconds for a rank to react to an interrupt on a busy machine
@@ -45,7 +45,7 @@ def run_cell(cell: str, engines: EngineSet, shell: InteractiveShell, save_name: 
         while not result.done():
             result.wait(0.1)
             if engines.ended.is_set():
-                engines.check_held()  # raises, as ranks that have ended do not answer
+                engines.check_ownership()  # raises, as ranks that have ended do not answer
             running = [str(message) in engines.client.outstanding for message in result.msg_ids]
             texts = [out + err for out, err in zip(as_list(result.stdout), as_list(result.stderr), strict=True)]
             view.show(ranks, running, texts, _reports(result))
@@ -67,7 +67,7 @@ def run_cell(cell: str, engines: EngineSet, shell: InteractiveShell, save_name: 
     if errors:
         if any(error.ename == "EngineError" for error in errors.values()):
             engines.ended.wait(KEEPER_SECONDS)
-        engines.check_held()  # another notebook may have taken the ranks, or they have ended
+        engines.check_ownership()  # another notebook may have taken the ranks, or they have ended
         cell_errors.raise_errors(errors, view.waited, shell, engines)
     for page in outcomes[0]._content.get("payload", ()):  # ``name?`` asks all ranks; the first one answers for all
         if page.get("source") == "page":
@@ -141,11 +141,11 @@ def _tell_where(running, publish) -> None:
 
 def _waits() -> tuple[str, list[int]] | None:
     """Return the operation in which this rank waits and the missing ranks; None if it does not wait."""
-    from dtlib.comm.watch import blame, board
+    from dtlib.comm.watch import board, missing_ranks
 
     if board.current is None:
         return None
     me, seen = board.current.rank, board.current.seen()
     if me not in seen or seen[me].state != "waits":
         return None
-    return seen[me].operation, blame.missing(me, seen)
+    return seen[me].operation, missing_ranks.missing(me, seen)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dtlib.errors import DtlibError
-from dtlib.lab.engines import crowd
+from dtlib.lab.engines import start_queue
 from dtlib.lab.engines.workshop import Record
 from dtlib.lab.foreign import Client
 from dtlib.world.launch import check_mpiexec, find_mpiexec, python_of_a_rank
@@ -52,13 +52,13 @@ def start_keeper(record: Record, ranks: int, say: Callable = lambda how_far: Non
         )
     import ipyparallel  # noqa: F401  (takes half a second, which the keeper needs too)
 
-    limit = crowd.Limit(START_SECONDS)
+    limit = start_queue.Limit(START_SECONDS)
     while not (note := record.read("set.json")).get("connection"):
         if reason := note.get("error"):
             record.remove("set.json")
             raise DtlibError(reason)
         if before := note.get("before"):
-            limit = crowd.Limit(START_SECONDS)
+            limit = start_queue.Limit(START_SECONDS)
             say(f"{before} other{'s' * (before > 1)} on this machine start{'s' * (before == 1)} first")
         else:
             say("their controller starts")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dtlib.errors import DtlibError, number
-from dtlib.lab.engines import crowd, on_ranks, workshop
+from dtlib.lab.engines import on_ranks, start_queue, workshop
 from dtlib.lab.engines.engine_processes import START_SECONDS, STUCK, end, interrupt, start_keeper, why_ended
 from dtlib.lab.engines.rank_table import RankTable
 from dtlib.lab.engines.starting import StartingLine, suitable_number, too_few, warning, why_new
@@ -61,11 +61,11 @@ class EngineSet:
         """Interrupt the ranks, as Ctrl-C would."""
         interrupt(self.client, [(row["host"], row["pid"]) for row in self.table.rows])
 
-    def check_held(self) -> None:
+    def check_ownership(self) -> None:
         """Raise unless the ranks run and belong to this notebook. Ranks that have ended are replaced first."""
         if not self.record.keeper():
             raise DtlibError(_replace(self))
-        if not self.record.is_held_here():
+        if not self.record.is_owned_here():
             holder = self.record.read("holder.json").get("notebook", "Another notebook")
             raise DtlibError(
                 f"{holder} has taken over the ranks, and names that were defined here are gone: run lab.engines() to "
@@ -156,7 +156,7 @@ def engines(n: int | None = None, restart: bool = False, profile: str | Path | N
         runs = record.keeper() and note.get("connection")  # without a connection, the start was not completed
         suits = runs and not restart and ranks in (None, note["ranks"])
         # Keep ranks that already belong to this notebook and answer: names on them stay.
-        if not (suits and _current and record.is_held_here() and _answers(_current)):
+        if not (suits and _current and record.is_owned_here() and _answers(_current)):
             if _current:
                 _current.close()
             found = _take_over(record) if suits else None
@@ -171,7 +171,7 @@ def engines(n: int | None = None, restart: bool = False, profile: str | Path | N
 
 def _take_over(record) -> EngineSet | None:
     """Return the running ranks, cleaned and owned by this notebook; None if they do not answer."""
-    holder = None if record.is_held_here() else record.read("holder.json").get("notebook")
+    holder = None if record.is_owned_here() else record.read("holder.json").get("notebook")
     record.attach(workshop.notebook_name())
     found = _connect(record)
     if found and holder:
@@ -230,7 +230,7 @@ def current() -> EngineSet:
     """
     if _current is None:
         raise DtlibError("This notebook has no ranks yet: run lab.engines(4) first.")
-    _current.check_held()
+    _current.check_ownership()
     return _current
 
 
@@ -242,7 +242,7 @@ def _connect(record, say=lambda how_far: None) -> EngineSet | None:
     import ipyparallel as ipp
 
     note = record.read("set.json")
-    limit = crowd.Limit(START_SECONDS + SECONDS_A_RANK * note["ranks"])
+    limit = start_queue.Limit(START_SECONDS + SECONDS_A_RANK * note["ranks"])
     while not Path(note["connection"]).exists() and record.keeper() and not limit.is_over():
         time.sleep(0.02)
     client = None
@@ -256,7 +256,7 @@ def _connect(record, say=lambda how_far: None) -> EngineSet | None:
         if client is None:
             # Short attempts, because the controller may end in the meantime.
             with suppress(TimeoutError):
-                client = ipp.Client(note["connection"], timeout=CONNECT_SECONDS * crowd.patience())
+                client = ipp.Client(note["connection"], timeout=CONNECT_SECONDS * start_queue.load_factor())
         else:
             say(f"{len(client.ids)} of {note['ranks']} are there")
             time.sleep(0.02)
@@ -287,7 +287,7 @@ def _join_world(found: EngineSet, record, note):
     try:
         _clean(found)
         joined = found.view.apply_async(on_ranks.join, str(record.state), os.getcwd())
-        rows = sorted(joined.get(START_SECONDS * crowd.patience()), key=lambda row: row["rank"])
+        rows = sorted(joined.get(START_SECONDS * start_queue.load_factor()), key=lambda row: row["rank"])
     except (ipp.error.TimeoutError, ipp.error.RemoteError, ipp.error.CompositeError):
         return None
     record.write("ranks.json", {"name": note["name"], "places": [(row["host"], row["pid"]) for row in rows]})
@@ -301,7 +301,7 @@ def _clean(found: EngineSet) -> None:
     for tries_left in (1, 0):
         clean = found.view.execute("get_ipython().run_line_magic('reset', '-f')", silent=True, block=False)
         try:
-            return clean.get(ANSWER_SECONDS * crowd.patience())
+            return clean.get(ANSWER_SECONDS * start_queue.load_factor())
         except (ipp.error.RemoteError, ipp.error.CompositeError):
             if not tries_left:
                 raise

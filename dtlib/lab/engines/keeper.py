@@ -27,7 +27,7 @@ import psutil
 
 from dtlib.errors import DtlibError
 from dtlib.lab.course import PROFILE
-from dtlib.lab.engines import crowd
+from dtlib.lab.engines import start_queue
 from dtlib.lab.engines.workshop import Record
 from dtlib.world.launch import python_of_a_rank, rank_environment, start_zygote
 from dtlib.world.processes import Process, end_processes, in_groups_of, with_descendants
@@ -102,8 +102,8 @@ def _keep(record: Record, ranks: int, name: str) -> None:
 
 def _wait_for_turn(record: Record) -> bool:
     """Wait in the queue of starts; return False if no notebook wants the engines any more."""
-    crowd.name_this_process(crowd.WAITS)
-    queue, note = crowd.Queue(), record.read("set.json")
+    start_queue.name_this_process(start_queue.WAITS)
+    queue, note = start_queue.Queue(), record.read("set.json")
     while before := queue.before():
         if not record.attached():
             record.remove("set.json")
@@ -112,7 +112,7 @@ def _wait_for_turn(record: Record) -> bool:
             note["before"] = before
             record.write("set.json", note)
         time.sleep(POLL_SECONDS)
-    crowd.name_this_process(crowd.STARTS)
+    start_queue.name_this_process(start_queue.STARTS)
     return True
 
 
@@ -165,7 +165,7 @@ def _watch(record: Record, note: dict, launchers: list[Process], started: set) -
                     return
         joined = record.read("ranks.json").get("name") == note["name"]
         if joined:
-            crowd.name_this_process(crowd.KEEPS)
+            start_queue.name_this_process(start_queue.KEEPS)
         notebooks = [Process(each["pid"], each["created"]) for each in record.attached()]
         _until_one_ends([*launchers, *notebooks], LOOK_SECONDS if joined else POLL_SECONDS)
 

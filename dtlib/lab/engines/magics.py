@@ -11,7 +11,7 @@ from dtlib.lab.engines import cells, completion, on_ranks
 from dtlib.lab.engines.cell_errors import NAME, did_you_mean
 from dtlib.lab.engines.engine_set import EngineSet
 from dtlib.lab.engines.extension import load_ipython_extension
-from dtlib.lab.engines.live import ranks_in_words
+from dtlib.lab.engines.live_view import ranks_in_words
 
 
 def install(engines: EngineSet) -> None:
@@ -55,7 +55,7 @@ class RankMagics(ParallelMagics):
     def parallel_execute(
         self, cell: str, block: bool | None = None, save_name: str | None = None, **options: object
     ) -> object:
-        self.engines.check_held()
+        self.engines.check_ownership()
         self._refuse_await(cell)
         if cell.strip() == "dtlib.reset()":
             cell = "dtlib.reset();"  # the semicolon hides each rank's World

@@ -5,7 +5,7 @@ import sys
 from IPython.display import publish_display_data
 
 from dtlib.lab.colours import ranks_prefix
-from dtlib.lab.engines.live import ranks_in_words
+from dtlib.lab.engines.live_view import ranks_in_words
 from dtlib.lab.foreign import AsyncResult
 from dtlib.lab.tables import WIDEST, fold
 

@@ -24,7 +24,7 @@ from IPython import get_ipython
 from dtlib.errors import DtlibError
 from dtlib.lab.colours import rank_badge
 from dtlib.lab.engines import workshop
-from dtlib.lab.engines.live import whereabouts
+from dtlib.lab.engines.live_view import rank_states
 from dtlib.lab.tables import fold
 from dtlib.world.processes import Process
 
@@ -122,7 +122,7 @@ class Panel:
             with suppress(Exception):  # ranks may end meanwhile; the next round reports it
                 record = _current().record
                 panels = record.read("panel.json")
-                if panels and panels["pid"] != os.getpid() and not record.is_held_here():
+                if panels and panels["pid"] != os.getpid() and not record.is_owned_here():
                     self.close()  # another notebook has taken the ranks and the panel
                 else:
                     self.table.value = drawn()  # sent to the page only if it differs
@@ -133,7 +133,7 @@ class Panel:
         said = f"{time.strftime('%H:%M:%S')}: {done}"
         try:
             engines = _current()
-            if engines.record.keeper() and engines.record.is_held_here():  # otherwise the table shows the reason
+            if engines.record.keeper() and engines.record.is_owned_here():  # otherwise the table shows the reason
                 getattr(engines, what)()
             else:
                 said = ""
@@ -156,10 +156,10 @@ def drawn() -> str:
     engines = _current()
     if engines is None or not engines.record.keeper():
         return "The ranks have ended: lab.engines() starts new ones."
-    if not engines.record.is_held_here():
+    if not engines.record.is_owned_here():
         holder = engines.record.read("holder.json").get("notebook", "Another notebook")
         return f"{escape(holder)} has the ranks: lab.engines() takes them back."
-    found = whereabouts(engines.cell, engines.client)
+    found = rank_states(engines.cell, engines.client)
     rows = "".join(
         f"<tr style='vertical-align:top'><td style='white-space:nowrap'>{rank_badge(row['rank'])}</td>"
         f"<td style='padding:0 .8em .5em'>{escape(found.get(row['rank'], 'idle'))}</td><td>{_gigabytes(row)}</td></tr>"

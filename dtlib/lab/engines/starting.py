@@ -8,7 +8,7 @@ from IPython import get_ipython
 from IPython.display import display
 
 from dtlib.world.allocation import allocation
-from dtlib.world.launch import what_mpi_said
+from dtlib.world.launch import mpiexec_error
 from dtlib.world.machine import gpu_names, usable_cores
 
 BYTES_A_RANK = 0.7e9  # an engine with torch and a lesson's arrays
@@ -83,7 +83,7 @@ def too_few(got: int, ranks: int, seconds: float | None, log: Path) -> str:
     """Return why a start failed, after ``seconds`` or because the ranks ended (None), and what to do."""
     if seconds is None:
         logs = sorted(log.glob("ipengine-*.log"), key=lambda path: path.stat().st_mtime)
-        said = what_mpi_said(logs[-1].read_text(errors="replace")) if logs else f"{log} says why."
+        said = mpiexec_error(logs[-1].read_text(errors="replace")) if logs else f"{log} says why."
         return f"The ranks ended while they started, after {got} of {ranks} had come up; {said}"
     return (
         f"Only {got} of {ranks} ranks have come up in {seconds:.0f} s, as this machine is very busy: ask for fewer, "

@@ -12,7 +12,7 @@ import psutil
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from dtlib.errors import DtlibError
-from dtlib.files import read_json, write_whole
+from dtlib.files import read_json, write_atomically
 from dtlib.lab.course import PROFILE, folder
 from dtlib.world.allocation import allocation
 from dtlib.world.processes import Process
@@ -78,7 +78,7 @@ class Record:
         """Replace the contents of a file."""
         path = self.state / name
         try:
-            write_whole(path, json.dumps(content))
+            write_atomically(path, json.dumps(content))
         except OSError as problem:
             raise self._cannot_be_written(problem) from None
 
@@ -115,7 +115,7 @@ class Record:
                 path.unlink(missing_ok=True)
         return living
 
-    def is_held_here(self) -> bool:
+    def is_owned_here(self) -> bool:
         """Return whether the engines belong to this process."""
         holder = self.read("holder.json")
         return bool(holder) and Process(holder["pid"], holder["created"]) == Process.of(os.getpid())

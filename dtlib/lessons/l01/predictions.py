@@ -17,8 +17,8 @@ def _years() -> float:
 
 def _zeros() -> float:
     """Return the powers of ten between Llama 3.1 and a doubling every 3.5 months since AlexNet."""
-    doublings = (2024.6 - 2012.75) * 12 / 3.5
-    return math.log10(5.0e17 * 2**doublings / 3.8e25)
+    log2_nodes = (2024.6 - 2012.75) * 12 / 3.5
+    return math.log10(5.0e17 * 2**log2_nodes / 3.8e25)
 
 
 PREDICTIONS = {

@@ -34,13 +34,13 @@ def watch(hang, seconds: float = SECONDS):
 
     comm = fresh_communicator(30, "watch()")  # a long limit, because ranks may still be in the last hang
     comm.time_limit, comm.verify = seconds, True
-    with tells_how_it_ended(pause=seconds / 2), trace() as record:
+    with print_error(pause=seconds / 2), trace() as record:
         hang(comm)
     return record
 
 
 @contextmanager
-def tells_how_it_ended(pause: float = 1.0):
+def print_error(pause: float = 1.0):
     """Return a context that prints the message of an error instead of raising it, then pauses.
 
     The pause lets other ranks see the operation of this rank, instead of its end.

@@ -429,10 +429,10 @@ assert 2 * 7 + 2 * 127 == 268 and 2 * 1023 == 2046
 
 # %%
 # %%px
-from dtlib.lessons.l03.judge_hangs import tells_how_it_ended
+from dtlib.lessons.l03.judge_hangs import print_error
 
 comm.time_limit = 2  # seconds
-with tells_how_it_ended():
+with print_error():
     if world.rank != 2:
         comm.barrier()
 comm.time_limit = 30  # as before
@@ -446,7 +446,7 @@ assert found(r"Waited (\d) s in barrier .*: rank (\d) has finished its cell; its
 
 # %%
 # %%px
-with tells_how_it_ended():
+with print_error():
     if world.rank != 2:
         comm.barrier()
 comm = dtlib.reset().comm
@@ -459,7 +459,7 @@ print(comm.all_reduce(torch.tensor(1)))
 # %%
 # %%px
 comm = dtlib.reset().comm
-with tells_how_it_ended():
+with print_error():
     if world.rank == 0:
         comm.all_reduce(torch.ones(2))
         comm.broadcast(torch.ones(2))
@@ -474,7 +474,7 @@ with tells_how_it_ended():
 # %%px
 comm, theirs = dtlib.reset().comm, torch.zeros(3)
 comm.time_limit = 2
-with tells_how_it_ended():
+with print_error():
     if world.rank < 2:
         comm.recv(theirs, 1 - world.rank)
         comm.send(torch.ones(3), 1 - world.rank)
@@ -494,7 +494,7 @@ assert count("they wait for one another") == 2
 # %%px
 comm, theirs = dtlib.reset().comm, torch.zeros(1)
 comm.time_limit = 2
-with tells_how_it_ended():
+with print_error():
     if world.rank < 2:
         comm.recv(theirs, 1 - world.rank)
         comm.send(torch.ones(1) * world.rank, 1 - world.rank)
@@ -505,7 +505,7 @@ comm.time_limit = 30
 # %%px
 comm, theirs = dtlib.reset().comm, torch.zeros(1)
 comm.time_limit = 2
-with tells_how_it_ended():
+with print_error():
     if world.rank < 2:
         sending = comm.send(torch.ones(1) * world.rank, 1 - world.rank, async_op=True)
         comm.recv(theirs, 1 - world.rank)

@@ -41,8 +41,8 @@ def _observed(all_reduce, length, dtype, comm):
 
     from dtlib.comm.watch.recorder import recording
     from dtlib.errors import WaitTimeout
-    from dtlib.lab.checks.checks import told
-    from dtlib.lab.checks.sends import not_waited_for, watched_handles
+    from dtlib.lab.checks.judging import told
+    from dtlib.lab.checks.pending_handles import count_unfinished, watched_handles
 
     tensor = input_of(comm.rank, length, comm.size, dtype)
     memory = tensor.view_as(tensor)  # stays the original memory, if the answer gives the tensor another one
@@ -56,7 +56,7 @@ def _observed(all_reduce, length, dtype, comm):
             got, hints = told(error, all_reduce)
             case.update(error=got, hints=hints, waited=False)
         else:
-            case["sends"] = not_waited_for(handles)
+            case["sends"] = count_unfinished(handles)
             let_messages_leave(events)
             case.update(values=(memory if len(tensor) == length else tensor).tolist(), returned=_as_list(got))
     case["operations"] = [

@@ -1,4 +1,4 @@
-"""Every collective round by round: data of all ranks, and messages. SIMULATED (turns.py) with the library's algorithms.
+"""Every collective round by round: data of all ranks, and messages. SIMULATED (simulated_network.py).
 
 Each rank puts the bit 2**rank into every element of an array with one element per rank. So the bits of a partial sum
 show which ranks it contains.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dtlib.comm import algorithms
 from dtlib.comm.algorithms import chunks_of
 from dtlib.comm.numbers import Numbers, combiner
-from dtlib.lessons.l03.turns import Network, TurnLink
+from dtlib.lessons.l03.simulated_network import Network, SimulatedLink
 from dtlib.theory.collectives import ALGORITHMS
 
 ROOT = 0
@@ -78,14 +78,14 @@ KNOWN = {
 }
 
 
-def rounds(operation: str, algorithm: str, ranks: int) -> tuple[list[Round], list[TurnLink]]:
+def rounds(operation: str, algorithm: str, ranks: int) -> tuple[list[Round], list[SimulatedLink]]:
     """Return all rounds of a collective, and each rank's link with its counts of messages and bytes.
 
     The last round is the result.
     """
     act, begins = KNOWN[operation, algorithm]
     network = Network(ranks)
-    links = [TurnLink(network, rank) for rank in range(ranks)]
+    links = [SimulatedLink(network, rank) for rank in range(ranks)]
     arrays = [Numbers([_at_first(begins, rank, place) for place in range(ranks)], "int64") for rank in range(ranks)]
     runs = [act(link, array) for link, array in zip(links, arrays, strict=True)]
     waits: list[list | None] = [[] for _ in runs]

@@ -94,7 +94,7 @@ def observe_buckets(cls, comm):
 
 def _observe(wrap, comm, hooks):
     from dtlib.comm.watch.recorder import recording
-    from dtlib.lab.checks.sends import not_waited_for, watched_handles
+    from dtlib.lab.checks.pending_handles import count_unfinished, watched_handles
 
     cases = []
     nets = {}
@@ -119,7 +119,7 @@ def _observe(wrap, comm, hooks):
             loss_of(net, x).backward()
             if not hooks:
                 wrapped.average_gradients(len(x))
-        case["gradients"], case["not waited for"] = gradients_of(net), not_waited_for(handles)[0]
+        case["gradients"], case["not waited for"] = gradients_of(net), count_unfinished(handles)[0]
         case["reduced"] = [_reduced(event) for event in events if event.kind == "operation"]
         cases.append(case)
     cases[0]["moved"] = _moved(*nets["plain"], comm, hooks)

@@ -1,8 +1,8 @@
 """Lesson 06: check of a stage 2 with right values and growing memory."""
 
+from dtlib.lab.checks.answer_memory import Snapshot, nbytes
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.exercise import Exercise, rows
-from dtlib.lab.checks.held import Snapshot, nbytes
 from dtlib.lessons.l06.observe_adam import length_of, net_of, own_shard
 
 STEPS = 4

@@ -2,9 +2,9 @@
 
 from itertools import pairwise
 
+from dtlib.lab.checks.answer_memory import Snapshot, nbytes
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
-from dtlib.lab.checks.held import Snapshot, nbytes
 from dtlib.lessons.l06.observe_adam import length_of, loss_of, make_batch, own_shard
 
 TWICE = "It is divided twice: op=dist.ReduceOp.AVG divides already.", "That alone, or a sum, divided by comm.size."

@@ -1,8 +1,8 @@
 """Lesson 06: checks of a layer that is gathered on demand, and of a large model that must fit into memory."""
 
+from dtlib.lab.checks.answer_memory import Snapshot, nbytes
 from dtlib.lab.checks.equality import NUMBER, SPARE, factors, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
-from dtlib.lab.checks.held import Snapshot, nbytes
 from dtlib.lessons.l06.judge_adam import judge_errors
 from dtlib.lessons.l06.observe_adam import attempt, length_of
 from dtlib.theory.zero import GB, GIB, STAGES, fewest_ranks, zero_bytes, zero_wire_elements

@@ -2,8 +2,8 @@
 
 from functools import cache
 
+from dtlib.lab.checks.answer_memory import Snapshot, nbytes
 from dtlib.lab.checks.equality import NUMBER
-from dtlib.lab.checks.held import Snapshot, nbytes
 
 STEPS = 3
 SETTINGS = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}  # each one changes the result

@@ -120,7 +120,7 @@ def observe(step, comm) -> list[dict]:
     from mpi4py import MPI
 
     from dtlib.errors import WaitTimeout
-    from dtlib.lab.checks.sends import not_waited_for, watched_handles
+    from dtlib.lab.checks.pending_handles import count_unfinished, watched_handles
     from dtlib.measure.live import Live
 
     found = []
@@ -148,7 +148,7 @@ def observe(step, comm) -> list[dict]:
             else:
                 with watched_handles(comm) as handles:
                     got = step(comm, inner, *_arguments(kind, comm))
-                    case["sends"] = not_waited_for(handles)
+                    case["sends"] = count_unfinished(handles)
                 case["loss"], case["means"] = _numbers(got)
                 case["gradient"] = _gradient(inner)
         except (WaitTimeout, MPI.Exception) as error:

@@ -220,7 +220,7 @@ def _observe(step, comm, kinds, arguments_for) -> list[dict]:
 
     from dtlib.comm.watch.recorder import recording
     from dtlib.errors import WaitTimeout
-    from dtlib.lab.checks.sends import not_waited_for, watched_handles
+    from dtlib.lab.checks.pending_handles import count_unfinished, watched_handles
 
     cases, inner = [], make_stage(comm.rank)
     _get_ready(comm)
@@ -232,7 +232,7 @@ def _observe(step, comm, kinds, arguments_for) -> list[dict]:
             stage = watched(inner, expected, events, last=comm.rank == comm.size - 1)
             try:
                 got = step(comm, stage, *arguments_for(kind, comm, events))
-                case["sends"] = not_waited_for(handles)
+                case["sends"] = count_unfinished(handles)
                 let_messages_leave(event for event in events if not isinstance(event, Acted))
                 case["loss"] = _as_number(got)
             except (WaitTimeout, MPI.Exception) as error:
@@ -248,14 +248,14 @@ def _observe(step, comm, kinds, arguments_for) -> list[dict]:
     return cases
 
 
-def _get_ready(comm, patience: int = 4) -> None:
+def _get_ready(comm, load_factor: int = 4) -> None:
     """Run a first backward pass, which imports much of torch, so that no rank times out while waiting for it."""
     import torch
 
     x = torch.ones(1, requires_grad=True)
     (2 * x).backward(torch.ones(1))
     limit = comm.time_limit
-    comm.time_limit = patience * limit
+    comm.time_limit = load_factor * limit
     comm.barrier()
     comm.time_limit = limit
 

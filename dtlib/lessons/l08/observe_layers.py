@@ -1,6 +1,6 @@
 """Observation of layers that are split over ranks, and the expected results."""
 
-from dtlib.lab.checks.held import Snapshot, nbytes
+from dtlib.lab.checks.answer_memory import Snapshot, nbytes
 
 BATCH, FEATURES, OUTPUTS = 4, 24, 5  # sizes of the row-parallel layer; features divide by 2, 3, 4
 WIDTH, HIDDEN = 6, 48  # sizes of the perceptron; hidden features divide by 2, 3 and 4

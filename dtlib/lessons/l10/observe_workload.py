@@ -2,7 +2,7 @@
 
 import hashlib
 
-from dtlib.lab.checks.given import OfTheWorld, world_out_of_reach
+from dtlib.lab.checks.world_guard import WorldCommUsed, refuse_world_comm
 
 STEPS = 25
 # Name of a model -> test images, of n, for which it is right.
@@ -124,9 +124,9 @@ def _evaluated(work, images, labels, comm) -> dict:
     for name, known in KNOWN.items():
         model = Knows(known(torch.arange(n), n))
         try:
-            with world_out_of_reach():
+            with refuse_world_comm():
                 got = work.evaluate(model, comm)
-        except OfTheWorld as call:
+        except WorldCommUsed as call:
             return found | {"of the world": f"{call}"}
         if not isinstance(got, dict) or "accuracy" not in got:
             keys = f" with {', '.join(map(str, got)) or 'nothing'}" if isinstance(got, dict) else ""

@@ -23,7 +23,7 @@ def best_and_worst(folder, comm, of: int = 24) -> str:
     from dtlib.workloads.summarization import workload
 
     work = workload(json.loads((CONFIGS / "summarization.json").read_text())["workload"])
-    checkpoint.load(Path(folder) / checkpoint.pointed_to(Path(folder) / LATEST, comm), work.model, comm=comm)
+    checkpoint.load(Path(folder) / checkpoint.read_latest(Path(folder) / LATEST, comm), work.model, comm=comm)
     mine = spread(work.test.stories, of)[comm.rank :: comm.size]
     written = summarize(work.model, work.test, [story.article for story in mine])
     scored = [(rouge_l(story.summary, said), story, said) for story, said in zip(mine, written, strict=True)]

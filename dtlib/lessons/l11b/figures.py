@@ -51,12 +51,12 @@ def draw(histories: dict, undisturbed: list[float]):
 
 def times(histories: dict) -> list[tuple]:
     """Return for each recovery its seconds, the ranks before and after, and the number of repeated steps."""
-    from dtlib.recovery.journal import seconds_to_go_on
+    from dtlib.recovery.journal import recovery_seconds
 
     rows = []
     for by, events in histories.items():
         steps = steps_of(events)
-        seconds = ", ".join(f"{taken:.2f}" for taken in seconds_to_go_on(events)) or "-"
+        seconds = ", ".join(f"{taken:.2f}" for taken in recovery_seconds(events)) or "-"
         ranks = f"{steps[0]['ranks']} -> {steps[-1]['ranks']}" if steps else "-"
         rows.append((NAMES[by], seconds, ranks, len(steps) - len({event["step"] for event in steps})))
     return rows

@@ -64,7 +64,7 @@ def _judge_ends(name: str, living: dict) -> None:
               "an error of batch_of, which is no death, ends the training", "it was caught",
               "Not every error means that a rank has died.",
               "In the except clause: if not failure_of_a_rank(error): raise")
-        wrong("world-comm", case["end"] == "OfTheWorld", f"{name}: every call on comm, and on what shrunk(comm) gives",
+        wrong("world-comm", case["end"] == "WorldCommUsed", f"{name}: every call on comm and on shrunk(comm)",
               case.get("said"),
               "world.comm counts the dead too: after a death, who answers there? And comm here is another one.",
               "Ask comm.rank and comm.size, call comm.all_reduce, and after a death comm = shrunk(comm).")

@@ -19,8 +19,8 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 # %%
 from dtlib.lessons.l11b import fault_lab, figures
 from dtlib.lessons.l11b.training import alone
-from dtlib.recovery import replica, restart, shrink, signs
-from dtlib.recovery import memory as memory_commit
+from dtlib.recovery import replica, restart, shrink, rank_status
+from dtlib.recovery import commit as memory_commit
 
 # %% [markdown]
 # ## The fault lab
@@ -218,7 +218,7 @@ if world.rank == 0:
 # sends a flag along, in a place of its own:
 
 # %%
-lab.read(signs.Signs.of_this_rank)
+lab.read(rank_status.Signs.of_this_rank)
 
 # %% tags=["nbval-ignore-output"]
 nan = {"kind": "nan", "rank": 1, "step": 12, "at": "nan"}

@@ -3,8 +3,8 @@
 import functools
 
 from dtlib.errors import CommunicationError, WaitTimeout
-from dtlib.lab.checks.given import OfTheWorld, world_out_of_reach
-from dtlib.lessons.l11b.simulated_death import Apart, Death, Died, Dying, Endless, NoSuchRoot
+from dtlib.lab.checks.world_guard import WorldCommUsed, refuse_world_comm
+from dtlib.lessons.l11b.simulated_death import Apart, Death, Died, Endless, FaultyCommunicator, NoSuchRoot
 from dtlib.recovery.shrink import failure_of_a_rank
 
 STEPS = 6
@@ -20,7 +20,7 @@ DEATHS = {
     "rank 0 dies in the last step, of which rank 1 has the result": (Death(0, STEPS - 1, (1,)),),
     "the last rank dies in step 0, and rank 0 of the others in step 4": (Death(-1, 0), Death(0, 4)),
 }
-ENDS = {kind.__name__: kind for kind in (Apart, Died, Endless, NoSuchRoot, OfTheWorld)}
+ENDS = {kind.__name__: kind for kind in (Apart, Died, Endless, NoSuchRoot, WorldCommUsed)}
 
 
 def make_model(seed: int = 0):
@@ -72,13 +72,13 @@ def observe(train, comm):
     """Return the end of this rank in each of ``DEATHS`` that this number of ranks allows, and for a planted error."""
     fits = {name: plan for name, plan in DEATHS.items() if comm.size > len(plan) + any(death.ahead for death in plan)}
     seen = []
-    with world_out_of_reach():
+    with refuse_world_comm():
         for name, plan in fits.items() if comm.size > 1 else ():
             # The death is in the last all_reduce of a step, so that ranks ahead of it have all results.
             calls = seen[0]["calls"] if seen else 1
             plan = [death._replace(call=max(0, calls - 1)) if death.ahead else death for death in plan]
             seen.append(_train(train, comm, name, plan))
-            if any(comm.all_gather_object(seen[-1]["end"] in ("Apart", "waited", "OfTheWorld"))):
+            if any(comm.all_gather_object(seen[-1]["end"] in ("Apart", "waited", "WorldCommUsed"))):
                 return seen  # otherwise ranks would wait for each other
         return [*seen, _train(train, comm, MISTAKE)] if seen else []
 
@@ -98,7 +98,7 @@ def _train(train, comm, case: str, deaths=()) -> dict:
     model, optimizer = make_model()
     part = comm.split(0)
     part.time_limit = comm.time_limit / 2  # so that waiting ranks reach the next case in time
-    first = Dying(part, deaths)
+    first = FaultyCommunicator(part, deaths)
     got = {"case": case, "steps": [[] for _ in range(len(deaths) + 1)], "samples": {}, "end": "returned"}
     of_step = {}
 

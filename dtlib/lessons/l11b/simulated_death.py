@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dtlib.errors import DtlibError
-from dtlib.lab.checks.given import OfTheWorld
+from dtlib.lab.checks.world_guard import WorldCommUsed
 
 MOST_SHRINKS = 3
 
@@ -44,7 +44,7 @@ class Death(NamedTuple):
     call: int = 0
 
 
-class Dying:
+class FaultyCommunicator:
     """A communicator on which the first of ``deaths`` happens.
 
     Further deaths happen on the communicators after it. ``at`` is the current step, ``calls`` counts its all_reduces,
@@ -114,7 +114,7 @@ class Dying:
             "and barrier."
         )
 
-    def last(self) -> "Dying":
+    def last(self) -> "FaultyCommunicator":
         """Return the current communicator of the survivors."""
         return self.next.last() if self.next else self
 
@@ -129,13 +129,13 @@ class Dying:
             last._comm.split(None)
 
 
-def shrunk(comm: Dying) -> Dying:
+def shrunk(comm: FaultyCommunicator) -> FaultyCommunicator:
     """Return a communicator of the survivors in their old order; all of them call it. SIMULATED, the dead rank too."""
-    if not isinstance(comm, Dying):
-        raise OfTheWorld("shrunk(world.comm)")
+    if not isinstance(comm, FaultyCommunicator):
+        raise WorldCommUsed("shrunk(world.comm)")
     if comm._dead:
         raise Died
     if comm.shrinks == MOST_SHRINKS:
         raise Endless
-    comm.next = Dying(comm._comm.split(0), comm._later, comm.shrinks + 1)
+    comm.next = FaultyCommunicator(comm._comm.split(0), comm._later, comm.shrinks + 1)
     return comm.next

@@ -70,7 +70,7 @@ def alone(options: dict) -> tuple[nn.Module, list[float]]:
     return model, losses
 
 
-class Accidents:
+class PlannedFaults:
     """The faults of this rank. Each happens once, even if its step is repeated, unless it has ``always``."""
 
     def __init__(self, faults: list[dict], rank: int, folder: Path, journal):
@@ -106,7 +106,7 @@ class Accidents:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 
 
-def with_accidents(replica, options: dict, accidents: Accidents):
+def with_accidents(replica, options: dict, accidents: PlannedFaults):
     """Return the same replica, with the planned faults of this rank."""
     batch_of = replica.batch_of
     late = [fault for _, fault in accidents.faults if fault["kind"] == "late"]
@@ -134,7 +134,7 @@ def train_by_engine(options: dict, world, folder: Path, journal) -> None:
         "zero_optimization": {"stage": options["stage"]},
     }
     engine, *_ = dtlib.initialize(model=model, config=config, runtime=options["runtime"])
-    accidents, losses = Accidents(options["faults"], world.rank, folder, journal), []
+    accidents, losses = PlannedFaults(options["faults"], world.rank, folder, journal), []
     if (folder / "latest").exists():
         losses = engine.load_checkpoint(folder)[1]["losses"]
     while engine.global_steps < options["steps"]:
@@ -160,10 +160,10 @@ def main() -> None:
     world = dtlib.init()
     world.comm.time_limit = options["time_limit"]
     journal = recovery.Journal(folder, world)
-    with journal.last_words():
+    with journal.log_outcome():
         if options["by"] == "engine":
             return train_by_engine(options, world, folder, journal)
-        accidents = Accidents(options["faults"], world.rank, folder, journal)
+        accidents = PlannedFaults(options["faults"], world.rank, folder, journal)
         replica = with_accidents(recovery.Replica(*make(options)), options, accidents)
         replica.signs.listen()
         comm = ways[options["by"]](replica, world.comm, options["steps"], tell=journal)

@@ -30,7 +30,7 @@ def main() -> None:
             journal.write("fault", kind="kill", step=step)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with journal.last_words():
+    with journal.log_outcome():
         train("decoder", options["config"], save=folder / "checkpoint", resume=True, after_step=after_step)
 
 

@@ -4,7 +4,7 @@ A limit without an error: after one gradient with an infinity or a NaN, the erro
 NaN. Then create a new state and wrap the model again.
 """
 
-from dtlib.parallel.compression import contract  # noqa: F401  # installs the checks of plain.py on import
+from dtlib.parallel.compression import checks  # noqa: F401  # installs the checks of plain.py on import
 from dtlib.parallel.compression.plain import (
     EightBitState,
     PowerSGDState,

@@ -127,4 +127,4 @@ def done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 # torch's powerSGD_hook also overlaps messages with computing. Do not scale losses: the kept part would not match. Where
-# dtlib is installed, contract.py refuses settings that make no sense. This file imports only torch.
+# dtlib is installed, checks.py refuses settings that make no sense. This file imports only torch.

@@ -9,7 +9,7 @@ arXiv:2310.01889; S. A. Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509; W.
 arXiv:2311.09431. The zigzag order is used by Megatron-LM and by "Llama 3", arXiv:2407.21783, section 3.3.2.
 """
 
-from dtlib.parallel.context import contract  # noqa: F401  # installs the checks of plain.py on import
+from dtlib.parallel.context import checks  # noqa: F401  # installs the checks of plain.py on import
 from dtlib.parallel.context.module import ContextParallel
 
 __all__ = ["ContextParallel"]

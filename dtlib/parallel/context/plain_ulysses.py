@@ -49,4 +49,4 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | Non
 
 
 # The full class (module.py) adds the same as for ring attention, except orders: the exchange makes sequences whole.
-# Where dtlib is installed, contract.py checks the contract above. This file imports only torch.
+# Where dtlib is installed, checks.py checks the contract above. This file imports only torch.

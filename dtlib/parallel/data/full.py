@@ -138,8 +138,8 @@ class DataParallel(nn.Module):
         self._collective = self._reducer.collective = CommHook(state, hook, self._collective, self.buckets)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """Return the buffers of this wrapper by purpose (measure/held.py)."""
-        return {"communication": [flags for bucket in self.buckets for flags in flags_behind(bucket.parameters)]}
+        """Return the buffers of this wrapper by purpose (measure/buffers.py)."""
+        return {"communication": [flags for bucket in self.buckets for flags in flag_storage(bucket.parameters)]}
 
     # Ranks without batches
 
@@ -198,7 +198,7 @@ class DataParallel(nn.Module):
             parameter.grad = None
 
 
-def flags_behind(parameters: list) -> list[torch.Tensor]:
+def flag_storage(parameters: list) -> list[torch.Tensor]:
     """Return the part of the bucket's storage that follows the gradients; it holds the flags."""
     size = sum(parameter.numel() for parameter in parameters)
     views = [parameter.grad for parameter in parameters if parameter.grad is not None]

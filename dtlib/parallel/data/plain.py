@@ -109,5 +109,5 @@ class DataParallelBuckets(DataParallelHooks):
 
 # DataParallel in full.py adds: unused parameters, gradient accumulation with no_sync(), batches of different sizes,
 # ranks that run out of batches (join), several dtypes, a progress thread for idle cores, and a small first bucket. Its
-# hooks are in gradients/reducer.py and its bucket memory in gradients/buckets.py. Where dtlib is installed, contract.py
+# hooks are in gradients/reducer.py and its bucket memory in gradients/buckets.py. Where dtlib is installed, checks.py
 # checks the contracts above. This file imports only torch.

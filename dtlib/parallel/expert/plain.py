@@ -105,4 +105,4 @@ class MixtureOfExperts(nn.Module):
 
 # The full class (layer.py) adds: different numbers of tokens per rank, padding without capacity, shared experts, a loss
 # of large logits (z-loss), jitter, copies of experts along a data axis, clipping and checkpoints. Where dtlib is
-# installed, contract.py checks the contract above. This file imports only torch.
+# installed, checks.py checks the contract above. This file imports only torch.

@@ -83,5 +83,5 @@ class DiLoCo(LocalSGD):
 
 
 # LocalSGD and DiLoCo in full.py add: model fragments that are sent in turn while the next steps are computed, ranks
-# that die between two rounds, checkpoints, buffers, and several dtypes. Where dtlib is installed, contract.py checks
+# that die between two rounds, checkpoints, buffers, and several dtypes. Where dtlib is installed, checks.py checks
 # the contract above. This file imports only torch.

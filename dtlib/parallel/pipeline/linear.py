@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 # A stack of functions that receive second halves, or None to let autograd compute the gradients. The last one is used.
-_takers: list[Callable | None] = []
+_deferral_stack: list[Callable | None] = []
 
 
 @contextmanager
-def weights_later() -> Iterator[list[Callable]]:
+def defer_weight_gradients() -> Iterator[list[Callable]]:
     """Collect the second halves of ``Linear`` in a list during backward passes in this context.
 
     Each element is a function without arguments that adds the gradients of weight and bias.
@@ -49,11 +49,11 @@ def weights_by_autograd() -> AbstractContextManager:
 
 @contextmanager
 def _given_to(taker):
-    _takers.append(taker)
+    _deferral_stack.append(taker)
     try:
         yield
     finally:
-        _takers.remove(taker)
+        _deferral_stack.remove(taker)
 
 
 def defer(half: Callable) -> None:
@@ -62,7 +62,7 @@ def defer(half: Callable) -> None:
 
 
 def _taker():
-    return _takers[-1] if _takers else None
+    return _deferral_stack[-1] if _deferral_stack else None
 
 
 class Linear(nn.Linear):

@@ -111,4 +111,4 @@ def step(group: ProcessGroup | None, stage: torch.nn.Module, inputs: torch.Tenso
 
 # The full classes add: micro-batches of any size and dtype, several tensors per stage (edges.py), interleaved and
 # zero-bubble schedules (interpreter.py, linear.py), recomputation (stage.py), and models as lists of layers with tied
-# layers (layers.py). Where dtlib is installed, contract.py checks the contract above. This file imports only torch.
+# layers (layers.py). Where dtlib is installed, checks.py checks the contract above. This file imports only torch.

@@ -13,7 +13,7 @@ from dtlib.comm import AnyCommunicator, Communicator, as_communicator
 from dtlib.comm.waiting import Operation
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline.edges import Activations, Gradients, NextStage, Place, runs_of, send_gradients
-from dtlib.parallel.pipeline.linear import weights_at_once, weights_by_autograd, weights_later
+from dtlib.parallel.pipeline.linear import defer_weight_gradients, weights_at_once, weights_by_autograd
 
 
 class PipelineStage:
@@ -178,7 +178,7 @@ class RunningStage:
         # A data-parallel module averages accumulated gradients once, in the backward pass of the last micro-batch.
         with self._no_sync() if self._left else nullcontext():
             gradients = self._take_gradients(microbatch, sent)
-            with weights_later() if later else weights_at_once() as halves:
+            with defer_weight_gradients() if later else weights_at_once() as halves:
                 # A neighbouring stage on this rank returns None for outputs that it did not use.
                 pairs = [(p.edge, g) for p, g in zip(sent, gradients, strict=True) if p and g is not None]
                 if pairs:
@@ -262,7 +262,7 @@ def _recomputed(module, received, keywords):
         for name, buffer in owner._buffers.items()
         if buffer is not None
     ]
-    anew = _Anew([(owner, name, old) for owner, name, _, _, old in before])
+    anew = _RestoredBuffers([(owner, name, old) for owner, name, _, _, old in before])
 
     def run(*received, **keywords):
         received, keywords = tree_map_only(torch.Tensor, torch.clone, (received, keywords))
@@ -278,7 +278,7 @@ def _recomputed(module, received, keywords):
     return output
 
 
-class _Anew:
+class _RestoredBuffers:
     """A context in which modules have copies of their earlier buffers; it can be entered several times."""
 
     def __init__(self, buffers):

@@ -18,7 +18,7 @@ be mixtures, and the other layers would diverge.
 
 Attention is sharded by heads, and the embedding and the loss by words. functions.py has f and g. layers.py has layers
 that are sharded by columns, rows and words. cross_entropy.py has the loss, blocks.py the perceptron and attention, and
-whole.py functions for the whole model.
+unsharded.py functions for the whole model.
 
 Communication for activations X of B bytes on N ranks. A ring all_reduce of B bytes sends 2 B (N-1) / N from each rank,
 and an all_gather B (N-1) / N (on average, if B is not divisible by N):
@@ -43,7 +43,7 @@ arXiv:1909.08053, section 3; D. Narayanan et al., "Efficient large-scale languag
 Megatron-LM", SC 2021, section 2.3. Names are Megatron-LM's.
 """
 
-from dtlib.parallel.tensor import contract  # noqa: F401  # installs the checks of plain.py on import
+from dtlib.parallel.tensor import checks  # noqa: F401  # installs the checks of plain.py on import
 from dtlib.parallel.tensor.blocks import ParallelAttention, ParallelMLP
 from dtlib.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from dtlib.parallel.tensor.functions import (
@@ -56,7 +56,7 @@ from dtlib.parallel.tensor.functions import (
     sum_over_ranks,
 )
 from dtlib.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from dtlib.parallel.tensor.whole import clip_grad_norm_, whole_state_dict
+from dtlib.parallel.tensor.unsharded import clip_grad_norm_, whole_state_dict
 
 __all__ = [
     "ColumnParallelLinear",

@@ -105,5 +105,5 @@ class ParallelMLP(nn.Module):
 
 # The full layers (layers.py, functions.py) add: slices of different lengths, whole outputs and inputs, layers without
 # bias, existing layers (from_linear), and second derivatives. Other files add attention (blocks.py), vocabularies
-# (layers.py, cross_entropy.py), gradient norms and whole state dicts (whole.py). Where dtlib is installed, contract.py
-# checks the contracts above. This file imports only torch.
+# (layers.py, cross_entropy.py), gradient norms and whole state dicts (unsharded.py). Where dtlib is installed,
+# checks.py checks the contracts above. This file imports only torch.

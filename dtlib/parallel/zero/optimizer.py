@@ -30,11 +30,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import bucket_bytes, buckets_of
-from dtlib.gradients.local_gradient import drop_placeholder, is_gone
+from dtlib.gradients.local_gradient import drop_placeholder, is_freed
 from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_shards
 from dtlib.gradients.reducer import Reducer, ReduceScatter, progress_for, refuse_averaged
 from dtlib.gradients.same_model import check_same_model
-from dtlib.parallel.zero.arguments import check_arguments
+from dtlib.parallel.zero.argument_checks import check_arguments
 from dtlib.parallel.zero.sharded_bucket import ShardedBucket, WholeGradients, names_of
 from dtlib.world import init
 
@@ -103,21 +103,21 @@ class ZeroOptimizer(optim.Optimizer):
         self.masters = MasterWeights([])
         # The base class needs default settings, so take those of an optimizer with a dummy parameter.
         super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
-        local = [self._share_out(number) for number in range(len(self.param_groups))]
+        local = [self._shard_group(number) for number in range(len(self.param_groups))]
         self.optim = optimizer_class(local, **defaults)
         self._connect()
 
     def add_param_group(self, param_group: dict) -> None:
         """Train more parameters. All ranks call this after ``step()`` and before the next backward pass."""
         is_made = hasattr(self, "optim")  # False if the base class's constructor adds the group
-        if is_made and self._in_the_middle():
+        if is_made and self._has_pending_gradients():
             raise DtlibError("A group cannot be added while gradients wait: call step() or zero_grad() first.")
         super().add_param_group(param_group)
         if is_made:
-            self.optim.add_param_group(self._share_out(len(self.param_groups) - 1))
+            self.optim.add_param_group(self._shard_group(len(self.param_groups) - 1))
             self._connect()
 
-    def _share_out(self, number: int) -> dict:
+    def _shard_group(self, number: int) -> dict:
         """Flatten and shard one group; return the local optimizer's group."""
         group = self.param_groups[number]
         trained = [parameter for parameter in group["params"] if parameter.requires_grad]
@@ -194,7 +194,7 @@ class ZeroOptimizer(optim.Optimizer):
                     f"{name} was frozen when ZeroOptimizer was made and is trained now: make a new ZeroOptimizer, or "
                     "add it with add_param_group once it is unfrozen."
                 )
-            if self.stage == 2 and not is_gone(parameter.grad):
+            if self.stage == 2 and not is_freed(parameter.grad):
                 raise DtlibError(
                     f"{name} has a gradient that did not come from a backward pass through this optimizer's hooks: "
                     "stage 2 takes no gradients by hand, nor those of DataParallel; use stage 1, or no DataParallel."
@@ -202,9 +202,9 @@ class ZeroOptimizer(optim.Optimizer):
         for bucket in self._buckets:
             bucket.check(self._names)
 
-    def _in_the_middle(self) -> bool:
+    def _has_pending_gradients(self) -> bool:
         """Return whether gradients have arrived and wait for the step."""
-        waiting = any(not is_gone(parameter.grad) for parameter in self._shard_of)
+        waiting = any(not is_freed(parameter.grad) for parameter in self._shard_of)
         return waiting or self._reduced or bool(self._reducer.passes)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
@@ -275,7 +275,7 @@ class ZeroOptimizer(optim.Optimizer):
         return self._shard_of.get(parameter)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """Return the buffers of this optimizer, other than its states, by purpose (measure/held.py)."""
+        """Return the buffers of this optimizer, other than its states, by purpose (measure/buffers.py)."""
         return {
             "parameters": [view for bucket in self._buckets for view in bucket.values.views],
             "gradients": [view for bucket in self._buckets for view in bucket.gradients()],
@@ -310,7 +310,7 @@ class ZeroOptimizer(optim.Optimizer):
 
         A whole state may also come from ``optimizer_class`` itself.
         """
-        if self._in_the_middle():
+        if self._has_pending_gradients():
             raise DtlibError("A state cannot be loaded while gradients wait: call step() or zero_grad() first.")
         self._whole_state = None
         _load_state(self, state_dict)

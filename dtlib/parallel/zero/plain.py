@@ -127,4 +127,4 @@ class Stage3(Stage2):
 
 # ZeroOptimizer (stages 1, 2) and fully_shard (stage 3) add: frozen, unused and tied parameters, 16 bits, gradient
 # accumulation, unequal batches, clipping, checkpoints, sending during the backward pass, and prefetching. Where dtlib
-# is installed, contract.py checks the contract above. This file imports only torch.
+# is installed, checks.py checks the contract above. This file imports only torch.

@@ -6,7 +6,7 @@ from torch import nn
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
-from dtlib.gradients.local_gradient import GoneGradient, UnaveragedGradient, drop_placeholder
+from dtlib.gradients.local_gradient import FreedGradient, UnaveragedGradient, drop_placeholder
 from dtlib.gradients.reducer import GradientShard, check_dense
 
 
@@ -46,7 +46,7 @@ class ShardedBucket(GradientShard):
         """Store the average and put placeholders in place of the gradients that were sent."""
         super().finish(factor, used)
         for parameter in self.parameters:
-            parameter.grad = GoneGradient.like(parameter)
+            parameter.grad = FreedGradient.like(parameter)
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients that are kept between passes: this rank's shard of each average, if it has arrived."""

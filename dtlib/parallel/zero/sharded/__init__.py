@@ -113,12 +113,12 @@ class FullySharded(nn.Module):
         ``GatheredParameters(params, modifier_rank=0)``.
         """
         units = [unit for module in self.modules() if (unit := unit_of(module)) is not None]
-        whole = [(flat, flat.summon()) for unit in units for flat in unit.flats]
+        whole = [(flat, flat.gather_full()) for unit in units for flat in unit.flats]
         try:
             yield
         finally:
             for flat, memory in whole:
-                flat.dismiss(memory)
+                flat.scatter_full(memory)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale all gradients so that their joint norm over the shards of all ranks is at most ``max_norm``.
@@ -133,7 +133,7 @@ class FullySharded(nn.Module):
         return clip_by_norm(gradients, max_norm, self._unit.comm, norm_type=norm_type)
 
     def held(self) -> dict[str, list]:
-        """Return the buffers of this unit by purpose (measure/held.py)."""
+        """Return the buffers of this unit by purpose (measure/buffers.py)."""
         unit, flats = self._unit, self._unit.flats
         return {
             "parameters": [piece for flat in flats for piece in flat.pieces],

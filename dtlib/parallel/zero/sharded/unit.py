@@ -23,7 +23,7 @@ from dtlib.gradients.local_gradient import ShardedGradient
 from dtlib.gradients.reducer import GradientShard, Reducer, ReduceScatter, progress_for
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shard_info import copy_info, hooks_of_others, info_of, note
-from dtlib.parallel.zero.sharded.places import bring_to_life, own_modules, places_of
+from dtlib.parallel.zero.sharded.parameter_locations import materialize, own_modules, places_of
 from dtlib.parallel.zero.sharded.policy import Policy
 
 
@@ -33,7 +33,7 @@ class Unit:
     def __init__(self, module: nn.Module, comm: Communicator, reshard_after_forward: bool, prefetch: bool | None,
                  progress: str | None, device: torch.device | str, policy: Policy | None):  # fmt: skip
         self.module, self.comm, self.reshard_after_forward = module, comm, reshard_after_forward
-        bring_to_life(module, device)
+        materialize(module, device)
         all_places = places_of(module)
         _check({parameter: places[0][2] for parameter, places in all_places.items()}, comm)
         for owner in own_modules(module):
@@ -202,10 +202,10 @@ class Flat(GradientShard):
             for module, attribute, _ in places:
                 module._parameters[attribute] = parameter
 
-    def summon(self) -> torch.Tensor:
+    def gather_full(self) -> torch.Tensor:
         """Gather whole parameters in the optimizer's dtype and put them into the modules.
 
-        Returns the flat tensor, which ``dismiss`` needs.
+        Returns the flat tensor, which ``scatter_full`` needs.
         """
         self.check()
         whole = FlatBuffer(self.shards.shapes, self.shard.dtype, self.shard.device, self.shards.padding)
@@ -214,7 +214,7 @@ class Flat(GradientShard):
         self.show([nn.Parameter(view, self.trained) for view in whole.views])
         return whole.flat
 
-    def dismiss(self, whole: torch.Tensor) -> None:
+    def scatter_full(self, whole: torch.Tensor) -> None:
         """Scatter rank 0's values to the shards and put the shards back into the modules."""
         own = torch.empty_like(self.shard)
         self.comm.scatter(own, whole, 0)
@@ -246,7 +246,7 @@ class Flat(GradientShard):
         if piece.grad is None:
             piece.grad = torch.zeros_like(piece).as_subclass(ShardedGradient)
 
-    def drop_what_was_dropped(self) -> None:
+    def clear_stale_gradients(self) -> None:
         """Drop accumulated whole gradients if ``zero_grad()`` was called. Called before each forward pass."""
         for leaf, piece in self.piece_of.items():
             if piece.grad is None:
@@ -311,7 +311,7 @@ class Plan:
         for unit in self.units:
             for flat in unit.flats:
                 flat.check()
-                flat.drop_what_was_dropped()
+                flat.clear_stale_gradients()
         self._running = []
         self._run_in_background()
 

@@ -81,7 +81,7 @@ class Network:
         return got
 
 
-class TurnLink:
+class SimulatedLink:
     """A rank's link to the network, for the algorithms (waiting.py); ``tag`` separates the messages of calls."""
 
     def __init__(self, network: Network, rank: int, tag: object = 0, what: object = None):

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from dtlib.comm import AnyCommunicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.contract import around, group_and_communicator
+from dtlib.gradients.preconditions import around, group_and_communicator
 from dtlib.gradients.same_model import check_same_model
 from dtlib.parallel.local.plain import DiLoCo, LocalSGD
 

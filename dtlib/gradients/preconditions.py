@@ -24,7 +24,7 @@ from torch import nn
 
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.local_gradient import GoneGradient, UnaveragedGradient, drop_placeholder
+from dtlib.gradients.local_gradient import FreedGradient, UnaveragedGradient, drop_placeholder
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shard_info import give_kind, hooks_of_others, info_of
 from dtlib.gradients.tokens import divided_by_all_tokens
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dtlib.comm import Communicator
 
 
-class Contract:
+class Preconditions:
     """The preconditions of the plain class named ``who``, for ``model`` on ``comm``; all ranks construct it.
 
     Args:
@@ -85,7 +85,7 @@ class Contract:
         """Set placeholders where gradients were freed, so that torch's clipping fails and does not skip them."""
         for parameter in self.ready:
             if parameter.grad is None:
-                parameter.grad = GoneGradient.like(parameter)
+                parameter.grad = FreedGradient.like(parameter)
 
     def check_step(self, closure: Callable | None = None) -> None:
         """Raise an error if a precondition was violated since the last step; all ranks call it."""

@@ -4,15 +4,15 @@ With these checks, ``group`` may also be a dtlib communicator.
 """
 
 from dtlib.comm import AnyCommunicator
-from dtlib.gradients.contract import Contract, around, beforehand, group_and_communicator
-from dtlib.parallel.zero.arguments import check_elementwise, check_output
+from dtlib.gradients.preconditions import Preconditions, around, beforehand, group_and_communicator
+from dtlib.parallel.zero.argument_checks import check_elementwise, check_output
 from dtlib.parallel.zero.plain import Stage1, Stage3
 
 
 def _construct(plainly, self, group: AnyCommunicator | None, model, optimizer_class, units=None, **settings):
     (group, comm), modules = group_and_communicator(group), list(units or [model])
     check_elementwise(optimizer_class, type(self).__name__)
-    self.contract = Contract(type(self).__name__, model, comm, modules, in_order=True)
+    self.contract = Preconditions(type(self).__name__, model, comm, modules, in_order=True)
     plainly(self, group, model, optimizer_class, modules, **settings)
 
 

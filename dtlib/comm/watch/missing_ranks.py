@@ -6,7 +6,7 @@ from dtlib.errors import RESET
 WAITS = ("waits", "timed out")  # states of a rank that waits; one that timed out has just stopped waiting
 
 
-def whom(me: int, seen: dict[int, Sighting]) -> str:
+def describe(me: int, seen: dict[int, Sighting]) -> str:
     """Return, as text, which rank is missing in the end while rank ``me`` waits.
 
     It follows the chain of waits: rank 0 waits for rank 1, which waits for rank 2, which does not wait. So all of them
@@ -20,7 +20,7 @@ def whom(me: int, seen: dict[int, Sighting]) -> str:
     return "they wait for one another: " + ", ".join(f"rank {rank} in {_place(seen[rank])}" for rank in sorted(waiting))
 
 
-def over(me: int, seen: dict[int, Sighting], cell: str) -> tuple[list[int], list[int]]:
+def ended_ranks(me: int, seen: dict[int, Sighting], cell: str) -> tuple[list[int], list[int]]:
     """Return the ranks that have ended this ``cell`` of the notebook and will not arrive: failed ones, finished ones.
 
     Only ranks that rank ``me`` waits for are returned, directly or through other ranks. A receive from any rank does

@@ -1,7 +1,7 @@
 """Detect waits that can never complete, from the board, and raise one error message."""
 
 from dtlib.comm.call import Call
-from dtlib.comm.watch import blame, board
+from dtlib.comm.watch import board, missing_ranks
 from dtlib.errors import RESET, PeerFailed, WaitTimeout
 
 # If the missing rank has finished its cell: long enough for the reader to see which rank is missing.
@@ -10,7 +10,7 @@ FINISHED_SECONDS = 10.0
 ENDED_SECONDS = 0.5
 
 
-def look(call: Call, waited: float) -> bool:
+def check_peers(call: Call, waited: float) -> bool:
     """Return True if a rank that this rank waits for has ended its cell or program, so that it will not arrive.
 
     ``waited`` are the seconds since this was first noticed. At first it is negative and nothing is raised, because that
@@ -22,10 +22,10 @@ def look(call: Call, waited: float) -> bool:
     """
     if board.current is None or not board.cell:
         return False
-    failed, finished = blame.over(board.current.rank, board.current.seen(), board.cell)
+    failed, finished = missing_ranks.ended_ranks(board.current.rank, board.current.seen(), board.cell)
     in_program = board.cell == board.PROGRAM
     if (failed and waited > 0) or (finished and in_program and waited > ENDED_SECONDS):
-        raise PeerFailed(f"{call}{_place(call)} cannot end: {whom()}." + ("" if in_program else f" {RESET}"))
+        raise PeerFailed(f"{call}{_place(call)} cannot end: {describe_missing()}.{'' if in_program else ' ' + RESET}")
     if finished and waited > FINISHED_SECONDS:
         raise WaitTimeout(sentence(call, FINISHED_SECONDS))
     return bool(failed or finished)
@@ -33,14 +33,14 @@ def look(call: Call, waited: float) -> bool:
 
 def sentence(call: Call, limit: float) -> str:
     """Return the error message of a wait that has reached its ``limit`` in seconds."""
-    return f"Waited {limit:g} s in {call}{_place(call)}: {whom()}. {RESET}"
+    return f"Waited {limit:g} s in {call}{_place(call)}: {describe_missing()}. {RESET}"
 
 
-def whom() -> str:
+def describe_missing() -> str:
     """Return, as text, which rank is missing in the end."""
     if board.current is None:
         return "another rank has not called it, or raised an error"
-    return blame.whom(board.current.rank, board.current.seen())
+    return missing_ranks.describe(board.current.rank, board.current.seen())
 
 
 def _place(call) -> str:

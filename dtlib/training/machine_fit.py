@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtlib.errors import DtlibError
-from dtlib.files import own_folder
+from dtlib.files import private_temp_folder
 from dtlib.planner import Plan
 from dtlib.planner.exact import of_rank
 from dtlib.world.launch import forked_ranks, run_ranks, settings_of_mpi
@@ -75,9 +75,9 @@ def measure() -> tuple[list[dict], dict[str, float], dict]:
     Raises:
         DtlibError: if a rank fails.
     """
-    with own_folder("plan") as folder, forked_ranks():
+    with private_temp_folder("plan") as folder, forked_ranks():
         path = folder / "rows.json"
-        if status := run_ranks(["-m", "dtlib.training.measured", str(path)], RANKS):
+        if status := run_ranks(["-m", "dtlib.training.machine_fit", str(path)], RANKS):
             raise DtlibError(
                 f"The ranks ended with status {status}: `dtlib doctor` looks for a cause.{settings_of_mpi()}"
             )

@@ -25,7 +25,7 @@ def places_of(module: nn.Module) -> dict[nn.Parameter, list]:
     return places
 
 
-def bring_to_life(module: nn.Module, device: torch.device | str) -> None:
+def materialize(module: nn.Module, device: torch.device | str) -> None:
     """Allocate and initialise this unit's parameters and buffers that are on the meta device."""
     alive: dict[torch.Tensor, torch.Tensor] = {}
     without = set()

@@ -7,7 +7,7 @@ from torch import nn
 
 from dtlib.comm import AnyCommunicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.contract import around, beforehand, group_and_communicator
+from dtlib.gradients.preconditions import around, beforehand, group_and_communicator
 from dtlib.gradients.shard_info import note
 from dtlib.parallel.expert.plain import MixtureOfExperts
 

@@ -49,6 +49,6 @@ def watched_handles(comm: Communicator, operation: str = "send") -> Iterator[lis
         del vars(comm)[operation]
 
 
-def not_waited_for(handles: list[_Watched]) -> tuple[int, int]:
+def count_unfinished(handles: list[_Watched]) -> tuple[int, int]:
     """Return how many operations were never seen to complete, and the number of all."""
     return sum(not handle.seen for handle in handles), len(handles)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtlib.comm import AnyCommunicator, Communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.contract import around, beforehand, check_input, group_and_communicator
+from dtlib.gradients.preconditions import around, beforehand, check_input, group_and_communicator
 from dtlib.gradients.shard_info import note
 from dtlib.parallel.tensor.plain import ColumnParallelLinear, RowParallelLinear
 

@@ -12,7 +12,7 @@ from dtlib.comm import AnyCommunicator, Communicator
 from dtlib.comm.waiting import advance_all
 from dtlib.comm.watch import recorder
 from dtlib.errors import DtlibError
-from dtlib.gradients.contract import around, group_and_communicator
+from dtlib.gradients.preconditions import around, group_and_communicator
 from dtlib.parallel.context import plain, plain_ulysses
 
 

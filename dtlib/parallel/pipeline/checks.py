@@ -13,7 +13,7 @@ from torch import nn
 from dtlib.comm import AnyCommunicator, Communicator
 from dtlib.comm.watch import recorder
 from dtlib.errors import DtlibError
-from dtlib.gradients.contract import around, beforehand, group_and_communicator
+from dtlib.gradients.preconditions import around, beforehand, group_and_communicator
 from dtlib.parallel.pipeline import plain
 from dtlib.schedule import Action
 

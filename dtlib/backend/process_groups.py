@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtlib import world as worlds
-from dtlib.backend.stopped import mark_stopped_modules
+from dtlib.backend.interrupted_modules import mark_stopped_modules
 from dtlib.comm import Communicator, lifetime
 from dtlib.comm.link import Wire
 from dtlib.comm.torch.backend_group import TAG_OF_NEW_GROUPS, Group
@@ -167,8 +167,8 @@ def _of_members(members: list[int], seconds: float | None) -> Communicator:
         everyone.Free()
     made = Communicator(mpi, seconds, parent.verify)
     # All members must use the same key, so all take the key that the first member has drawn.
-    drawn = made.meet("new_group", lifetime.draw(made.world_rank))[0]
-    lifetime.look_after(mpi, drawn, made.members)
+    drawn = made.gather_and_free("new_group", lifetime.draw(made.world_rank))[0]
+    lifetime.free_when_unused(mpi, drawn, made.members)
     made.name = f"group.{drawn[0]}.{drawn[1]}"
     return made
 

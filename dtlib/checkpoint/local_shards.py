@@ -14,7 +14,7 @@ Our strategies show their shards through ``optimizer.shard_of(parameter)`` (stag
 (stage 3). torch shows them through ``optimizer.optim`` (the optimizer of a rank's own parameters) or DTensors. So this
 file imports no strategy.
 
-``held()`` (measure/held.py) describes memory by its purpose. A checkpoint needs other facts: which elements of which
+``held()`` (measure/buffers.py) describes memory by its purpose. A checkpoint needs other facts: which elements of which
 parameter a tensor has, and by which tensor the optimizer finds the states.
 """
 
@@ -43,7 +43,7 @@ COUNTERS = ("step", "eta", "mu", "mu_product")
 
 
 @dataclass
-class Holding:
+class LocalShard:
     """The part of a parameter or buffer on this rank.
 
     Args:
@@ -81,10 +81,10 @@ class Holding:
         return self.written.start == 0 and (self.written.stop > 0 or (0 in self.slice.shape and rank == 0))
 
 
-def holdings_of(
+def local_shards_of(
     model: nn.Module, optimizer: Optimizer | None, masters: MasterWeights | None, comm: Communicator
-) -> list[Holding]:
-    """Return a ``Holding`` for each parameter and each persistent buffer, in the model's order.
+) -> list[LocalShard]:
+    """Return a ``LocalShard`` for each parameter and each persistent buffer, in the model's order.
 
     Raises:
         CheckpointError: for unnumbered copies of experts, unsupported sharding of DTensors, or an optimizer of other
@@ -109,7 +109,7 @@ def holdings_of(
         if owned := shard_of(parameter):
             slice_, value, key = owned
         master = None if key is value else key
-        held.append(Holding(name, slice_, slice_, value, master, key if key in trained else None))
+        held.append(LocalShard(name, slice_, slice_, value, master, key if key in trained else None))
         if copy is not None:
             # Only the first copy of an expert is written.
             held[-1].expert, held[-1].written = True, slice_ if copy == 0 else Slice(slice_.shape, 0, 0)
@@ -129,7 +129,7 @@ def holdings_of(
         if attribute not in model.get_submodule(owner)._non_persistent_buffers_set:
             # Buffers may differ between ranks. Data parallelism broadcasts rank 0's buffers, so save these.
             slice_ = _whole(buffer)
-            held.append(Holding(name, slice_, slice_ if comm.rank == 0 else Slice(slice_.shape, 0, 0), buffer))
+            held.append(LocalShard(name, slice_, slice_ if comm.rank == 0 else Slice(slice_.shape, 0, 0), buffer))
     _check_trained(optimizer, held)
     return held
 
@@ -181,7 +181,7 @@ def elements_here(tensor: torch.Tensor) -> torch.Tensor:
     return to_local() if to_local and is_dtensor(tensor) else tensor
 
 
-def names_of_groups(optimizer: Optimizer, held: list[Holding]) -> list[list[str]]:
+def names_of_groups(optimizer: Optimizer, held: list[LocalShard]) -> list[list[str]]:
     """Return the names of the trained parameters of each group."""
     names = {holding.key: holding.name for holding in held if holding.key is not None}
     return [
@@ -197,7 +197,7 @@ def settings_of(optimizer: Optimizer) -> list[dict]:
     ]
 
 
-def states_of(optimizer: Optimizer, holding: Holding) -> tuple[dict, dict]:
+def states_of(optimizer: Optimizer, holding: LocalShard) -> tuple[dict, dict]:
     """Return the optimizer's states of a parameter: tensors of the key's shape, and numbers as JSON types."""
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict = {}

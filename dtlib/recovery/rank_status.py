@@ -31,7 +31,7 @@ class NotFinite(DtlibError):
     """A gradient has an infinity or a NaN on some rank. All ranks raise it, and no parameter has changed."""
 
 
-class AskedToEnd(DtlibError):
+class EndRequested(DtlibError):
     """A rank has received SIGTERM or SIGUSR1. All ranks raise it in the same step, and no parameter has changed."""
 
 
@@ -67,7 +67,7 @@ class Signs:
 
         Raises:
             NotFinite: if a gradient of any rank is not finite.
-            AskedToEnd: if any rank has received a signal.
+            EndRequested: if any rank has received a signal.
         """
         seconds, broken, asked = signs.view(3, comm.size).tolist()
         members = comm.members  # world ranks, which do not change when ranks die
@@ -78,7 +78,7 @@ class Signs:
                 "on any rank: no parameter has changed. Look at that rank's data and learning rate, or clip gradients."
             )
         if any(asked):
-            raise AskedToEnd(
+            raise EndRequested(
                 f"{ranks_in(asked, members).capitalize()} was asked to end, as a scheduler does at the time limit: "
                 f"training ends after {step} steps."
             )

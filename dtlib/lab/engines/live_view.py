@@ -150,7 +150,7 @@ def _waits_in_words(waiting: list[int], reports: list[dict]) -> str:
     return f"{who} ({operations})" if operations else who
 
 
-def whereabouts(cell: "AsyncResult | None", client: Client) -> dict[int, str]:
+def rank_states(cell: "AsyncResult | None", client: Client) -> dict[int, str]:
     """Return what busy ranks do, by rank; ``cell`` is the AsyncResult of the running cell, or None."""
     outstanding = client.outstanding
     if cell is None:

@@ -6,9 +6,9 @@ import pytest
 from dtlib.comm.call import Call
 from dtlib.comm.torch.store import shared_store
 from dtlib.comm.watch import board
-from dtlib.comm.watch.blame import over, whom
 from dtlib.comm.watch.board import Board, ClusterBoard, Sighting
-from dtlib.comm.watch.in_step import differing
+from dtlib.comm.watch.call_counts import differing
+from dtlib.comm.watch.missing_ranks import over, whom
 from tests.cases import for_each
 from tests.ranks import on_ranks
 

@@ -26,7 +26,7 @@ def name_this_process(name: str) -> None:
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
-def patience() -> float:
+def load_factor() -> float:
     """Return the factor by which a start may take longer than on an idle machine."""
     return min(MOST_PATIENCE, max(1.0, os.getloadavg()[0] / usable_cores()))
 
@@ -43,7 +43,7 @@ class Limit:
 
     def is_over(self) -> bool:
         """Return whether the limit has passed."""
-        return self.passed() > self.seconds * patience()
+        return self.passed() > self.seconds * load_factor()
 
 
 class Queue:

@@ -5,7 +5,7 @@ With these checks, ``group`` may also be a dtlib communicator.
 
 from dtlib.comm import AnyCommunicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.contract import around, group_and_communicator
+from dtlib.gradients.preconditions import around, group_and_communicator
 from dtlib.parallel.compression.plain import EightBitState, PowerSGDState, TopKState
 
 

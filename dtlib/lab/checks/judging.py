@@ -20,10 +20,10 @@ from dataclasses import asdict, replace
 
 from dtlib.errors import DtlibError, WaitTimeout
 from dtlib.lab import course, last_outputs
-from dtlib.lab.checks.exercise import EXERCISES, Exercise, Problem, Score, Verdict, Wrong, homes, known, show
+from dtlib.lab.checks.exercise import EXERCISES, Exercise, Problem, Score, Verdict, Wrong, exercise_files, known, show
 from dtlib.lab.checks.predictions import assigns, without_magic
 from dtlib.lab.checks.solutions import source_of
-from dtlib.lab.engines.live import ranks_in_words
+from dtlib.lab.engines.live_view import ranks_in_words
 from dtlib.lab.hooks import report
 from dtlib.world import in_engine
 
@@ -73,7 +73,7 @@ def _tell(verdict: Verdict) -> None:
         course.done(verdict.exercise)
     if verdict.scored:
         course.scored(verdict.exercise, *verdict.scored, verdict.ranks)
-    offer = not verdict.passed and _failed[verdict.exercise] >= TRIES and verdict.exercise in homes()
+    offer = not verdict.passed and _failed[verdict.exercise] >= TRIES and verdict.exercise in exercise_files()
     show(verdict, tries, source_of(verdict.exercise) if offer else "")
     _failed[verdict.exercise] += not verdict.passed and verdict.mistake != "missing"
     _tries[verdict.exercise] = verdict.code, tries + 1

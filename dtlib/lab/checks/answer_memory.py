@@ -70,7 +70,7 @@ class Snapshot:
 def _tensors() -> list:
     import torch
 
-    from dtlib.comm.watch.in_step import living
+    from dtlib.comm.watch.call_counts import living
 
     # Buffers that communicators keep between calls do not belong to the answer.
     kept = {_key(tensor) for comm in list(living) for tensor in comm.held()["communication"]}
@@ -107,9 +107,9 @@ def _buffers(roots) -> dict:
     import torch
 
     kinds = [kind for root in roots for kind in (root if isinstance(root, type) else type(root)).__mro__]
-    homes = {getattr(thing, "__module__", None) for thing in [*roots, *kinds]}
+    exercise_files = {getattr(thing, "__module__", None) for thing in [*roots, *kinds]}
     libraries = ("builtins", "torch", "dtlib", "numpy")
-    homes = {home for home in homes if home and home.split(".")[0] not in libraries}
+    exercise_files = {home for home in exercise_files if home and home.split(".")[0] not in libraries}
     opened = (dict, list, tuple, set, frozenset, deque, MethodType, CellType, partial, SimpleNamespace)
     found, seen, todo = {}, set(), list(roots)
     while todo:
@@ -127,7 +127,7 @@ def _buffers(roots) -> dict:
             found[id(thing)] = thing
         elif issubclass(kind, torch.nn.Module):
             todo.append(vars(thing))
-        elif issubclass(kind, opened) or (thing if kind in (type, FunctionType) else kind).__module__ in homes:
+        elif issubclass(kind, opened) or (thing if kind in (type, FunctionType) else kind).__module__ in exercise_files:
             todo += gc.get_referents(thing)
     return found
 

@@ -6,20 +6,20 @@ from contextlib import contextmanager
 OPERATIONS = ("all_reduce", "broadcast", "broadcast_object", "all_gather", "all_gather_object", "barrier", "reduce")
 
 
-class OfTheWorld(BaseException):
+class WorldCommUsed(BaseException):
     """A call on the world's communicator instead of the given one."""
 
 
 @contextmanager
-def world_out_of_reach() -> Iterator[None]:
-    """Make every call on ``world.comm`` raise ``OfTheWorld`` in this block, instead of waiting for the other ranks."""
+def refuse_world_comm() -> Iterator[None]:
+    """Make every call on ``world.comm`` raise ``WorldCommUsed`` in this block, instead of waiting for others."""
     from dtlib.world import init
 
     world = init().comm
 
     def refused(name):
         def call(*_, **__):
-            raise OfTheWorld(f"world.comm.{name}(...)")
+            raise WorldCommUsed(f"world.comm.{name}(...)")
 
         return call
 

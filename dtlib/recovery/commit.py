@@ -12,9 +12,9 @@ step fails for another reason, such as NaN or an error on one rank, all ranks un
 
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
+from dtlib.recovery.rank_status import EndRequested
 from dtlib.recovery.replica import Replica, Tell, nobody
 from dtlib.recovery.shrink import failure_of_a_rank, shrunk
-from dtlib.recovery.signs import AskedToEnd
 from dtlib.world.launch import survives
 
 
@@ -51,7 +51,7 @@ def train_and_commit(
         except Exception as error:
             # Another error, such as NaN, may pass with the next attempt. If it does not, it is a bug: raise it.
             if not failure_of_a_rank(error):
-                if replica.steps in tried or isinstance(error, AskedToEnd):
+                if replica.steps in tried or isinstance(error, EndRequested):
                     raise
                 tried.add(replica.steps)
                 tell("undone", error=error, comm=comm)

@@ -5,13 +5,13 @@ With these checks, ``group`` may also be a dtlib communicator.
 
 from dtlib.comm import AnyCommunicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.contract import Contract, around, beforehand, group_and_communicator
+from dtlib.gradients.preconditions import Preconditions, around, beforehand, group_and_communicator
 from dtlib.parallel.data.plain import DataParallelBuckets, DataParallelHooks, DataParallelNaive
 
 
 def _construct(plainly, self, module, group: AnyCommunicator | None = None):
     group, comm = group_and_communicator(group)
-    contract = Contract(type(self).__name__, module, comm)
+    contract = Preconditions(type(self).__name__, module, comm)
     # One bucket is one flat tensor, so its parameters need one dtype and one device.
     kinds = {(parameter.dtype, parameter.device) for parameter in module.parameters() if parameter.requires_grad}
     if isinstance(self, DataParallelBuckets) and len(kinds) > 1:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jupyter_core.paths import jupyter_data_dir
 
-from dtlib.files import read_json, write_whole, writing
+from dtlib.files import read_json, write_atomically, writing
 
 LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"  # no letters that look alike
 CODE = 8  # letters: at 2,000 guesses per second, all day, it is found once in 6,000 days
@@ -57,4 +57,4 @@ def page_file(port: int, address: str) -> Iterator[str]:
 def _write(path: Path, content: dict | str) -> None:
     """Write a file completely or not at all, readable by its owner only."""
     with writing(path, "name another file or folder"):
-        write_whole(path, content if isinstance(content, str) else json.dumps(content), 0o600)
+        write_atomically(path, content if isinstance(content, str) else json.dumps(content), 0o600)
