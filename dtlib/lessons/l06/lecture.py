@@ -166,7 +166,7 @@ lab.read(plain.Stage2)
 lab.read(plain.Stage3)
 
 # %% [markdown] tags=["half-day"]
-# Here are all three stages, with one unit for each linear layer:
+# All three stages, with one unit for each linear layer:
 
 # %% tags=["half-day"]
 # %%px
@@ -499,7 +499,7 @@ assert count(r"(?m)^gathered \d") == count(r"(?m)^gathered (\d) +\1 ") == 6
 #
 # *Activations*, which the forward pass keeps for the backward pass, fill memory too. They shrink with 16 bits, with
 # micro-batches, and with *recomputation* (activation checkpointing), which keeps only the input of each block and
-# computes the block again in the backward pass. We measure a perceptron of 13 layers, and a transformer of four blocks.
+# computes it again in the backward pass. We measure a perceptron of 13 layers, and a transformer of four blocks.
 #
 # **Predict.** With Adam, float32 takes 4 + 4 + 8 bytes per parameter. By which factor does mixed precision change this?
 
@@ -601,7 +601,7 @@ assert kept["transformer"][0] > 15 and kept["perceptron"][0] < 6 and kept["trans
 # writes its shards, and an index says where each shard is. Four ranks take five steps at stage 3, save, and take five
 # more. Then one rank is lost. The other three load, and continue at stage 1 with the same batches.
 #
-# **Predict:** how do their losses differ from those of the four ranks?
+# **Predict:** how do their losses differ from the four ranks' losses?
 
 # %%
 # %%px
