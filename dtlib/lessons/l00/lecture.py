@@ -119,10 +119,10 @@ lab.check("first-sum")
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## When ranks hang
 #
-# A collective needs all ranks. If one does not arrive, the others wait: the program *hangs*. It will happen to you, so
-# try it. `barrier` only waits until every rank has called it. **Predict** which ranks hang. Run the cell, wait until a
-# line below says which rank is missing, then press **Stop**, the square in the bar above the notebook. (Without Stop it
-# ends after ten seconds.)
+# A collective needs all ranks. If one does not arrive, the others wait: the program *hangs*. Hangs will happen to you,
+# so try one. `barrier` only waits until every rank has called it. **Predict** which ranks hang. Run the cell, wait
+# until a line below says which rank is missing, then press **Stop**, the square in the bar above the notebook. (Without
+# Stop it ends after ten seconds.)
 
 # %% tags=["two-hours", "half-day", "stub", "raises-exception"]
 # %%px

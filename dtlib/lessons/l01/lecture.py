@@ -341,7 +341,7 @@ assert all(by_gpus["PTD", gpus] > by_gpus["ZeRO-3", gpus] for gpus in (384, 768,
 
 # %% [markdown]
 # The arithmetic is honest, and the authors' own system wins. But ZeRO-3 ran *without* model parallelism. With more GPUs
-# it also had fewer samples per GPU. Both make it slow. **Discuss.** What would be a fair comparison?
+# it also had fewer samples per GPU. Both reasons make ZeRO-3 slow. **Discuss.** What would be a fair comparison?
 #
 # ## Six claims on trial
 #

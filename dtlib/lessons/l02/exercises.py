@@ -42,8 +42,8 @@ lab.predict("points-for-0.004", 160_000)
 # estimate is worse than it should be: on three ranks the first third of the points is counted three times, and the rest
 # never.
 #
-# Fix it: together the ranks must count the points 0 to `points - 1`, each of them once. The function returns the
-# count of its own rank. Mind the remainder: 1,000 points do not divide evenly by three.
+# Fix it: together the ranks must count the points 0 to `points - 1`, each point once. The function returns the count of
+# its own rank. Mind the remainder: 1,000 points do not divide evenly by three.
 #
 # You may use `comm.rank` and `comm.size`, and `pi.count_compiled(start, stop)`, which counts the points from `start` to
 # `stop - 1`.
@@ -98,8 +98,9 @@ assert abs(4 * (0.785 * 0.215 / 10_000) ** 0.5 - 0.016) < 0.001
 # 3. add the counts of all ranks,
 # 4. return the estimate of pi, a number, **on every rank**.
 #
-# It must be right for any number of points, even if they do not divide evenly, or if there are fewer points than ranks.
-# The check compares your estimate with the serial one, to six digits, and looks at which rank counted which points.
+# The estimate must be right for any number of points, even if they do not divide evenly, or if there are fewer points
+# than ranks. The check compares your estimate with the serial one, to six digits, and looks at which rank counted which
+# points.
 #
 # `comm.mpi` is mpi4py's communicator. `comm.mpi.allreduce(number)` returns the sum on every rank, and
 # `comm.mpi.reduce(number, root=0)` on rank 0 alone.

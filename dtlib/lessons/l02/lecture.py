@@ -47,7 +47,7 @@ lab.read(pi.point, pi.count_loop)
 # %% [markdown]
 # Names in capitals are constants: `MASK_64` keeps the lower 64 bits, `MASK_31` the lower 31. Three multiplications and
 # some shifts stir the bits of `i` until they look random (SplitMix64, from a paper by Steele, Lea and Flood, 2014). The
-# result has 64 bits: the upper 31 are x, the lower 31 are y. Both stay integers, and the circle's radius is 2³¹: a
+# result has 64 bits: the upper 31 are x, the lower 31 are y. x and y stay integers, and the circle's radius is 2³¹: a
 # point is inside if x² + y² < 2⁶² (`RADIUS_SQUARED`). Nothing is ever rounded.
 
 # %%
@@ -262,7 +262,7 @@ cores = usable_cores()
 assert cores >= 4 or seconds[4] > 0.7 * seconds[cores]
 
 # %% [markdown]
-# With more cores the curve would rise until something else sets the limit. It may be memory bandwidth (not here,
+# With more cores the curve would rise until something else sets the limit. This may be memory bandwidth (not here,
 # because points stay in registers), the network, or the serial part of the program (Amdahl's law, [lesson
 # 11](11_beyond_one_machine.ipynb)). Or it is the chip's power, which forces a lower clock when all cores are busy.
 

@@ -47,9 +47,9 @@ sent_bytes = trace.sent()[1]
 # %% [markdown]
 # ## Fix: a ring with one wrong index
 #
-# This ring all-reduce sends its messages with mpi4py. It runs to its end and sends the right number of messages, but
-# its sums are wrong. One index is wrong. Fix it. `Sendrecv` sends to the right and receives from the left at the same
-# time.
+# This ring all-reduce sends its messages with mpi4py. The code runs to its end and sends the right number of messages,
+# but its sums are wrong. One index is wrong. Fix it. `Sendrecv` sends to the right and receives from the left at the
+# same time.
 #
 # `torch.tensor_split` cuts an array into `size` chunks; the chunks are views, so changing a chunk changes the array.
 # When the second half begins, which chunk is complete on a rank?
@@ -108,7 +108,7 @@ ring.show_all(3)
 #    wait for the send, add the received chunk.
 # 3. In N - 1 more steps send complete chunks to the right; receive each directly into its place.
 #
-# It must be right in float32 and in float64, and for every length:
+# The result must be right in float32 and in float64, and for every length:
 #
 # - a length that does not divide evenly by the number of ranks, a length below the number of ranks, and zero;
 # - a length so large that `comm.send` waits until the other rank receives.

@@ -26,11 +26,11 @@ comm = world.comm
 # ## The collectives
 #
 # A *collective* is an operation that all ranks call together, in the same order and with the same shapes. (`send` and
-# `recv` connect two ranks.) All of them are methods of a *communicator*, such as `comm`: a group of ranks.
+# `recv` connect two ranks.) All are methods of a *communicator*, such as `comm`: a group of ranks.
 #
 # Some collectives move whole values, often to or from one rank, the *root*. Others move *chunks*: an array is cut into
-# as many equal chunks as there are ranks. Below, rank r begins with 10 r, or with the four numbers from 10 r to 10 r + 3.
-# **Predict** before you run: what does each rank hold after `broadcast`, `reduce` and `all_reduce`?
+# as many equal chunks as there are ranks. In the next cell, rank r begins with 10 r, or with the four numbers from 10 r
+# to 10 r + 3. **Predict** before you run: what does each rank hold after `broadcast`, `reduce` and `all_reduce`?
 
 # %% tags=["half-day"]
 # %%px
@@ -114,9 +114,9 @@ lab.predict("chunk-of-rank-1", 6)
 # %% [markdown]
 # ## Everybody to rank 0, and back
 #
-# In the simplest way all ranks send to rank 0. It adds, and sends the sum back, one message at a time. In each round of
-# a tree, half of the ranks with a partial sum send it to the other half. This is the library's own source; `link` sends
-# and receives, `yield` waits.
+# In the simplest way all ranks send to rank 0. Rank 0 adds, and sends the sum back, one message at a time. In each
+# round of a tree, half of the ranks with a partial sum send it to the other half. This is the library's own source;
+# `link` sends and receives, `yield` waits.
 
 # %%
 from dtlib.comm import algorithms
@@ -444,8 +444,7 @@ comm.time_limit = 30  # as before
 assert found(r"Waited (\d) s in barrier .*: rank (\d) has finished its cell; its last operation was all_reduce") == [2, 2]
 
 # %% [markdown]
-# After an interrupted operation a communicator is out of step. It refuses all calls until all ranks call
-# `dtlib.reset()`:
+# After an interrupted operation a communicator is out of step. All calls fail until all ranks call `dtlib.reset()`:
 
 # %%
 # %%px

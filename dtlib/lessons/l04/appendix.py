@@ -83,7 +83,7 @@ assert found(r"(\d) backward passes, (\d) all_reduce") == [4, 1]
 # be the gradient of the mean loss over all images of all ranks.
 #
 # - The numbers of images change from call to call. A rank knows only its own number.
-# - A rank may have no image at all. It still calls `backward()`, because the others wait for its zeros.
+# - A rank may have no image at all. Such a rank still calls `backward()`, because the others wait for its zeros.
 #
 # All ranks call the function together, so it may use `comm`.
 
@@ -161,8 +161,8 @@ assert count(r"(?m)[1-4] steps here; the weights differ from rank 0's by 0$") ==
 # ## How large is a bucket?
 #
 # Small buckets travel early, and pay the latency of a ring each time. One bucket for everything pays it once, but
-# starts only when the backward pass is over. Below are sixteen layers of 0.25 MiB; the accelerator and the network are
-# EMULATED, as in lesson 04.
+# starts only when the backward pass is over. The next cell has sixteen layers of 0.25 MiB; the accelerator and the
+# network are EMULATED, as in lesson 04.
 #
 # **Predict.** The bucket size is between 0.25 MiB (one layer) and 4 MiB (all layers). Which size is the fastest: the
 # smallest, the largest, or one between them?
@@ -221,8 +221,8 @@ assert min(seconds) < best < max(seconds)
 # ## Buckets in the wrong order
 #
 # Collectives must be called in the same order on all ranks, so buckets are sent in the order of their list. Normally
-# the last layer's bucket is first, because its gradient is ready first. **Change a line.** Below, the list is reversed.
-# The gradients stay the same. In both runs a thread progresses the messages, as in lesson 04.
+# the last layer's bucket is first, because its gradient is ready first. **Change a line.** The next cell reverses the
+# list. The gradients stay the same. In both runs a thread progresses the messages, as in lesson 04.
 #
 # **Predict.** There are six layers, with one bucket each. In the reversed order, how many layers must go through their
 # backward pass before the first bucket leaves?
@@ -282,7 +282,7 @@ lab.quiz("04b")
 # %% [markdown]
 # ## Summary
 #
-# - `no_sync()` for accumulation; a weighted loss for uneven batches; `join()` for uneven numbers of them.
+# - `no_sync()` for accumulation; a weighted loss for uneven batches; `join()` for uneven numbers of batches.
 # - A bucket too small pays latency, one too large starts late: the cheaper a message, the smaller the best bucket. The
 #   last layer's bucket leaves first.
 #

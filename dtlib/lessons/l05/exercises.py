@@ -41,8 +41,8 @@ lab.predict("warm-up-steps", 1500)
 # ## Fix: a warm-up with one wrong number
 #
 # `warmup_settings` gives the settings of SGD in a step: the rate grows in a straight line from 0.02 in step 0 to k
-# times as much in step `warmup_steps`, and stays there. It runs, and the loss falls. But the rate is wrong in most of
-# the steps. Fix it.
+# times as much in step `warmup_steps`, and stays there. The code runs, and the loss falls. But the rate is wrong in
+# most of the steps. Fix it.
 
 # %% tags=["stub"]
 # %%px
@@ -143,13 +143,14 @@ if world.rank == 0:
     print("noise scale after 0, 5 and 10 epochs:", *(round(found) for found in scales.values()))
 
 # %% tags=["statement"]
-# "It grows: at first all images pull in the same direction, later each pulls in its own."
+# "The noise scale grows: at first all images pull in the same direction, later each pulls in its own."
 start, *later = found(r"after 0, 5 and 10 epochs: ([\d ]+)")
 assert min(later) > 4 * start
 
 # %% [markdown]
-# It grows: at first all images pull in the same direction, later each pulls in its own. So late in training a larger batch
-# does less harm, and some large runs let it grow. (With `true` near 0 the estimate is useless: average over many steps.)
+# The noise scale grows: at first all images pull in the same direction, later each pulls in its own. So late in
+# training a larger batch does less harm, and some large runs increase the batch. (With `true` near 0 the estimate is
+# useless: average over many steps.)
 #
 # ## Build: is a rule between the two better?
 #

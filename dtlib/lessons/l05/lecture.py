@@ -143,7 +143,7 @@ assert steps[0][0] == steps[1][0] < steps[2][0]
 #
 # k small steps with rate η move the parameters by η (g₁ + g₂ + ... + gₖ). One step with k times the batch moves them by
 # η' (g₁ + ... + gₖ) / k, if the gradients have not changed much meanwhile. The two are equal for η' = k η: the **linear
-# rule**. It holds only as long as the gradients change little.
+# rule**. The rule holds only as long as the gradients change little.
 #
 # The **square-root rule** looks at noise: the mean of k times as many samples has a standard deviation √k times
 # smaller, and a rate √k times larger compensates for this.

@@ -70,9 +70,9 @@ held_at = [held(stage) for stage in range(4)]
 # %% [markdown]
 # ## Fix: a stage 2 that saves nothing
 #
-# `shard_gradients(comm, module)` sets a hook on each parameter. It returns a dictionary. After `backward()` this
-# dictionary has this rank's shard of each averaged gradient: flat, `length` elements, padded with zeros at the end. The
-# values are right. But each rank sends as much as in data parallelism, and holds as much. Reduce both.
+# `shard_gradients(comm, module)` sets a hook on each parameter. The function returns a dictionary. After `backward()`
+# this dictionary has this rank's shard of each averaged gradient: flat, `length` elements, padded with zeros at the
+# end. The values are right. But each rank sends as much as in data parallelism, and holds as much. Reduce both.
 
 # %% tags=["stub"]
 # %%px
@@ -205,13 +205,13 @@ lab.check("zero-leak")
 #
 # You write stage 1 by hand. Write a class with two methods:
 #
-# - `ShardedAdam(comm, parameters, **settings)`: `settings` are those of `torch.optim.AdamW`. The parameters have the
-#   same values on all ranks, and one dtype.
+# - `ShardedAdam(comm, parameters, **settings)`: `settings` are the arguments of `torch.optim.AdamW`. The parameters
+#   have the same values on all ranks, and one dtype.
 # - `step()`, called on every rank after `backward()`: afterwards all ranks have the parameters of one process that
 #   steps with the mean of all ranks' gradients. Every parameter has a gradient.
 #
 # 1. Put all parameters into one flat tensor, padded with zeros at the end so that it divides evenly by `comm.size`. Let
-#    each `parameter.data` be a view of it.
+#    each `parameter.data` be a view of this tensor.
 # 2. This rank's shard of the flat tensor is one `nn.Parameter`. Pass only this parameter to `torch.optim.AdamW`.
 # 3. A step is `dist.reduce_scatter_single(own, flat, group=comm.group)` of gradients, AdamW on this rank's shard,
 #    `dist.all_gather_single(flat, own, group=comm.group)` of the new values.
@@ -219,7 +219,7 @@ lab.check("zero-leak")
 # Example: 535 parameters on 3 ranks make shards of 179 elements; the last 2 elements on rank 2 are padding.
 #
 # Between two steps a rank holds all parameters once. For its shard it holds the two running means, the gradient and, if
-# you like, a copy of the values. It holds nothing else that is large: free flat gradients before `step()` returns.
+# you like, a copy of the values. A rank holds nothing else that is large: free flat gradients before `step()` returns.
 # (Each `parameter.grad` belongs to the training loop: `zero_grad()` frees it.) The check counts every tensor in the
 # process, and your arrays, bytes and lists of floats too.
 

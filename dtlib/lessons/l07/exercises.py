@@ -4,8 +4,8 @@
 # Five exercises: *predict* bubble and activations (ten minutes), *fix* a pipeline whose gradients are too small (five
 # minutes), *build* the GPipe clock (thirty minutes), *build* 1F1B from it (twenty minutes), and *find the leak* in a
 # step that holds too much memory (ten minutes). A check runs your function on all ranks, with micro-batches that are
-# equal, unequal, few, and large. It looks at values, at the order of the actions, at messages, at the tensors that
-# autograd keeps, and at bytes. Check again for the next hint. The schedule puzzle has [a notebook of its
+# equal, unequal, few, and large. The check looks at values, at the order of the actions, at messages, at the tensors
+# that autograd keeps, and at bytes. Check again for the next hint. The schedule puzzle has [a notebook of its
 # own](07_schedule_puzzle_exercises.ipynb), and needs no engines.
 #
 # **You need** the lecture [07 Pipelines](../lectures/07_pipelines.ipynb). Answers:
@@ -116,8 +116,8 @@ for name, held in (("GPipe", [6, 6, 6]), ("1F1B", [3, 2, 1])):
 # ## Fix: gradients that are too small
 #
 # `train_step` computes the gradients of a batch with the library's GPipe. Rank 0 has `x`, the last rank has `target`.
-# The gradients should be those of the mean loss over the batch. They have the right direction, so a larger learning
-# rate would hide the mistake. But one division is too many. Remove it, and keep the four micro-batches.
+# They should be the gradients of the mean loss over the batch. They have the right direction, so a larger learning rate
+# would hide the mistake. But one division is too many. Remove it, and keep the four micro-batches.
 
 # %% tags=["stub"]
 # %%px
@@ -228,9 +228,9 @@ lab.check("gpipe-build")
 #
 # ## Build: 1F1B
 #
-# Write `my_1f1b(comm, stage, inputs, targets, loss_fn)`. It has the same arguments and computes the same values with
-# less memory. Rank r of N holds the activations and outputs of at most N - r micro-batches. It computes nothing twice,
-# and the bubble is no larger than before.
+# Write `my_1f1b(comm, stage, inputs, targets, loss_fn)`. The function has the same arguments as `my_gpipe`, and
+# computes the same values with less memory. Rank r of N holds the activations and outputs of at most N - r
+# micro-batches. No rank computes anything twice, and the bubble is no larger than before.
 #
 # 1. Warm up with forward passes: one for each rank after this one, but not more than there are micro-batches.
 # 2. Alternate one forward and one backward, until no forward pass is left.

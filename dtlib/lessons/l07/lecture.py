@@ -80,8 +80,8 @@ print(f"\n{draw(schedule)}")
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # `--` continues a backward pass; `..` is idle time, the *bubble*. With p ranks and m micro-batches a rank works m times
-# F and B. It waits for the first micro-batch and for the last gradient: p - 1 times F and B. Papers divide this by one
-# of two times:
+# F and B. A rank waits for the first micro-batch and for the last gradient: p - 1 times F and B. Papers divide this by
+# one of two times:
 #
 # - idle time / **makespan** (the time of the step): (p-1) / (m+p-1);
 # - idle time / **ideal time** (the time without waiting): (p-1) / m.

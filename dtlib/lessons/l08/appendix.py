@@ -36,10 +36,10 @@ from dtlib.parallel.replicator import Replicator
 # replica, and `step_fn` trains on them. `optimizer.minimize(loss)` computes gradients, averages them over replicas, and
 # takes the step.
 #
-# Some steps need more than an average of gradients. `map_reduce` combines the tensors of all replicas: below, it counts
-# the right answers of all of them. `map_gather` concatenates the tensors. Gradients flow back through both, to every
-# replica. As with collectives on ranks, all replicas must call these functions in the same order. **Look** for a rank
-# in `step_fn`: there is none.
+# Some steps need more than an average of gradients. `map_reduce` combines the tensors of all replicas: in the next cell
+# it counts the right answers of all replicas. `map_gather` concatenates the tensors. Gradients flow back through both,
+# to every replica. As with collectives on ranks, all replicas must call these functions in the same order. **Look** for
+# a rank in `step_fn`: there is none.
 
 # %%
 # %%px --local
@@ -194,10 +194,11 @@ for step_fn in (step_with_a_branch, step_with_a_coin):
 assert count(r"cannot capture") == 2 and found(r"in 'line (\d): if x.mean") == [2]
 
 # %% [markdown]
-# Both work with one process per replica, because there Python runs on real numbers. Our graph shows the idea, but it is
-# not faster: its replicas take turns on one device, and it is captured again in each step. TF-Replicator's graph was
-# built once. Then a counter, or a rate that Python computes, silently keeps its value from the capture. A library that
-# captures once must check later whether these values have changed, as `torch.compile` does with its *guards*.
+# Both functions work with one process per replica, because there Python runs on real numbers. Our graph shows the idea,
+# but it is not faster: its replicas take turns on one device, and it is captured again in each step. TF-Replicator's
+# graph was built once. Then a counter, or a rate that Python computes, silently keeps its value from the capture. A
+# library that captures once must check later whether these values have changed, as `torch.compile` does with its
+# *guards*.
 #
 # ## Where it comes from
 #

@@ -158,7 +158,7 @@ lab.check("row-fix")
 # ## Build: a perceptron in shards
 #
 # `MyMLP(linear1, linear2, comm)` replaces `linear2(gelu(linear1(x)))`. The two whole layers are the same on all ranks.
-# The number of hidden features is a multiple of the number of ranks, and rank r has slice r of them, in order.
+# The number of hidden features is a multiple of the number of ranks, and rank r has slice r of the features, in order.
 # `forward(x)` takes the whole x on every rank, with any number of dimensions before the last, and returns the whole
 # output on every rank.
 #

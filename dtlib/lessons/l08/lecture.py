@@ -359,8 +359,8 @@ assert len(set(found(r"one process ([\d.]+), 4 ranks ([\d.]+)"))) == 1
 # The norm, and biases that are added after g, are whole on all ranks. They stay equal without messages: each rank
 # computes the same gradient from the same activations.
 #
-# **Predict.** The loss needs the softmax over all 50 words, and a rank has 12 or 13 of them. How many numbers *per
-# token* does a rank pass to `all_reduce`?
+# **Predict.** The loss needs the softmax over all 50 words, and a rank has 12 or 13 words. How many numbers *per token*
+# does a rank pass to `all_reduce`?
 
 # %% tags=["stub"]
 lab.predict("numbers-a-token", None)

@@ -39,9 +39,9 @@ lab.predict("read-ahead-and-killed", 80)
 # %% [markdown]
 # ## Fix: samples that nobody reads
 #
-# `my_samples(comm, count)` returns this rank's part of the samples 0 to count - 1, in random order. It runs, and every
-# rank is busy. But some samples are never read, and others twice. Each rank has its own random numbers. Together the
-# ranks must have each sample exactly once. The numbers of samples on two ranks may differ by one at most.
+# `my_samples(comm, count)` returns this rank's part of the samples 0 to count - 1, in random order. The function runs,
+# and every rank is busy. But some samples are never read, and others twice. Each rank has its own random numbers.
+# Together the ranks must have each sample exactly once. The numbers of samples on two ranks may differ by one at most.
 # `dist.broadcast(tensor, group_src=0, group=comm.group)` sends rank 0's numbers to all ranks. Find both mistakes, and
 # fix them.
 

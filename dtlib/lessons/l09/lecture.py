@@ -348,7 +348,7 @@ assert near > 2 * far and second > 2 * first
 #
 # ## Only the columns that are needed
 #
-# The table of DLRM, a recommendation model, has 200 columns, and a model may need only a few of them. A record can only
+# The table of DLRM, a recommendation model, has 200 columns, and a model may need only a few columns. A record can only
 # be read as a whole; Parquet stores the values of a column together.
 #
 # **Predict.** A table has 40 columns of 4 bytes. We read 2 of them. What fraction of the bytes is read? (0 to 1)
@@ -516,7 +516,7 @@ lab.quiz("09")
 # ## Summary
 #
 # - Demand is batch x bytes / seconds of a step. From BERT to UNet3D it grows by a factor of 13,000.
-# - Preprocess to binary; put many samples in a file; store columns where a model needs few of them.
+# - Preprocess to binary; put many samples in a file; store columns if a model needs few columns.
 # - Prefetch, stage, cache; choose the number of workers by a measurement. Measure cold, or say that the cache was warm.
 # - AU = compute time / all time. A faster accelerator starves sooner; many on one storage may starve, too. A warm run
 #   distinguishes storage from cores.

@@ -36,8 +36,8 @@ lab.predict("gpus-of-the-listing", 12)
 # ## Choose: 200 MB a rank
 #
 # A model of 24 million parameters is trained with AdamW on these three ranks, in batches of 96; a rank has at most 8
-# samples in memory at a time. It has 200 MB (200 x 10^6 bytes) for parameters, gradients and the optimizer. Which
-# config fits, and sends no more than data parallelism does? Nothing is trained here: the check uses formulas.
+# samples in memory at a time. Each rank has 200 MB (200 x 10^6 bytes) for parameters, gradients and the optimizer.
+# Which config fits, and sends no more than data parallelism does? Nothing is trained here: the check uses formulas.
 
 # %% tags=["half-day", "stub"]
 # %%px

@@ -44,8 +44,8 @@ def net():
 # ## One config
 #
 # A config names the model and data (`workload`), the length (`run`), and the training settings, in the keys of
-# DeepSpeed. It need not contain the number of ranks: `train_batch_size` is the batch of all ranks together, here 64, or
-# 32 on each of two ranks. The file is in `notebooks/configs`; `dtlib train vision --config FILE --ranks 2` in a
+# DeepSpeed. A config need not contain the number of ranks: `train_batch_size` is the batch of all ranks together, here
+# 64, or 32 on each of two ranks. The file is in `notebooks/configs`; `dtlib train vision --config FILE --ranks 2` in a
 # terminal does the same as the cells below.
 
 # %% tags=["half-day"]
@@ -81,7 +81,7 @@ figures.curves({"vision": lab.values("result")[0]}, title="784-128-10 on digits"
 # ## Change the stage
 #
 # The stage of ZeRO is one number in the config. `train` counts the bytes of parameters, gradients and optimizer states
-# that a rank holds. It counts in the second step, when all of them exist.
+# that a rank holds. The count is made in the second step, when all of these exist.
 #
 # **Predict.** On these two ranks, what fraction of the bytes of stage 0 does a rank hold at stage 3?
 

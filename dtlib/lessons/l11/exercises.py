@@ -34,8 +34,8 @@ lab.predict("minutes-of-an-hour", 54)
 # %% [markdown]
 # ## Fix: a batch script
 #
-# This script asks Slurm for two machines with four GPUs each, for half an hour. All eight GPUs should train together, with 8
-# cores for each rank. It has four faults, and Slurm complains about none of them. Fix it.
+# This script asks Slurm for two machines with four GPUs each, for half an hour. All eight GPUs should train together,
+# with 8 cores for each rank. The script has four faults, and Slurm does not report any of the four. Fix them.
 
 # %% tags=["stub"]
 # %%px

@@ -136,9 +136,9 @@ assert cores >= 4 or sorted(shared)[2] > 0.6 * sorted(as_cores)[2]
 #
 # ## Amdahl's law
 #
-# Some work is *serial*, not divided: reading the input, printing on rank 0, a step that all ranks wait for. Let it be a
-# fraction *s* of the time on one rank. On N ranks the serial time stays the same, and the rest takes an N-th of its
-# time:
+# Some work is *serial*, not divided: reading the input, printing on rank 0, a step that all ranks wait for. Serial work
+# takes a fraction *s* of the time on one rank. On N ranks the serial time stays the same, and the rest takes an N-th of
+# its time:
 #
 # $$\text{speed-up} = \frac{1}{s + (1 - s) / N}$$
 #
@@ -222,7 +222,7 @@ assert few[0] == many[0] == 93 and many[1] == 0 < few[1] and 2 * 4095 / 4096 < 1
 assert 100 > row("8", "A step of data")[1] > 50 > row("16", "A step of data")[1]  # 0.2 s / 8 are 25 ms, the all-reduce 14
 
 # %% [markdown]
-# Strong scaling ends where a rank's computing is as short as the all-reduce, whose time stays the same. Weak scaling
+# Strong scaling ends where a rank's computing is as short as the all-reduce, which does not get shorter. Weak scaling
 # hardly ends: a rank sends little more with 4,096 ranks than with 8, and the fastest algorithm has few rounds. Real
 # curves are lower: links are shared, and one rank is always late.
 #

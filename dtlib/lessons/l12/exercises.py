@@ -68,8 +68,9 @@ lab.check("rescaling-fix")
 # ## Build: the merge of two blocks
 #
 # The ring keeps averages, not sums. `out` (queries, width) is the average of the values so far, and `lse` (queries,)
-# the log-sum-exp of their scores; `block_out` and `block_lse` are those of a new block. Write `merge`: it returns both
-# for all keys together. Scores may be large: exp(10,000) is not a finite number. At first `out` is 0 and `lse` is -inf.
+# the log-sum-exp of their scores; `block_out` and `block_lse` are the same two for a new block. Write `merge`: it
+# returns both for all keys together. Scores may be large: exp(10,000) is not a finite number. At first `out` is 0 and
+# `lse` is -inf.
 
 # %% tags=["stub"]
 # %%px

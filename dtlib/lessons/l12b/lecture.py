@@ -45,9 +45,9 @@ def equal(a, b):
 # %% [markdown]
 # ## A token travels to its expert
 #
-# How can a model have eight times the parameters, and no more work per token? It has several perceptrons in place of
-# one, called *experts*. A *gate* sends each token to one or two of the experts. The token travels to the rank of its
-# expert, and the result travels back. **Find** the three exchanges below. What does the first exchange send?
+# How can a model have eight times the parameters, and no more work per token? The model has several perceptrons in
+# place of one, called *experts*. A *gate* sends each token to one or two of the experts. The token travels to the rank
+# of its expert, and the result travels back. **Find** the three exchanges below. What does the first exchange send?
 
 # %%
 lab.read(expert_plain.Rows, expert_plain.MixtureOfExperts.through_experts)

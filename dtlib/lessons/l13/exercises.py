@@ -24,8 +24,8 @@ world = dtlib.init()
 # %% [markdown]
 # ## Predict
 #
-# - Four ranks average a million gradients by top-k, and send 1 % of them. A value has 4 bytes, and so has a place. How
-#   many bytes does a rank send by the all-gather?
+# - Four ranks average a million gradients by top-k, and send 1 % of the gradients. A value has 4 bytes, and so has a
+#   place. How many bytes does a rank send by the all-gather?
 # - A step computes for 0.1 s, and its message takes 0.9 s. How many steps are there in an hour, with DDP and with rounds
 #   of H = 100 local steps?
 
@@ -75,8 +75,8 @@ lab.check("outer-fix")
 #
 # `compress` reduces each number to one bit: its sign, times the mean size of all numbers. (The rounding is real; the
 # all-reduce still sends full numbers.) The function gets this rank's gradient and the error that was kept in the
-# previous step. It returns the mean over ranks, and the error to keep for the next step. But the kept error gets lost.
-# Fix it.
+# previous step. The function returns the mean over ranks, and the error to keep for the next step. But the kept error
+# gets lost. Fix it.
 
 # %% tags=["stub"]
 # %%px
@@ -101,8 +101,8 @@ lab.check("feedback-fix")
 #
 # Write `top_k(comm, gradient, kept, fraction)`, for tensors of one dimension.
 #
-# - Each rank adds the kept values to its gradient. It sends the k = ceil(fraction · n) elements of this sum that are
-#   largest in size.
+# - Each rank adds the kept values to its gradient. Then it sends the k = ceil(fraction · n) elements of this sum that
+#   are largest in size.
 # - The function returns the mean over ranks of the sent elements, as a tensor of n elements, and the values to keep
 #   now.
 # - Each rank sends k places and k values, not n numbers: `dist.all_gather_single(out, tensor, group=comm.group)`

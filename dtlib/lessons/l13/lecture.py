@@ -137,15 +137,15 @@ assert count("furthest apart: less than 1e-12") == 1 and not count("not equal")
 # It is data parallelism, with the product of the two rates: an identity, to the last digits. From H = 2 on it is
 # different: a rank computes its second gradient with parameters that only this rank has.
 #
-# **Discuss.** Ranks train alone for 500 steps, and one of them dies at step 400. Which work is lost?
+# **Discuss.** Ranks train alone for 500 steps, and one rank dies at step 400. Which work is lost?
 #
 # ## Little: gradients made small
 #
 # `register_comm_hook`, here as in torch, replaces the all-reduce with a function. The simplest hook halves the bytes:
 # torch's `bf16_compress_hook` sends 16 bits per number (only on GPUs; in practice, try it first). To send still less, a
 # hook has to leave something out. **Top-k** sends the largest elements, with their places (A. F. Aji, K. Heafield,
-# 2017). It *keeps* the other elements, and adds them to the next gradient: **error feedback** (F. Seide et al., 2014;
-# S. Stich et al., 2018).
+# 2017). The hook *keeps* the other elements, and adds them to the next gradient: **error feedback** (F. Seide et al.,
+# 2014; S. Stich et al., 2018).
 
 # %%
 from dtlib.parallel.compression import plain as compression_plain

@@ -87,7 +87,7 @@ lab.check("choose-build")
 # ## The race: the fastest plan
 #
 # Write `my_plan()`, which returns the fields of your `Plan` for the task of the lecture: four ranks, 16 samples,
-# 6,000,000 bytes. The check trains three steps with your plan, and counts the bytes that ranks hold and send. It
+# 6,000,000 bytes. The check trains three steps with your plan, and counts the bytes that ranks hold and send. The check
 # computes the seconds of a step by the formula of the lecture, as if each rank had its own core, with 20 ms per sample.
 # Par is the lecture's `pipe 4`. `lab.scores()` keeps your best.
 #

@@ -5,8 +5,8 @@
 # slow link, and a rank that will die. You make a plan, predict its memory and the time of a step, and run it. Then you
 # compare, explain one surprise, and scale the plan to 1,024 GPUs.
 #
-# **Questions.** Which meshes fit, and which of them is the fastest? How far off is a prediction made before the run?
-# Which parts of it would you still trust on 1,024 GPUs?
+# **Questions.** Which meshes fit, and which mesh is the fastest? How far off is a prediction made before the run? Which
+# of your predictions would you still trust on 1,024 GPUs?
 #
 # **Afterwards you can** plan a training by four formulas, run it with `dtlib train`, and explain how far off your
 # prediction was.
@@ -168,7 +168,7 @@ print(f"{1000 * sample:.1f} ms a sample")
 # - `tensor`: for each sample four `all_reduce`s of A per layer, and two around the layers; each sends A once on 2
 #   ranks, twice on 4 (by doubling).
 #
-# **Predict.** Of the meshes that fit, which sends least?
+# **Predict.** Which of the meshes that fit sends least?
 
 # %% tags=["stub"]
 lab.predict("sends-least", None)
