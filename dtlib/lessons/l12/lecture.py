@@ -209,8 +209,8 @@ print("as in one process:", same)
 # %% [markdown]
 # ### A third way: gather all keys
 #
-# Llama 3 uses neither. Each rank gathers the keys and values of all ranks, and each rank computes its own rows. In the
-# backward pass a reduce-scatter adds the gradients of each rank's keys:
+# Llama 3 uses neither. Each rank gathers the keys and values of all ranks, and computes its own rows. In the backward
+# pass a reduce-scatter adds the gradients of each rank's keys:
 
 # %%
 # %%px
