@@ -21,7 +21,7 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 # ## What does not fit
 #
 # Training with Adam, the usual optimizer, in mixed precision keeps 16 bytes per parameter: the parameter and its
-# gradient in 16 bits each; a master copy and two running means in 32 bits each. GPT-3 has 175 billion parameters; an
+# gradient in 16 bits each; a master copy and two running means in 32 bits each. x
 # accelerator has 80 GB.
 #
 # **Predict.** How many accelerators does it take just to *hold* these states? Do not count *activations*, the values

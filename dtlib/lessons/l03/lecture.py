@@ -100,7 +100,7 @@ assert rows("after", under="all_to_all")[5] == [sum(chunks[r::4]) for r in range
 
 # %% [markdown] tags=["half-day"]
 # `reduce` leaves the values of the other ranks as they were; `all_reduce` gives the result to all. With
-# `reduce_scatter` rank r gets the sum of every rank's chunk r. After another `all_gather` every rank has all sums: **a
+# `reduce_scatter` rank r gets the sum of every rank's chunk r. A further `all_gather` gives every rank all sums: **a
 # reduce-scatter and an all-gather make an all-reduce.** The ring uses this, and ZeRO uses it to save memory.
 #
 # **Predict.** Two ranks hold (1, 2) and (3, 4). What does rank 1 hold after a `reduce_scatter`?
@@ -163,7 +163,7 @@ for name in ("naive", "tree"):
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The ring
 #
-# In the ring all ranks always send, but small messages. Cut the array into as many chunks as there are ranks. In every
+# In the ring all ranks send small messages all the time. Cut the array into as many chunks as there are ranks. In every
 # step each rank sends one chunk to its right neighbour and receives one from its left.
 #
 # - **Reduce-scatter**, N - 1 steps on N ranks: add the arriving chunk to your own, and send the sum next. Then each
@@ -190,7 +190,7 @@ steps = ("1  [1]", "2  [1+2]", "3  [1+2+3]", "step 3: all-gather           0  [0
 assert all(count(f"{step}".replace("[", r"\[").replace("]", r"\]").replace("+", r"\+")) for step in steps)
 
 # %% [markdown]
-# Chunk 0 starts at rank 1, grows at ranks 2 and 3, and is complete at rank 0. Here is the whole code:
+# Chunk 0 starts at rank 1, grows at ranks 2 and 3, and is complete at rank 0. Here is the code:
 
 # %%
 from dtlib.comm import algorithms
@@ -424,7 +424,7 @@ assert 2 * 7 + 2 * 127 == 268 and 2 * 1023 == 2046
 # %% [markdown]
 # ## What a hang is
 #
-# If one rank does not arrive, the others wait forever, without any message. There are three kinds. Here a wait has a
+# If one rank does not arrive, the others wait forever, without any output. There are three kinds. Here a wait has a
 # short limit, and ends with an error message.
 #
 # **One: a rank that does not arrive**, or that died. Which rank is missing? What did it do last?
