@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 05 Large batches
 #
-# Forty-five minutes, optional. More ranks mean larger batches. You see how large batches change training, which rules
-# repair this, where the rules break, and why a figure needs intervals.
+# Forty-five minutes, a side topic. More ranks mean larger batches. You see how large batches change training, which
+# rules repair this, where the rules break, and why a figure needs intervals.
 #
 # **Questions.** Which learning rate fits k times the batch? Up to which batch? Do large batches find worse networks?
 #

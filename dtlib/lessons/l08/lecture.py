@@ -84,7 +84,7 @@ assert count(r"complete without an all_reduce: \{'columns': True, 'rows': False\
 # With a cut by columns, a rank has some complete outputs. With a cut by rows, it has a summand of every output.
 #
 # Now the backward pass. The gradient G of Y arrives, and each rank computes the gradient of its shard of A alone. The
-# previous layer needs the gradient of X, G Aᵀ. **Predict:** for which cut does *this* need an `all_reduce`?
+# previous layer needs the gradient of X, which is G Aᵀ. **Predict:** for which cut does *this* need an `all_reduce`?
 
 # %% tags=["stub"]
 lab.predict("needs-it-backward", None)
