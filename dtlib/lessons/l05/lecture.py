@@ -143,7 +143,7 @@ assert steps[0][0] == steps[1][0] < steps[2][0]
 #
 # k small steps with rate η move the parameters by η (g₁ + g₂ + ... + gₖ). One step with k times the batch moves them by
 # η' (g₁ + ... + gₖ) / k, if the gradients have not changed much meanwhile. The two are equal for η' = k η: the **linear
-# rule**. The rule holds only as long as the gradients change little.
+# rule**. This holds only if the gradients change little.
 #
 # The **square-root rule** looks at noise: the mean of k times as many samples has a standard deviation √k times
 # smaller, and a rate √k times larger compensates for this.
@@ -205,7 +205,7 @@ lab.read(digits.forward, digits.losses)
 # order of the images. Runs of the same seed are *paired*. Every run has twenty epochs; a batch may begin in one epoch
 # and end in the next. Each rank takes 8 of the 32 seeds.
 #
-# **Predict.** Batch 256 is 16 times the base. Which rule reaches the lowest test error: "no scaling", "square root" or
+# **Predict.** Batch 256 is 16 times the base. Which rule has the lowest test error: "no scaling", "square root" or
 # "linear"? And at batch 512? (The run takes up to a minute.)
 
 # %% tags=["stub"]
@@ -332,7 +332,7 @@ assert 8 < k < 64
 # At the elbow a mean says little: a network learns, or it does not. So we count. **A run has failed if it ends with a
 # test error above 20 %.** The fraction of failures gets Wilson's interval.
 #
-# **Predict.** In how many of 32 runs does the linear rule fail at batch 512? An answer within 5 counts as right.
+# **Predict.** In how many of 32 runs does the linear rule fail at batch 512? Within 5 counts as right.
 
 # %% tags=["stub"]
 lab.predict("failed-at-512", None)

@@ -44,8 +44,8 @@ def equal(a, b):
 # ## Attention over other ranks' tokens
 #
 # One tensor of a million tokens, 8,192 numbers of 16 bits each, has 16 GB, and a layer keeps many such tensors. So each
-# rank gets a slice of the text. Most layers work token by token, and need no change. Attention does: a query needs the
-# keys of all previous tokens. How does a query get keys from other ranks?
+# rank gets a slice of the text. Most layers work token by token, and need no change. Attention must change: a query
+# needs the keys of all previous tokens. How does a query get keys from other ranks?
 #
 # Attention over one block of keys is a weighted average of values, Σ exp(score) · value / Σ exp(score). The logarithm
 # of its denominator is the *log-sum-exp*. To merge blocks, weight each average in proportion to its denominator: with
