@@ -8,7 +8,7 @@ from dtlib.comm.torch.store import shared_store
 from dtlib.comm.watch import board
 from dtlib.comm.watch.board import Board, ClusterBoard, Sighting
 from dtlib.comm.watch.call_counts import differing
-from dtlib.comm.watch.missing_ranks import over, whom
+from dtlib.comm.watch.missing_ranks import describe, ended_ranks
 from tests.cases import for_each
 from tests.ranks import on_ranks
 
@@ -49,7 +49,7 @@ def message(operation, rank, state="waits"):
      "rank 2 has not arrived; it last finished barrier (`line 7`)"),
 ])  # fmt: skip
 def test_whom_rank_0_waits_for(seen, said):
-    assert whom(0, {rank: sighting for rank, sighting in enumerate(seen) if sighting}) == said
+    assert describe(0, {rank: sighting for rank, sighting in enumerate(seen) if sighting}) == said
 
 
 def test_a_board_shows_what_others_published():
@@ -84,18 +84,18 @@ def ended(state, cell, number=1):
 ])  # fmt: skip
 def test_who_does_not_come_any_more_in_this_cell(others, failed, finished):
     seen = dict(enumerate([collective(2), *others]))
-    assert over(0, seen, "7.1") == (failed, finished)
-    assert over(0, seen, "") == ([], []), "outside a notebook nobody knows of cells"
+    assert ended_ranks(0, seen, "7.1") == (failed, finished)
+    assert ended_ranks(0, seen, "") == ([], []), "outside a notebook nobody knows of cells"
 
 
 def test_a_receive_from_any_rank_waits_as_long_as_one_can_come():
     mine = Sighting("waits", "recv from any rank", "recv from any rank", "line 1", "world", 0, ALL)
     computes, done = collective(1, "finished"), ended("has finished its cell", "7.1", 0)
-    assert over(0, {0: mine, 1: computes, 2: ended("raised ValueError: no", "7.1", 0)}, "7.1") == ([], [])
-    assert over(0, {0: mine, 1: done, 2: done}, "7.1") == ([], [1, 2])
+    assert ended_ranks(0, {0: mine, 1: computes, 2: ended("raised ValueError: no", "7.1", 0)}, "7.1") == ([], [])
+    assert ended_ranks(0, {0: mine, 1: done, 2: done}, "7.1") == ([], [1, 2])
     # What rank 2 did on another communicator hides whether it has arrived: it may have.
     elsewhere = Sighting("has finished its cell", "send", "send", "line 2", "rows", 0, (1,), "7.1")
-    assert over(0, {0: collective(2), 1: collective(2), 2: elsewhere}, "7.1") == ([], [])
+    assert ended_ranks(0, {0: collective(2), 1: collective(2), 2: elsewhere}, "7.1") == ([], [])
 
 
 def test_the_end_of_a_cell_stands_on_the_board_until_the_next_begins(monkeypatch):
@@ -134,7 +134,7 @@ def test_a_board_shows_what_is_long_or_not_ascii(letter, ranks):
         assert sighting.state.startswith("raised ValueError: ") and sighting.number == 3
         # A rank whose peers did not fit waits for all others, and not for none.
         waiting = {0: sighting, 1: Sighting("finished", "barrier", "barrier")}
-        assert whom(0, waiting) == "rank 1 has not arrived; it last finished barrier"
+        assert describe(0, waiting) == "rank 1 has not arrived; it last finished barrier"
     os.unlink(file)
 
 

@@ -64,7 +64,7 @@ def test_the_last_message_of_a_rank_that_is_over_is_received(monkeypatch, how):
 
     monkeypatch.setattr(board, "current", SimpleNamespace(rank=0, seen=dict, publish=lambda *place: None))
     monkeypatch.setattr(board, "cell", board.PROGRAM)
-    monkeypatch.setattr(missing_ranks, "over", over)
+    monkeypatch.setattr(missing_ranks, "ended_ranks", over)
     monkeypatch.setattr(waiting.deadlock, "ENDED_SECONDS", 0)
     link = SimpleNamespace(all_done=lambda requests: bool(come), give_up=lambda requests: None, messages=0, bytes=0)
     comm = SimpleNamespace(

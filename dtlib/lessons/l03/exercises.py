@@ -62,12 +62,12 @@ def ring_all_reduce(comm, array):
     rank, size = comm.rank, comm.size
     right, left = (rank + 1) % size, (rank - 1) % size
     chunks = torch.tensor_split(array, size)
-    for step in range(size - 1):  # reduce-scatter: add what arrives
+    for step in range(size - 1):  # reduce-scatter: add the received chunk
         outgoing, incoming = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]
         received = torch.empty_like(incoming)
         comm.mpi.Sendrecv(outgoing, right, recvbuf=received, source=left)
         incoming += received
-    for step in range(size - 1):  # all-gather: pass complete chunks on
+    for step in range(size - 1):  # all-gather: send complete chunks to the right
         outgoing, incoming = chunks[(rank - step - 1) % size], chunks[(rank - step - 1) % size]
         comm.mpi.Sendrecv(outgoing.clone(), right, recvbuf=incoming, source=left)
     return array
@@ -78,12 +78,12 @@ def ring_all_reduce(comm, array):
     rank, size = comm.rank, comm.size
     right, left = (rank + 1) % size, (rank - 1) % size
     chunks = torch.tensor_split(array, size)
-    for step in range(size - 1):  # reduce-scatter: add what arrives
+    for step in range(size - 1):  # reduce-scatter: add the received chunk
         outgoing, incoming = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]
         received = torch.empty_like(incoming)
         comm.mpi.Sendrecv(outgoing, right, recvbuf=received, source=left)
         incoming += received
-    for step in range(size - 1):  # all-gather: pass complete chunks on
+    for step in range(size - 1):  # all-gather: send complete chunks to the right
         outgoing, incoming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
         comm.mpi.Sendrecv(outgoing.clone(), right, recvbuf=incoming, source=left)
     return array
@@ -272,7 +272,7 @@ explained = {
 explained = {
     1: (2, "if comm.rank != 2:"),  # a collective inside an if
     2: (1, "batches = 3 if comm.rank == 1 else 4"),  # one rank has fewer batches
-    3: (0, "comm.recv(theirs, other)"),  # both receive first; rank 1 is as right
+    3: (0, "comm.recv(theirs, other)"),  # both receive first; rank 1 is also right
     4: (1, "comm.recv(batch, 0, tag=2)"),  # nobody sends with this tag; or rank 0, its send
     5: (0, "percent += 100 // comm.rank"),  # an error that somebody swallows
 }

@@ -210,7 +210,7 @@ lab.predict("megabytes-of-a-ring", {4: None, 1000: None})
 lab.predict("megabytes-of-a-ring", {4: 180, 1000: 240})
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Never more than twice the array, however many ranks there are.
+# Never more than twice the array, for any number of ranks.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -221,7 +221,7 @@ messages, sent_bytes = trace.sent("all_reduce")
 print(f"{messages} messages, {sent_bytes:,} bytes; every element is {gradient[0]:g}")
 
 # %% tags=["statement"]
-# "Never more than twice the array, however many ranks there are."
+# "Never more than twice the array, for any number of ranks."
 assert found(r"1000: you predicted \d+, and it came out as ([\d.]+)")[0] < 2 * 120
 assert found(r"6 messages, ([\d,]+) bytes")[0] == 2 * 1_200_000 * 3 / 4
 
@@ -285,7 +285,7 @@ from functools import partial
 import numpy as np
 from dtlib.comm import progress_thread
 
-slow = comm.emulate_network(latency=0.005, bandwidth=100e6)  # 5 ms a message, 100 MB/s
+slow = comm.emulate_network(latency=0.005, bandwidth=100e6)  # 5 ms per message, 100 MB/s
 
 
 def seconds_of(act, count, repeats):

@@ -186,7 +186,7 @@ def backward_of(kind, comm, layers=16, count=2**16, pause=0.008, **settings):
     return time.perf_counter() - began, trace
 
 
-slow = comm.emulate_network(latency=0.002, bandwidth=100e6)  # 2 ms a message, 100 MB/s
+slow = comm.emulate_network(latency=0.002, bandwidth=100e6)  # 2 ms per message, 100 MB/s
 threaded = {"progress": "thread", "algorithm": "ring"}
 seconds = {}
 for size in (0.25, 0.5, 1, 2, 4):  # MiB

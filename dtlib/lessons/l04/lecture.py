@@ -223,7 +223,7 @@ with dtlib.trace() as ring:
 sent_bytes = trace.sent()[1] // 5, ring.sent()[1]  # per step
 losses = train(control, mine=slice(None), momentum=0, steps=5)
 vector_to_parameters(weights, net.parameters())
-assert world.rank > 0 or distance(net, control) < 1e-12  # the server has what one process has
+assert world.rank > 0 or distance(net, control) < 1e-12  # the server's weights equal those of one process
 
 # %% tags=["statement"]
 # "The weights have P bytes, and so have the gradients."
@@ -376,7 +376,7 @@ from dtlib.lessons.l04.emulated import EmulatedAccelerator
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.data.plain import DataParallelBuckets
 
-slow = comm.emulate_network(latency=0.002, bandwidth=100e6)  # 2 ms a message, 100 MB/s
+slow = comm.emulate_network(latency=0.002, bandwidth=100e6)  # 2 ms per message, 100 MB/s
 
 
 def emulated_step(kind, **settings):
@@ -557,7 +557,7 @@ config = {
 losses = {}
 for runtime in ("dtlib", "torch"):
     net, training_data = fresh_net(), torch.utils.data.TensorDataset(x, y)
-    # No step uses this parameter; both runtimes allow that, DDP alone refuses it.
+    # No step uses this parameter; both runtimes allow that, only DDP refuses it.
     net.register_parameter("spare", torch.nn.Parameter(torch.zeros(1).double()))
     engine, *_ = dtlib.initialize(net, config, training_data=training_data, runtime=runtime)
     losses[runtime] = [engine.train_batch().item() for _ in range(20)]

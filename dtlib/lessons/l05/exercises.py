@@ -173,7 +173,7 @@ seeds = range(world.rank, 32, world.size)
 
 
 def test_errors(batch):
-    """In %, a row per rule, a column per seed of this rank."""
+    """In %, one row per rule, a column per seed of this rank."""
     tasks = [digits.task(seed, epochs=20) for seed in seeds] * len(POWERS)
     rates = torch.tensor([0.02 * (batch / 16) ** power for power in POWERS.values() for _ in seeds])
     parameters = digits.train(tasks, batch, rates.expand(20 * 1280 // batch, -1))

@@ -221,7 +221,7 @@ seeds = range(world.rank, 32, world.size)
 
 
 def test_errors(batch, rules):
-    """In %, a row per rule, a column per seed of this rank."""
+    """In %, one row per rule, a column per seed of this rank."""
     tasks = [digits.task(seed, IMAGES, EPOCHS) for seed in seeds] * len(rules)
     schedules = [RULES[rule](batch) for rule in rules for _ in seeds]
     parameters = digits.train(tasks, batch, torch.stack(schedules, 1))

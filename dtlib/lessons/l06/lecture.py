@@ -475,7 +475,7 @@ lab.predict("gathered-in-order", "0 2 4 4 2 0")
 # %%
 # %%px
 model, optimizer = at_stage(3)
-cross_entropy(model(x[:24]), y[:24]).backward()  # a first pass tells it the order
+cross_entropy(model(x[:24]), y[:24]).backward()  # the first pass records the order
 dist.barrier(comm.group)
 events = figures.watch(model)
 loss = cross_entropy(model(x[:24]), y[:24])
@@ -619,7 +619,7 @@ def engine_at(stage, comm):
 
 
 def steps(engine, begin, end):
-    """The losses of these steps, on batches of 96 images in all, however many ranks there are."""
+    """The losses of these steps, on batches of 96 images in all, for any number of ranks."""
     rank, ranks = engine.comm.rank, engine.comm.size
     slices = [slice(96 * k + rank, 96 * (k + 1), ranks) for k in range(begin, end)]
     return [engine.train_batch(iter([(x[its], y[its])])).item() for its in slices]
@@ -728,7 +728,7 @@ import dtlib.backend
 from torch.distributed import fsdp
 
 if dist.is_initialized():
-    dist.destroy_process_group()  # that of runtime="torch"
+    dist.destroy_process_group()  # the process group of runtime="torch"
 dist.init_process_group("dtlib", init_method="dtlib://")
 mesh, fsdp_net = dist.init_device_mesh("cpu", (comm.size,)), fresh_net()
 for module in (*(one for one in fsdp_net if isinstance(one, nn.Linear)), fsdp_net):

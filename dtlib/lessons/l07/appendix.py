@@ -48,7 +48,7 @@ pair = comm.split(world.rank // 2)  # a communicator for two ranks
 
 
 def block_of(seed, *sizes, seconds=0.05):
-    """A linear layer and tanh. EMULATED: forward takes so long, and backward twice as long."""
+    """A linear layer and tanh. EMULATED: forward takes this time, and backward twice as long."""
     torch.manual_seed(seed)
     layers = nn.Sequential(nn.Linear(*sizes), nn.Tanh()).double()
     return explorer.EmulatedStage(layers, seconds, 2 * seconds)

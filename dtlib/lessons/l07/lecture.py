@@ -387,7 +387,7 @@ def kept_by(net, kind, recompute=False):
     """Micro-batches in flight, and bytes of activations, at most in a step."""
     specs, cuts, inputs, target, loss_fn = NETS[net]
     inputs = inputs.clone()  # memory of its own
-    gc.collect()  # what earlier cells have left behind
+    gc.collect()  # tensors of earlier cells
     module = PipelineModule(specs, num_stages=4, partition_method=cuts)
     stage = PipelineStage(module, comm.rank, 4, comm)
     schedule = kind(stage, 8, loss_fn, recompute=recompute)

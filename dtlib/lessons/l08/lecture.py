@@ -375,7 +375,7 @@ with dtlib.trace() as trace:
     tensor.vocab_parallel_cross_entropy(logits, targets, comm, "mean")
 tokens, given = 16 * 12, 0
 for event in trace.events:
-    given += event.bytes // 8 // 2  # by recursive doubling on 4 ranks: all of it goes twice
+    given += event.bytes // 8 // 2  # by recursive doubling on 4 ranks: sent twice
     if comm.rank == 0:
         print(f"{event.what}: {event.bytes:,} bytes sent")
 
@@ -536,7 +536,7 @@ activations = 2 * tokens * width  # bytes
 in_a_step = {
     # a gradient once a step, of the parameters of this rank
     "data": 2 * (d - 1) / d * 2 * parameters / (p * t),
-    # activations to the next stage, gradients to the one before, for each micro-batch
+    # activations to the next stage, gradients to the previous stage, for each micro-batch
     "pipe": 2 * activations * micro_batches,
     # four all_reduces a layer: attention and perceptron, forward and backward
     "tensor": 4 * 2 * (t - 1) / t * activations * layers / p * micro_batches,

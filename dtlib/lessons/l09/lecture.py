@@ -200,7 +200,7 @@ workloads = {"large samples": large, "small samples": small}
 
 # %% tags=["half-day"]
 def fed(where, work, compute=None, **settings):
-    """AU from cold files; where the cache could not be emptied this says so."""
+    """AU from cold files; prints a note if the cache could not be emptied."""
     left = page_cache.drop(where)
     if left is None or left > 0.01:
         print(page_cache.in_words(left))

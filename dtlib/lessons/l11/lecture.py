@@ -113,7 +113,7 @@ def seconds_on(k, points):
 teams = {k: comm.split(0 if comm.rank < k else 1) for k in (1, 2, 3, 4)}
 pi.count_compiled(0, 1)  # compiling is not counting
 strong, weak = {k: [] for k in teams}, {k: [] for k in teams}
-for _ in range(5):  # in turns: what disturbs one disturbs all
+for _ in range(5):  # in turns: a disturbance affects all
     for k in teams:
         strong[k].append(seconds_on(k, 5 * 10**8))
         weak[k].append(seconds_on(k, k * 25 * 10**7))
@@ -159,7 +159,7 @@ SERIAL, DIVIDED = 0.03, 0.27  # seconds
 
 
 def emulated_job(k):
-    """A tenth on rank 0 while the others wait; then k ranks share the rest."""
+    """A tenth on rank 0 while the others wait; then k ranks divide the rest."""
     runs = []
     for _ in range(3):
         comm.barrier()

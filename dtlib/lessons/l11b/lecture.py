@@ -19,7 +19,7 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 # %%
 from dtlib.lessons.l11b import fault_lab, figures
 from dtlib.lessons.l11b.training import alone
-from dtlib.recovery import replica, restart, shrink, rank_status
+from dtlib.recovery import rank_status, replica, restart, shrink
 from dtlib.recovery import commit as memory_commit
 
 # %% [markdown]

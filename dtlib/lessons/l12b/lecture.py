@@ -96,7 +96,7 @@ assert count("times too large: 4.000000") == 1
 # %%
 # %%px
 def layer(comm, ranks):
-    """Experts of these ranks; expert r begins the same wherever it is."""
+    """Experts of these ranks; expert r has the same initial weights on any rank."""
     experts = []
     for rank in ranks:
         torch.manual_seed(rank + 1)

@@ -170,7 +170,7 @@ lab.predict("errors-of-8-bits", {"top-k with feedback": "they cancel", "8 bits":
 # %%
 # %%px
 def sums(hook, state):
-    """Largest error of 20 steps' sum: of what was sent, and with what is kept."""
+    """Largest error of 20 steps' sum: of the sent values, and with the kept values."""
     model = DataParallel(net(), comm)
     model.register_comm_hook(state, hook)
     error = [torch.zeros_like(parameter) for parameter in model.parameters()]
