@@ -23,7 +23,7 @@ from dtlib.world import loopback
 from dtlib.world.machine import usable_cores
 from dtlib.world.processes import Process, listening
 from tests.cases import for_each
-from tests.conftest import make_workshop
+from tests.conftest import ROOT, make_workshop
 from tests.kernels import Notebook
 
 ENGINES = "from dtlib import lab; lab.engines({})"
@@ -643,3 +643,20 @@ def test_the_call_keeps_its_name_beside_the_room_of_that_name():
 
     assert [callable(lab.engines) for _ in range(2)] == [True, True]
     assert lab.engines.__module__ == "dtlib.lab.engines.engine_set"
+
+
+def test_a_reader_follows_a_cell_through_few_files(shared):
+    """The notebook's side of a %%px cell, as tests/test_walk.py counts the others: a number here may only fall."""
+    shared.run(ENGINES.format(3))
+    said = shared.run(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tests.test_walk import COUNTS, Walk\n"
+        "found = []\n"
+        "for repeat in range(5):\n"
+        "    with Walk() as one:\n"
+        "        get_ipython().run_cell_magic('px', '', 'x = 1')\n"
+        "    found.append([one.counts()[name] for name in COUNTS])\n"
+        "print('walk', *min(found))"
+    )
+    files, functions, lines, returns = map(int, said.split("walk ")[1].split()[:4])
+    assert 5 < files <= 10 and functions <= 25 and lines <= 122 and returns <= 7, said

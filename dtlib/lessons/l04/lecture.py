@@ -223,7 +223,7 @@ with dtlib.trace() as ring:
 sent_bytes = trace.sent()[1] // 5, ring.sent()[1]  # per step
 losses = train(control, mine=slice(None), momentum=0, steps=5)
 vector_to_parameters(weights, net.parameters())
-assert world.rank > 0 or distance(net, control) < 1e-12  # the server's weights equal those of one process
+assert world.rank > 0 or distance(net, control) < 1e-12  # as in one process
 
 # %% tags=["statement"]
 # "The weights have P bytes, and so have the gradients."

@@ -51,7 +51,7 @@ lab.predict("row-backward", {"row, backward": "nothing", "bytes": 0})
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 def sent(run):
-    """The result of a run; the collectives it calls, and the bytes that this rank sends for them."""
+    """The result of a run; its collectives, and the bytes that this rank sends for them."""
     with dtlib.trace() as trace:
         value = run()
     return value, (" ".join(event.name for event in trace.events) or "nothing", trace.sent()[1])
