@@ -55,8 +55,8 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
     A stage takes 1/v of the time, so ranks are idle for 1/v of the time of 1F1B. The price is v times as many messages,
     and more stored activations. Micro-batches run in groups of p: a group passes all stages of a rank before the next
     group starts. If p does not divide m, the last group is smaller. Then ranks would be idle in the middle, and some
-    would deadlock (4 ranks with 5 micro-batches and 3 stages each), so ``ScheduleError`` is raised. If each rank has one
-    stage, the result is 1F1B, for any m.
+    would deadlock (4 ranks with 5 micro-batches and 3 stages each), so ``ScheduleError`` is raised. If each rank has
+    one stage, the result is 1F1B, for any m.
 
     D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", SC 2021,
     section 2.2.2. Megatron-LM and torch use the same order.
