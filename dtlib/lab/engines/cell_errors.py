@@ -5,19 +5,25 @@ import re
 import textwrap
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from IPython.core.interactiveshell import InteractiveShell
 
 from dtlib.errors import DtlibError
-from dtlib.lab.engines import on_ranks
-from dtlib.lab.engines.engine_set import EngineSet
 from dtlib.lab.engines.live_view import ranks_in_words
 
 ANSWER_SECONDS = 2  # seconds for requests that idle ranks answer at once
 # Errors that follow from an error on another rank.
 AFTERMATH = ("PeerFailed", "WaitTimeout", "GroupPeerFailed", "GroupTimeout")
 NAME = re.compile(r"name '(\w+)' is not defined")
+
+
+def names() -> list[str]:
+    """Return the names that cells have defined on this rank."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    return [name for name in shell.user_ns if name not in shell.user_ns_hidden and not name.startswith("_")]
 
 
 class RanksFailed(DtlibError):
@@ -47,7 +53,7 @@ class RanksFailed(DtlibError):
         return lines + self.cures
 
 
-def raise_errors(errors: dict, waited: str, shell: InteractiveShell, engines: EngineSet) -> NoReturn:
+def raise_errors(errors: dict, waited: str, shell: InteractiveShell, engines: Any) -> NoReturn:
     """Raise ``RanksFailed`` of these ranks, with cures."""
     first = [rank for rank, error in errors.items() if error.ename not in AFTERMATH] or list(errors)
     cures = _cures(errors.values(), shell, engines) + _refuse_where_out_of_step(engines, ranks_in_words(first))
@@ -75,14 +81,14 @@ def _refuse_where_out_of_step(engines, who: str) -> list[str]:
 def _cures(errors, shell, engines) -> list[str]:
     if any(error.ename == "StdinNotImplementedError" for error in errors):
         return ["Ranks cannot ask: use input() in a plain cell, and give the answer to the ranks with lab.push."]
-    names = {match.group(1) for error in errors if error.ename == "NameError" and (match := NAME.search(error.evalue))}
+    unknown = {found[1] for error in errors if error.ename == "NameError" and (found := NAME.search(error.evalue))}
     return [
         f"`{name}` is defined in the notebook but not on the ranks: drop %%px from this cell, or run the cell that "
         f"defines `{name}` with %%px (or with %%px --local for both)."
         if name in shell.user_ns
-        else did_you_mean(name, itertools.chain(*(engines.ask(on_ranks.names, seconds=ANSWER_SECONDS) or [])))
+        else did_you_mean(name, itertools.chain(*(engines.ask(names, seconds=ANSWER_SECONDS) or [])))
         or f"`{name}` is not defined on the ranks: run the %%px cell that defines it first."
-        for name in sorted(names)
+        for name in sorted(unknown)
     ]
 
 

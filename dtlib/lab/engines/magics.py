@@ -2,19 +2,19 @@
 
 import functools
 from contextlib import suppress
+from typing import Any
 
 from ipyparallel.client.magics import ParallelMagics
 from IPython.core.interactiveshell import InteractiveShell
 
 from dtlib.errors import DtlibError
-from dtlib.lab.engines import cells, completion, on_ranks
-from dtlib.lab.engines.cell_errors import NAME, did_you_mean
-from dtlib.lab.engines.engine_set import EngineSet
+from dtlib.lab.engines import cells, completion
+from dtlib.lab.engines.cell_errors import NAME, did_you_mean, names
 from dtlib.lab.engines.extension import load_ipython_extension
 from dtlib.lab.engines.live_view import ranks_in_words
 
 
-def install(engines: EngineSet) -> None:
+def install(engines: Any) -> None:
     """Register ``%px`` and ``%%px`` for these engines, if IPython runs."""
     from IPython import get_ipython
 
@@ -29,7 +29,7 @@ def install(engines: EngineSet) -> None:
 class RankMagics(ParallelMagics):
     """``%px`` and ``%%px`` with output in rank order."""
 
-    def __init__(self, shell: InteractiveShell, engines: EngineSet):
+    def __init__(self, shell: InteractiveShell, engines: Any):
         super().__init__(shell, engines.view)
         self.engines = engines
         self._alone = False  # whether the notebook's cell has no other output
@@ -94,5 +94,5 @@ def _explain_local_name_error(engines, shell, kind, value, trace, tb_offset=None
 
 def _ranks_know(engines, name: str) -> bool:
     with suppress(Exception):  # an explanation must not hide the error
-        return any(name in known for known in engines.ask(on_ranks.names, seconds=1) or ())
+        return any(name in known for known in engines.ask(names, seconds=1) or ())
     return False

@@ -32,14 +32,6 @@ def join(ready_folder: str, notebook_folder: str) -> dict:
     }  # fmt: skip
 
 
-def names() -> list[str]:
-    """Return the names that cells have defined on this rank."""
-    from IPython import get_ipython
-
-    shell = get_ipython()
-    return [name for name in shell.user_ns if name not in shell.user_ns_hidden and not name.startswith("_")]
-
-
 def reset() -> int:
     """Call ``dtlib.reset()`` and return this rank; the ``World`` object does not pickle."""
     from dtlib.world import reset
