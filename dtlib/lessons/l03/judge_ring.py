@@ -109,7 +109,7 @@ def _judge_values(cases) -> None:
                     "torch.empty_like(chunk) has the type of the chunk.")
     wrong("divided", all(value * size == right for case in cases.values()
                          for value, right in zip(case["values"], expected, strict=True)),
-          f"1/{size} of it: a mean over ranks", "The exercise asks for the sum. Which line divides?",
+          f"1/{size} of the sum: a mean over ranks", "The exercise asks for the sum. Which line divides?",
           "Add the received values, and do not divide.")
     columns = torch.stack([input_of(r, length, size, dtype).double() for r in range(size)])
     everywhere = torch.tensor([case["values"] for case in cases.values()], dtype=torch.float64)

@@ -42,7 +42,7 @@ def _judge_steps(cases) -> None:
             continue
         rank = off[0]
         what = f"the {count} parameters of one process after step {step + 1}"
-        got = f"{(~torch.isclose(after[rank], expected[step], rtol=1e-8, atol=1e-10)).sum()} of them differ"
+        got = f"{(~torch.isclose(after[rank], expected[step], rtol=1e-8, atol=1e-10)).sum()} parameters differ"
         _judge_optimizer(after, rank, kind, step, what)
         wrong = rows(rank, what)
         wrong("second-step", step, f"{got}, after a correct first step",
@@ -79,7 +79,7 @@ def _judge_optimizer(after, rank: int, kind: str, step: int, what: str) -> None:
         return all(same(values, in_one_process(kind, len(after), **other)[0][step]) for values in after)
 
     wrong = rows(rank, what)
-    wrong("other-optimizer", are_of(optimizer="Adam"), "those of torch.optim.Adam",
+    wrong("other-optimizer", are_of(optimizer="Adam"), "the result of torch.optim.Adam",
           "Both optimizers have a weight_decay, and use it differently. Which one does the exercise ask for?",
           "torch.optim.AdamW([self.own], **settings)")
     keys = tuple(observed.SETTINGS)
@@ -124,7 +124,7 @@ def _judge_padding(after, expected, start, rank: int, what: str, got: str) -> No
     tail = len(expected) % ranks
     wrong = rows(rank, what)
     wrong("tail-forgotten", tail and all(same(values[:-tail], expected[:-tail]) for values in after) and torch.equal(
-          after[rank][-tail:], start[-tail:] ), f"the last {tail} of them are unchanged",
+          after[rank][-tail:], start[-tail:] ), f"the last {tail} are unchanged",
           f"{len(expected)} parameters do not divide by {ranks}. Which rank owns the last ones?",
           "Round the length of a shard up, -(-P // N) in Python, and fill the end with zeros.")
     wrong("padding", True, f"{got}, but right if sizes divide by the number of ranks",

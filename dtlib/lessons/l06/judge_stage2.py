@@ -125,7 +125,7 @@ def _judge_padding(padding, wanted: int, elements: int, rank: int, what: str) ->
     """All shards of a gradient are as long: the last ones end in zeros."""
     wrong = rows(rank)
     wrong("whole-gradient", elements + len(padding) > 2 * (elements + wanted), f"{what}: {elements + wanted} elements",
-          f"{elements + len(padding)}: all of it",
+          f"all {elements + len(padding)}",
           "These are the means of all shards. Which shard does this rank need?",
           "shards[parameter] = own, the result of reduce_scatter; no all_gather.")
     wrong("no-padding", len(padding) != wanted, f"{what}: {elements + wanted} elements, {wanted} of them padding",
@@ -146,7 +146,7 @@ def _judge_shard(got, average, locals_, rank: int, what: str) -> None:
     wrong = rows(rank, what)
     wrong("not-divided", same(got, expected * ranks), f"{ranks} times as much", "This is the sum over ranks.",
           "Average: op=dist.ReduceOp.AVG, or divide by comm.size once.")
-    wrong("divided-twice", same(got, expected / ranks), f"1/{ranks} of it", *TWICE)
+    wrong("divided-twice", same(got, expected / ranks), f"1/{ranks} of the mean", *TWICE)
     wrong("not-averaged", same(got, own_shard(locals_[rank], rank, ranks)), "this rank's own gradient",
           "Do you take the shard from the result of reduce_scatter?",
           "reduce_scatter does not change flat: the result is in own.")

@@ -54,7 +54,7 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
           "backward() adds to parameter.grad. What is the sum after all micro-batches?",
           "Before backward() scale each loss by len(x) / (samples of the whole batch).")
     wrong("averaged-twice", count > 1 and all(fraction),
-          f"1/{count} of it: divided once too often by the number of micro-batches",
+          f"1/{count} of the right one: divided once too often by the number of micro-batches",
           "Which lines divide by the number of micro-batches? Count them all.",
           "The weights of the micro-batches add up to 1. Scale each loss by its weight, and by nothing else.")
     uneven = max(weights) > min(weights)

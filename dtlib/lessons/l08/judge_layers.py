@@ -111,7 +111,7 @@ def _judge_input_gradient(one, ways, rank: int, ranks: int, step: int) -> None:
     wrong("f-missing", same(got, summand), "the gradient through only this rank's hidden features",
           "All ranks used the same input. Which ranks' gradients belong to it?",
           "copy_to_ranks(x, comm), Megatron-LM's f: returns x, and all-reduces its gradient in the backward pass.")
-    wrong("gradient-averaged", same(got, right / ranks) or same(got, summand / ranks), f"1/{ranks} of it",
+    wrong("gradient-averaged", same(got, right / ranks) or same(got, summand / ranks), f"1/{ranks} of the right one",
           "Data parallelism averages, because ranks have different samples. Which samples do ranks have here?",
           "Add the gradients of all ranks, and do not divide.")
     wrong("gradients-mixed", len(ways["parameters"][rank]) == 2 and same(got, sum(ways["x"])),
@@ -149,7 +149,7 @@ def _judge_parameters(one, ways, rank: int, ranks: int) -> None:
         if same(gradient, ranks * right) and "bias" not in name:
             raise _reduces_too(rank, what, ranks)
         wrong("gradient-scaled", same(gradient, ranks * right) or same(gradient, right / ranks),
-              f"{ranks} times as much, or 1/{ranks} of it", "This gradient needs no sum over ranks, and no division.",
+              f"{ranks} times as much, or 1/{ranks}", "This gradient needs no sum over ranks, and no division.",
               "Add the bias once, after the sum, on every rank.")
         everyones = sum(shards[name][1] for shards in ways["parameters"])
         wrong("shards-reduced", same(gradient, everyones) or same(gradient, everyones / ranks),

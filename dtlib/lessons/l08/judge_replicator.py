@@ -136,7 +136,7 @@ def _judge_first_losses(between, reference) -> None:
               "one loss for all replicas",
               "run returns the losses of all replicas.", "Return loss unchanged; map_reduce is for the accuracy.")
         wrong("loss-scaled", same(got, first / ranks) or same(got, first * ranks),
-              f"1/{ranks} of it, or {ranks} times as much", "Which operation averages over replicas, and how often?",
+              f"1/{ranks}, or {ranks} times as much", "Which operation averages over replicas, and how often?",
               "minimize(loss) of the wrapped optimizer does, once.")
         wrong("other-loss", True, "something else",
               "Is it the mean cross-entropy of model(x) and y?", "x, y = inputs; loss = cross_entropy(model(x), y).")

@@ -74,7 +74,7 @@ def _once(of_ranks, order, case, ranks, cure=DEAL) -> None:
               "Are all returned numbers sample numbers in the valid range?", cure)
     if twice := sorted({number for number in seen if seen.count(number) > 1}):
         wrong("all-on-every-rank", len(seen) == ranks * len(order), f"{case}: each once",
-              f"all of them on each of {ranks} ranks", "Nothing is divided. Which part should each rank select?", cure)
+              f"all samples on each of {ranks} ranks", "Nothing is divided. Which part should each rank select?", cure)
         who = [rank for rank, mine in enumerate(of_ranks) if twice[0] in mine]
         wrong("overlap", True, f"{case}: each once", f"sample {twice[0]} on ranks {who}",
               "Some libraries repeat samples so that all parts are equally long. Do you?", cure)

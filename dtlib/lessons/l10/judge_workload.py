@@ -28,7 +28,7 @@ def judge_workload(seen: list) -> None:
               "What divides a batch: the data set, or the loader?",
               "The loader does. Pass the whole training set to it on every rank.")
         wrong("tested-on-train", it["in train"] > 0.1, "test images that are not in the training set",
-              f"{it['in train']:.0%} of them are in train",
+              f"{it['in train']:.0%} of the test images are in train",
               "What does this accuracy say about new images?", "(x, y), (test_x, test_y) = digits.split()")
     for which in range(2):
         _judge_evaluate([it["evaluated"][which] for it in seen])

@@ -125,7 +125,7 @@ def _explain(name: str, living: dict, rank: int) -> None:
                   "The step belongs to the state: broadcast both from the same rank.")
     for step in range(1, STEPS):
         wrong("momentum-lost", _close(case["parameters"], alone(forget=step)),
-              f"those of a new optimizer, which starts with step {step}, on all ranks",
+              f"the result of an optimizer that is new in step {step}, on all ranks",
               "Which state does the optimizer keep between steps, and where is it after the failure?",
               "Keep the optimizer, and load rank 0's optimizer.state_dict() into it.")
     _explain_shares(name, living, rank, what)
@@ -162,13 +162,13 @@ def _explain_step(living: dict, rank: int, what: str) -> None:
     wrong = rows(rank, what)
     for factor, mistake in ((len(living), "mean-of-means"), (1, "sum-of-means")):
         wrong(mistake, _close(living[rank]["parameters"], alone(weights=_of_means(shares, factor))),
-              f"those of the {mistake.replace('-', ' ')}: ranks have "
+              f"the result of the {mistake.replace('-', ' ')}: ranks have "
               f"{', '.join(str(len(share)) for share in shares)} samples",
               "Ranks have different numbers of samples. What is the weight of each sample?",
               "On each rank: the sum over its samples, divided by len(x), the whole batch; all_reduce adds.")
     for factor in (1 / len(living), len(living), SAMPLES, SAMPLES / len(living)):
         wrong("scaled", _close(living[rank]["parameters"], alone(weights=(factor / SAMPLES,) * SAMPLES)),
-              f"those of gradients {factor:.3g} times as large",
+              f"the result of gradients {factor:.3g} times as large",
               "In the mean over the whole batch, each sample has weight 1/len(x). What divides, and how often?",
               "The sum over this rank's samples, / len(x); all_reduce adds. Do not divide again.")
     wrong("wrong-without-death", True, "other parameters, and each sample was computed once",
