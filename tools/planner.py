@@ -155,7 +155,7 @@ def peers() -> str:
     ]
     closer = int((np.abs(off) < np.abs(by_hand[0])).sum())
     shown.append(["mean", "", "", *(percent(each) for each in (off, *by_hand))])
-    says = f"On {closer} of {len(rows)} rows the planner is closer than llm-analysis at 0.43, and less close on the others."
+    says = f"On {closer} of {len(rows)} rows the planner is closer than llm-analysis at 0.43, on the others less close."
     return f"{says}\n\n" + table(
         ["hidden", "plan", "measured s", "planner, left out", "llm-analysis 0.43", "llm-analysis 0.5"], shown
     )
