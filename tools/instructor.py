@@ -22,9 +22,9 @@ DISCUSSIONS = FILE.with_name("questions_to_discuss.md")
 PROMPTS = Path(__file__).parent / "data" / "prompts.toml"
 HEAD = """# Wrong answers
 
-This page is for teachers. It lists common wrong answers of each exercise: what the learner did, what the check shows
-of it (if that has words), and a question that you can ask. Some questions begin with a fact: say it, then ask. The
-check itself gives more explicit hints if the learner checks the same answer again.
+This page is for teachers. It lists common wrong answers of each exercise: what the learner did, the text that the check
+shows (if there is one), and a question that you can ask. Some questions begin with a fact: say the fact, then ask. If
+the learner checks the same answer again, the check gives more explicit hints.
 
 `python -m tools.instructor` writes this page from the wrong answers of the tests.
 """
@@ -33,7 +33,7 @@ SHORT = 22  # words
 ASKS = {
     r"(?i)(return|yield)\b": " What do you return?",
     r"(This|That|These|It) (is|are|begins|divides|leaves)\b": " Which line does that?",
-    "": " What follows for your code?",
+    "": " What does this mean for your code?",
 }  # after a hint that only states something
 
 

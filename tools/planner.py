@@ -155,8 +155,8 @@ def peers() -> str:
     ]
     closer = int((np.abs(off) < np.abs(by_hand[0])).sum())
     shown.append(["mean", "", "", *(percent(each) for each in (off, *by_hand))])
-    says = f"The planner is closer than llm-analysis at 0.43 on {closer} of {len(rows)} rows, else further off.\n\n"
-    return says + table(
+    says = f"On {closer} of {len(rows)} rows the planner is closer than llm-analysis at 0.43, on the others less close."
+    return f"{says}\n\n" + table(
         ["hidden", "plan", "measured s", "planner, left out", "llm-analysis 0.43", "llm-analysis 0.5"], shown
     )
 
@@ -179,7 +179,7 @@ def another_framework(speeds: dict) -> str:
         length = "at most 2,048" if model.seq <= 2048 else "4,096 and 8,192" if model.seq <= 8192 else "16,384 and more"
         found.setdefault((device, length), []).append(off)
     rows = [[*key, len(off), percent(off), signed(np.mean(off))] for key, off in sorted(found.items())]
-    return table(["device", "tokens a sample", "rows", "mean error", "mean"], rows)
+    return table(["device", "tokens per sample", "rows", "mean error", "mean"], rows)
 
 
 def activations() -> str:
@@ -210,7 +210,7 @@ def coefficients(speeds: dict) -> str:
         values = [f"{getattr(each, name):.3g}" for each in speeds.values()]
         more = [f"{100 * (a - b):+.1f}" for a, b in zip(planner_families.without(name), now, strict=True)]
         rows.append([name, unit, f"{expected:.3g} (x/ {factor:g})", f"{low:.3g} to {high:.3g}", *values, *more])
-    return table(["coefficient", "unit", "expected", "may not leave", *speeds, "held: inside", "other papers"], rows)
+    return table(["coefficient", "unit", "expected", "allowed range", *speeds, "held: inside", "other papers"], rows)
 
 
 def main() -> None:

@@ -38,10 +38,10 @@ from dtlib.horovod.optimizer import DistributedOptimizer
 
 # Fragment of a name that is not offered -> the alternative, which becomes the error message.
 _LEFT_OUT = {
-    "elastic": "ranks cannot come and go in one MPI world; save checkpoints and start again",
+    "elastic": "the ranks of an MPI world cannot change; save checkpoints and start again",
     "adasum": "use op=hvd.Average or op=hvd.Sum",
     "syncbatchnorm": "use SyncBatchNorm(features, comm) of dtlib.parallel.data.batch_norm, with dtlib.init().comm",
-    "process": "all operations are for all ranks; use those of dtlib.init().comm.split(color) for some of them",
+    "process": "all operations include all ranks; for a subset, call dtlib.init().comm.split(color)",
     "threads": "call operations from one thread",
     "cross_": "dtlib.init().node is the machine of this rank",
     "_built": "operations run over MPI",
@@ -50,7 +50,7 @@ _LEFT_OUT = {
     "timeline": "use `with dtlib.trace() as trace:`",
     "grouped": "call the asynchronous form for each tensor, then hvd.synchronize",
     "sparse": "gather indices and values with hvd.allgather, or pass tensor.to_dense()",
-    "join": "give all ranks as many batches, or use join() of dtlib.parallel.data.DataParallel",
+    "join": "give each rank as many batches as the others, or use join() of dtlib.parallel.data.DataParallel",
     "alltoall": "use dtlib.init().comm.all_to_all(out, tensor, output_split_sizes, input_split_sizes)",
     "reducescatter": "use dtlib.init().comm.reduce_scatter(out, tensor), or a slice of hvd.allreduce(tensor)",
 }

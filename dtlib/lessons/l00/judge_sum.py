@@ -34,7 +34,7 @@ def judge_total(observations) -> None:
             continue
         wrong = rows(rank)
         wrong("type", isinstance(got, str), f"a whole number, or a tensor of one: {expected}", got,
-              "total is one number: what did the last line that assigns it put there?",
+              "total is not one number. What did the last line that assigns total put into it?",
               "Begin with total = torch.tensor(world.rank), then world.comm.all_reduce(total).")
         wrong("not-reduced", got == rank, f"{expected} on every rank", f"{got}",
               "This rank still has its own number: who adds them?",
@@ -42,16 +42,15 @@ def judge_total(observations) -> None:
         what = f"{expected}, the sum of the ranks 0 to {size - 1}"
         if got in (expected * size, expected * size**2):
             wrong("summed-twice", True, what, f"{got}, {got // expected} times as much",
-                  "all_reduce works in place: a second call adds sums. Was the line run, or written, twice?",
+                  "all_reduce works in place: a second call adds the sums. Did you run the line twice?",
                   "Run the whole cell again, from total = torch.tensor(world.rank) on, with one all_reduce.")
         wrong("other-sum", True, what, f"{got}",
-              "Is it world.rank that is summed, of these ranks? And all_reduce adds unless op= says otherwise.",
-              "total = torch.tensor(world.rank), then world.comm.all_reduce(total), both on every rank, once.")
+              "Is the number on each rank world.rank? Is the operation a sum, which is all_reduce's default op?",
+              "total = torch.tensor(world.rank), then one world.comm.all_reduce(total), both on every rank.")
     for rank, (got, collectives) in enumerate(observations):
         if collectives == 0 and size > 1:
-            raise Wrong("nothing-sent", rank, "a sum that the ranks have computed together",
-                        f"{got}, and nothing was sent",
-                        "The number is right. But how does this rank know the numbers of the others?",
+            raise Wrong("nothing-sent", rank, "a sum that the ranks compute together", f"{got}, and nothing was sent",
+                        "The number is right. But how does this rank know the numbers of the other ranks?",
                         "total = torch.tensor(world.rank), then world.comm.all_reduce(total).")
 
 
@@ -61,17 +60,18 @@ def _judge_operation(got: list, expected: int) -> None:
     if size == 1 or got == list(range(size)) or expected in got[1:]:
         return
     if got[0] == expected and got[1:] == list(range(1, size)):
-        raise Wrong("only-root", 1, f"{expected} on every rank", f"{got[1]}; rank 0 alone has the sum",
-                    "The numbers are added, and rank 0 gets the sum. Who else wants it?",
-                    "reduce gives the result to its root, all_reduce to every rank.")
+        raise Wrong("only-root", 1, f"{expected} on every rank", f"{got[1]}; only rank 0 has the sum",
+                    "The numbers are added, but only rank 0 gets the sum. Which other ranks need it?",
+                    "reduce gives the result only to its root, all_reduce gives it to every rank.")
     wrong = rows(0)
     wrong("not-added", len(set(got)) == 1 and got[0] in (0, size - 1),
           f"{expected}, the sum of the ranks 0 to {size - 1}", f"{got[0]} on every rank",
-          f"All ranks agree on rank {got[0]}'s number. Is anything added?",
-          'all_reduce adds. broadcast copies one number; op="min", "max" and "prod" do something else.')
+          f"Every rank has the number of rank {got[0]}. Which operation adds instead of copying?",
+          'all_reduce adds. broadcast copies one number; op="min", "max" and "prod" compute other values.')
     wrong("mean", len(set(got)) == 1 and got[0] == expected // size,
-          f"{expected}, the sum of the ranks 0 to {size - 1}", f"{got[0]}, which is their mean",
-          f"This is {expected} divided by {size}. Who divides?", "world.comm.all_reduce(total), without op: it adds.")
+          f"{expected}, the sum of the ranks 0 to {size - 1}", f"{got[0]}, the mean",
+          f"This is {expected} divided by {size}. Which op divides?",
+          "world.comm.all_reduce(total), without op: the default is a sum.")
 
 
 EXERCISES = {"first-sum": Exercise("total", observe_total, judge_total)}

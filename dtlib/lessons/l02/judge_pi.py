@@ -9,7 +9,7 @@ from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 # Points per rank: a rank's own count fits into int16, but no sum of two counts does.
 MANY = 30_000
-SLICE_HINT = "pi.slice_of(points, comm.rank, comm.size) gives the first point of this rank and one past its last."
+SLICE_HINT = "pi.slice_of(points, comm.rank, comm.size) is this rank's first point, and its last point + 1."
 
 
 def observe_count(count_my_points, comm):
@@ -25,14 +25,14 @@ def judge_count(observations) -> None:
             if not isinstance(count, int):
                 expected = "this rank's count, a whole number"
                 raise Wrong("type", rank, expected, f"{count}", "Return what the kernel returns.",
-                            "return pi.count_compiled(start, stop): a count, no estimate and no tuple.")
+                            "return pi.count_compiled(start, stop): a count, not an estimate and not a tuple.")
         expected = pi.count_numpy(0, points)
         if sum(counts) != expected:
             start, stop = pi.slice_of(points, 0, len(counts))
             raise Wrong("other-count", 0, f"{expected} of {points} points inside, over all ranks", f"{sum(counts)}",
-                        "Return this rank's own count: the check adds them.",
-                        "Count with pi.count_compiled(start, stop), without another seed, and return what it returns.",
-                        f"Of {points} points rank 0 counts those from {start} to {stop - 1}.")
+                        "Return only the count of this rank: the check adds the counts.",
+                        "Count with pi.count_compiled(start, stop), without another seed, and return its result.",
+                        f"Of {points} points rank 0 counts the points from {start} to {stop - 1}.")
 
 
 def observe_estimate(estimate_pi, comm):
@@ -55,45 +55,45 @@ def judge_estimate(observations) -> None:
             if not isinstance(got, (int, float)):
                 raise Wrong(
                     "type", rank, "a number: " + expected_text, f"{got}",
-                    "Return the estimate itself, on every rank." if got == "None" else "Return the number alone.",
+                    "Return the estimate itself, on every rank." if got == "None" else "Return only the number.",
                     "return 4 * inside.item() / points, as the last line, outside of any if.")
         off = [rank for rank, got in enumerate(estimates) if not abs(got - expected) <= 1e-6]  # also true for NaN
         rank = off[0] if off else None
         got = estimates[off[0]] if off else expected
         wrong = rows(rank, expected_text)
         wrong("only-root", off and 0 not in off, f"{got}",
-              "Rank 0 is right and another rank is not: which operation gives the result to all?",
-              "all_reduce gives the result to every rank, reduce to its root alone.")
+              "Rank 0 is right and another rank is wrong. Which operation gives the result to all ranks?",
+              "all_reduce gives the result to every rank, reduce only to its root.")
         _check_ranges(ranges, points)
         if not off:
             continue
         wrong("narrow-type", points == MANY * size, f"{got}, and with fewer points it was right",
-              "Which numbers can the tensor's type hold? 8 and 16 bits are too few for these counts.",
-              "Leave dtype out: a tensor of whole numbers is int64.")
+              "Which is the largest number that the tensor's type can store? These counts need more than 16 bits.",
+              "Omit dtype: a tensor of whole numbers is int64.")
         wrong("summed-estimates", isinstance(got, float) and size > 1 and abs(got - size * expected) < 0.1,
               f"{got:.8f}, about {size} times too much",
-              "Is all_reduce called twice, or are estimates added, or is it divided by this rank's points alone?",
-              "Sum the counts, then compute pi once.")
+              "Is all_reduce called twice? Are estimates added? Is the sum divided by the points of one rank?",
+              "Add the counts, then compute pi once.")
         inside = pi.count_numpy(0, points)
         mine = pi.count_numpy(*pi.slice_of(points, rank, size))
         wrong("averaged-estimates", abs(got - _mean_of_estimates(points, size)) < 1e-9,
-              f"{got}, the mean of the ranks' own estimates",
-              "Reduce the counts, not the estimates: unequal slices must not have equal weight.",
-              "Sum the counts, then compute pi once.")
+              f"{got}, the mean of the estimates of all ranks",
+              "Ranks with fewer points must count less. What should all_reduce add: estimates or counts?",
+              "Add the counts, then compute pi once.")
         # Wrong value -> hint.
         hints = {
-            inside / points: "This is the fraction of points inside: pi is four times as much.",
-            inside: "This is the count: pi is four times its fraction of the points.",
-            4 * mine / points: "This is the slice of this rank alone: who adds the counts?",
-            _own_estimate(points, rank, size): "This is this rank's own estimate: who adds the counts of all?",
-            expected / size: "This is divided by the number of ranks: points are those of all ranks already.",
-            math.pi: "This is pi itself: the estimate from these points is wanted.",
+            inside / points: "This is the fraction of points inside. How does pi follow from this fraction?",
+            inside: "This is the count. How does pi follow from the count and the number of points?",
+            4 * mine / points: "This is the count of this rank only. Which operation adds the counts?",
+            _own_estimate(points, rank, size): "This rank's own estimate. Which operation adds the counts?",
+            expected / size: "`points` are the points of all ranks. Why do you divide by the ranks, too?",
+            math.pi: "This is the exact value of pi. Return the estimate from these points.",
         }
         hint = next((said for value, said in hints.items() if abs(got - value) < 1e-6), None)
         if hint is None and rounded(got, expected):
-            hint = "Is it rounded, or counted in a type with few digits? Return all digits of 4 * inside / points."
+            hint = "Is the result rounded, or is its type too small? Return all digits of 4 * inside / points."
         if hint is None:
-            hint = "Which points were counted, what was added, and what was it divided by? Print each, on every rank."
+            hint = "Print the points, the sum and the divisor on every rank. Which one is wrong?"
         wrong("other-estimate", True, f"{got}", hint,
               "inside = torch.tensor(pi.count_compiled(start, stop)), all_reduce it, "
               "return 4 * inside.item() / points.")
@@ -171,45 +171,45 @@ def _check_ranges(ranges_by_rank, points: int) -> None:
     for rank, mine in enumerate(ranges):
         if seeds := {seed for _, _, seed in mine if seed != 0}:
             raise Wrong("seed", rank, "the points of seed 0", f"points of seed {min(seeds)}",
-                        "Another seed is another set of points: leave it out, and give each rank its own range.",
+                        "Another seed gives other points. How can all ranks use one seed, but different points?",
                         SLICE_HINT)
     counted = sum(stop - start for mine in ranges for start, stop, _ in mine)
     expected = f"the points 0 to {points - 1}, each counted by one rank"
     wrong = rows(1, expected)
     wrong("all-on-every-rank", size > 1 and len(set(ranges)) == 1 and counted == size * points,
           f"every rank counted all {points} points",
-          "The value may be right, but every rank did the whole work: no speed-up.", SLICE_HINT)
+          "The value may be right, but every rank did the whole work. How do you divide it?", SLICE_HINT)
     wrong("same-points", size > 1 and len(set(ranges)) == 1, f"every rank counted the points {_text(ranges[0])}",
-          "All ranks draw the same points: what differs between them?", SLICE_HINT)
+          "All ranks count the same points. Which values must differ between ranks?", SLICE_HINT)
     # In the order of their starts, ranges must join without gap and overlap.
     position = 0
     pieces = sorted((start, stop, rank) for rank, mine in enumerate(ranges) for start, stop, _ in mine if start < stop)
     for start, stop, rank in pieces:
         if start != position:
             twice = start < position
-            got = f"{start} to {position - 1} counted twice" if twice else f"{position} to {start - 1} by nobody"
+            got = f"{start} to {position - 1} counted twice" if twice else f"{position} to {start - 1} not counted"
             raise Wrong("overlap" if twice else "gap", rank, expected, got,
-                        "Where one rank stops the next must start.", SLICE_HINT)
+                        "Does each rank start directly after the last point of the rank before it?", SLICE_HINT)
         position = stop
     idle = [rank for rank, mine in enumerate(ranges) if not any(start < stop for start, stop, _ in mine)]
     if idle and points >= size and len(idle) < size:
         raise Wrong("idle", idle[0], "a slice of the points for every rank", "no point",
-                    "This rank counts nothing while others work: divide the points over all ranks.", SLICE_HINT)
+                    "This rank counts nothing while others work. How do you divide the points?", SLICE_HINT)
     if not pieces:
         raise Wrong("nothing", 0, expected, "no rank counted a point",
-                    "count_compiled(start, stop) counts from start to stop - 1: is start the smaller?", SLICE_HINT)
+                    "count_compiled(start, stop) counts start to stop - 1. Is start the smaller one?", SLICE_HINT)
     last = pieces[-1][2]
     wrong = rows(last, expected)
     wrong("fewer-points-than-ranks", position > points and points < size,
           f"{points} point{'s' * (points > 1)} in all, and rank {last} counted point {position - 1}",
-          "Who counts, if there are fewer points than ranks?",
-          "Some ranks have nothing to count then: start and stop are the same there.", SLICE_HINT)
-    wrong("remainder", position > points, f"rank {last} went on to point {position - 1}",
-          f"There are {points} points: where must the last rank stop?", SLICE_HINT)
-    wrong("gap", points - position >= size, f"{position} to {points - 1} by nobody",
-          "Which first and which last point has each rank? Both arguments are places, not lengths.", SLICE_HINT)
+          "There are fewer points than ranks. Which ranks should count a point?",
+          "Some ranks have no point to count. On these ranks start and stop are equal.", SLICE_HINT)
+    wrong("remainder", position > points, f"rank {last} also counted point {position - 1}",
+          f"There are {points} points. Where must the last rank stop?", SLICE_HINT)
+    wrong("gap", points - position >= size, f"{position} to {points - 1} counted by no rank",
+          "Which are the first and the last point of each rank? Both arguments are positions, not lengths.", SLICE_HINT)
     wrong("remainder", position != points, f"the last rank stopped at point {position - 1}",
-          f"{points} points do not divide evenly by {size} ranks: who counts the rest?", SLICE_HINT)
+          f"{points} points do not divide evenly by {size} ranks. Which rank counts the remaining points?", SLICE_HINT)
 
 
 def _text(ranges) -> str:

@@ -65,7 +65,7 @@ def hang_1(comm):
     return settings
 """,
         ((2, 3),),
-        ("Whom does the sentence name?", "broadcast is an operation of all ranks: which line keeps one away?"),
+        ("Which rank does the message name?", "All ranks must call broadcast. Which line skips the call on one rank?"),
         others=4,
     ),
     2: Hang(
@@ -77,7 +77,7 @@ def hang_2(comm):
         comm.all_reduce(gradient)
 """,
         ((1, 3), (1, 4)),
-        ("How many bars does each rank have in the timeline?", "Which line says how often a rank goes round?"),
+        ("How many bars does each rank have in the timeline?", "Which line sets the number of iterations of a rank?"),
         others=5,
     ),
     3: Hang(
@@ -90,7 +90,7 @@ def hang_3(comm):
         comm.send(mine, other)
 """,
         ((0, 5), (1, 5)),
-        ("Two ranks wait for one another: either will do.", "In which line do they both stand?"),
+        ("Two ranks wait for each other: you may name either rank.", "In which line do both ranks wait?"),
     ),
     4: Hang(
         """
@@ -102,10 +102,8 @@ def hang_4(comm):
         comm.recv(batch, 0, tag=2)
 """,
         ((0, 4), (1, 6)),
-        (
-            "One rank has sent, the other still waits: does it wait for this message?",
-            "Compare the tags; with rank 0 goes its send, with rank 1 its recv.",
-        ),
+        ("One rank has sent a message, and the other still waits. Does it wait for this message?",
+         "Compare the tags. The line of rank 0 is its send, the line of rank 1 is its recv."),
     ),
     5: Hang(
         """
@@ -118,7 +116,7 @@ def hang_5(comm):
         pass
 """,
         ((0, 4), (0, 6), (0, 7)),
-        ("Whom does the sentence name, and what happened to it before?", "100 // 0 raises, and somebody catches it."),
+        ("Which rank does the message name? What happened there before?", "100 // 0 raises, and `except` hides it."),
         others=5,
     ),
 }
@@ -143,33 +141,33 @@ def judge_hangs(observations) -> None:
     wrong = rows(0)
     wrong("type", isinstance(explained, str), "a dict: {1: (rank, line), ...}", explained,
           'Write explained = {1: (0, "comm.barrier()"), 2: (1, 4)}.',
-          "The five keys are the numbers of the hangs; each value is a pair of a rank and a line.")
+          "The five keys are the numbers of the hangs. Each value is a pair: a rank and a line.")
     for number, hang in HANGS.items():
         got = explained.get(number)
         wrong("quoted", str(number) in explained, f"{number}: (rank, line), where {number} is a number",
-              f'"{number}", a text', "Write the hang's number without quotes.", f"Such as {number}: (0, 4).")
-        wrong("unexplained", got is None or got == "None", f"who is to blame for hang {number}", "nothing",
-              f"explained[{number}] = (rank, line): run watch(hang_{number}) and read whom the others wait for.",
+              f'"{number}", a text', "Write the hang's number without quotes.", f"For example {number}: (0, 4).")
+        wrong("unexplained", got is None or got == "None", f"the cause of hang {number}", "nothing",
+              f"explained[{number}] = (rank, line): run watch(hang_{number}). For which rank do the others wait?",
               *hang.hints)
         wrong("type", not isinstance(got, tuple), f"explained[{number}] = (rank, line)", got,
-              "A pair: a rank, and a line's text or number.",
-              f'Such as {number}: (0, "comm.barrier()"), or {number}: (0, 4).')
+              "Write a pair: a rank, and a line's text or number.",
+              f'For example {number}: (0, "comm.barrier()"), or {number}: (0, 4).')
         rank, line = got
         lines = [wanted for culprit, wanted in hang.culprits if culprit == rank]
         wrong("quoted", isinstance(rank, str), f"explained[{number}] = (rank, line), where the rank is a number",
-              f"{rank!r}, a text", "Write the rank without quotes: ranks are numbers.", f"Such as {number}: (0, 4).")
-        wrong("rank", not lines, f"in hang {number} the rank that the others wait for", f"rank {rank}", *hang.hints)
+              f"{rank!r}, a text", "Write the rank without quotes, as a number.", f"For example {number}: (0, 4).")
+        wrong("rank", not lines, f"in hang {number} the rank for which the others wait", f"rank {rank}", *hang.hints)
         if not any(_same_line(line, wanted, hang) for wanted in lines):
             shown = f"line {line}" if isinstance(line, int) else f"`{line}`"
-            counted = ("Count as the error does: the line below %%px is line 1.",)
+            counted = ("Count lines as the error message does: the line below %%px is line 1.",)
             counted *= isinstance(line, int) and line - 1 in lines
             wrong("where-others-wait", hang.others and _same_line(line, hang.others, hang),
-                  f"in hang {number} the line that keeps rank {rank} away", f"{shown}: there the others wait",
-                  f"Rank {rank} is right. It is not in that line when the others are: why does it not get there?",
+                  f"in hang {number} the line that stops rank {rank}", f"{shown}, in which the others wait",
+                  f"Rank {rank} is right. The other ranks wait in this line. Why does rank {rank} not reach it?",
                   *counted, hang.hints[-1])
-            first = f"Rank {rank} is right. This line does not keep it away: which one does?"
+            first = f"Rank {rank} is right, but this line does not stop it. Which line does?"
             hints = *(counted or (first,)), hang.hints[-1]
-            wrong("line", True, f"in hang {number} the line that keeps rank {rank} away", shown, *hints)
+            wrong("line", True, f"in hang {number} the line that stops rank {rank}", shown, *hints)
 
 
 def _same_line(line, wanted: int, hang) -> bool:

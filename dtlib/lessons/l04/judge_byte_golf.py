@@ -78,7 +78,7 @@ def _played(train, comm, x, y, x_test, y_test) -> dict:
     with recording() as events, loads_noticed(names, loads):
         model = train(comm, x, y)
     if any(event.algorithm == "mpi4py" for event in events):
-        raise DtlibError("MPI does not say what collectives of mpi4py send: take comm, or torch.distributed.")
+        raise DtlibError("MPI does not report the bytes of mpi4py's collectives: use comm, or torch.distributed.")
     if not callable(model):
         return {"error": f"{model!r:.60}"}
     with torch.no_grad():
@@ -137,14 +137,15 @@ def judge_golf(observations) -> Score:
     for rank, seen in enumerate(observations):
         if "error" in seen["mine"]:
             raise Wrong("type", rank, "a function of images that returns digits, or a score for each digit",
-                        seen["mine"]["error"], "What golf returns is called with the test images, on every rank.",
+                        seen["mine"]["error"],
+                        "On every rank, the check calls the result of golf with test images. What do you return?",
                         "Return the net: `return net`, as the last line.")
     for rank, seen in enumerate(observations):
         if seen["mine"]["loads"]:
-            raise Wrong("loads-digits", rank, "training on the images that golf gets, and on nothing else",
-                        "all digits, or more than its own, loaded by this rank",
-                        "A rank with all images needs no other rank. The game is about what ranks send to one another.",
-                        "Take x and y as they are, and let ranks send: gradients, weights, or images.")
+            raise Wrong("loads-digits", rank, "training only on the images that golf receives",
+                        "all digits, or more than its share, loaded by this rank",
+                        "A rank with all images needs no other rank. Which images may this rank use?",
+                        "Use only x and y, and let ranks exchange data: gradients, weights, or images.")
     worst = min(range(len(observations)), key=lambda rank: observations[rank]["mine"]["right"])
     right, images, unknown = (observations[worst]["mine"][name] for name in ("right", "images", "unknown"))
     accuracy = right / images
@@ -153,21 +154,21 @@ def judge_golf(observations) -> Score:
         own = {*unknown} & {*shard(worst, len(observations))[1].tolist()}
         raise Wrong("accuracy", worst, f"{math.ceil(GOAL * images)} of {images} test images right on every rank",
                     f"{right} on this one, with {mine:,} bytes", *[
-                        f"It never says {', '.join(map(str, unknown))}: " + (
-                            "not even digits that it has. Is the rate too high, or have nets drifted apart?"
-                            if own else "does this rank learn of the others' digits?")
+                        f"It never answers {', '.join(map(str, unknown))}: " + (
+                            "not even its own digits. Is the rate too high, or do the networks differ between ranks?"
+                            if own else "does this rank learn from the digits of the other ranks?")
                     ][: len(unknown)],
-                    "More steps, a higher rate, Adam instead of SGD: find what reaches the goal, then save bytes.")
+                    "More steps, a higher rate, Adam instead of SGD: first reach the goal, then save bytes.")
     wrong = rows(0)
     wrong("nothing-sent", not mine and len(observations) > 1, "some bytes, sent by an operation of comm",
           f"{accuracy:.1%} without a byte",
-          "Nothing was sent through comm, yet this rank knows the others' digits. Which way did they take?",
-          "Send what the ranks must exchange through comm: only those bytes count.")
+          "comm sent nothing, but this rank knows the digits of other ranks. How did it learn them?",
+          "Exchange all data through comm: only those bytes count.")
     score = Score(mine, par, "bytes", f"{mine:,} bytes for {accuracy:.1%}; par is {par:,}.")
     wrong("over-par", mine > par, f"at most {par:,} payload bytes, sent by all ranks together (par)",
-          f"{mine:,} bytes, for {accuracy:.1%}", "Bytes = steps x bytes of a step. Larger batches need fewer steps.",
-          "A step: fewer parameters, 16 bits instead of 32, several local steps before an average.",
-          "All images in one batch, Adam at 0.05, half the hidden layer, tensor.half(): fewer than par.", score=score)
+          f"{mine:,} bytes, for {accuracy:.1%}", "Bytes = steps x bytes per step. Do larger batches need fewer steps?",
+          "Bytes per step: fewer parameters, 16 bits instead of 32, several local steps before an average.",
+          "All images in one batch, Adam at 0.05, half the hidden layer, tensor.half(): less than par.", score=score)
     return score
 
 

@@ -4,10 +4,8 @@ from dtlib.lab.checks.exercise import rows
 from dtlib.lessons.l04.observe_averaging import CAP, FULL, cap_of, joined_gradients
 
 SMALL_OPERATIONS = 3  # allowed for exchanging numbers of samples
-TIED = (
-    "One parameter has two names here (tied weights). Its gradient is one, already summed over both uses.",
-    "module.parameters() gives each parameter once; going through layers by hand gives a tied one twice.",
-)
+TIED = ("One parameter has two names here (tied weights). How often do you reduce its gradient?",
+        "Its gradient already contains both uses. module.parameters() returns each parameter once.")
 
 
 def trained(model: str):
@@ -46,9 +44,8 @@ def judge_cost(cases) -> None:
             wrong("tied-twice", model == "awkward" and abs(extra - tied) <= spare,
                   f"{needed} bytes of gradients reduced", f"{total}: {extra} too many", *TIED)
             wrong("bytes", True, f"{needed} bytes of gradients reduced (the {model} net)", f"{total} bytes",
-                  "The values are right, but more travels than gradients: frozen parameters, "
-                  "unused ones, or some twice?",
-                  "Take each of module.parameters() whose grad is not None, once.")
+                  "The values are right, but you send too much: frozen or unused parameters, or some twice?",
+                  "Reduce each of module.parameters() with a grad that is not None, once.")
         if case["hooks"]:
             continue
         _judge_buckets(case, rank, needed, largest)
@@ -71,20 +68,21 @@ def _judge_buckets(case, rank: int, needed: int, largest: int) -> None:
     wrong = rows(rank)
     if len(buckets) > bound or others > SMALL_OPERATIONS:
         wrong("full-bucket", cap == FULL, expected, f"{len(case['reduced'])} operations; with {CAP} bytes it was right",
-              f"A weight and a bias have {FULL} bytes together: do they fit into a bucket of {FULL}?",
-              "A new bucket begins when the next gradient would go beyond bucket_bytes: >, not >=.")
+              f"A weight and a bias have {FULL} bytes together. Do they fit into a bucket of {FULL}?",
+              "Start a new bucket when the next gradient would exceed bucket_bytes: >, not >=.")
         wrong("no-buckets", True, expected, f"{len(case['reduced'])} operations",
-              "The values are right, but too many messages travel: each pays latency.",
-              "Put gradients into a bucket until the next would not fit, then all_reduce torch.cat of them.")
+              "The values are right, but each message costs latency. How can you send fewer messages?",
+              "Fill a bucket until the next gradient does not fit, then all_reduce torch.cat of its gradients.")
     if big <= max(cap, largest) + room:
         return
-    wrong("large-not-alone", largest > cap, f"a gradient of {largest} bytes in a bucket of its own",
-          f"one of {big} bytes", f"bucket_bytes is {cap} here, and one gradient is larger. What else is in its bucket?",
-          "Begin a new bucket when the next gradient would go beyond bucket_bytes, however large it is itself.")
-    wrong("overfull", big < needed, f"buckets of at most {cap} bytes", f"one of {big} bytes",
-          "When is a bucket closed: before it goes beyond bucket_bytes, or after? And are bytes counted?",
-          "if bucket and filled + gradient.nbytes > bucket_bytes: reduce it and begin a new one; then put it in.")
-    wrong("one-bucket", True, f"buckets of at most {cap} bytes", f"one of {big} bytes",
-          "The values are right, but nothing could travel before the last gradient is there. Is a bucket ever closed, "
-          "and are bytes counted (nbytes), not numbers (numel)?",
-          "Begin a new bucket when the next gradient would go beyond bucket_bytes: filled + gradient.nbytes.")
+    wrong("large-not-alone", largest > cap, f"a gradient of {largest} bytes in a separate bucket",
+          f"a bucket of {big} bytes",
+          f"bucket_bytes is {cap} here, and one gradient is larger. What else is in its bucket?",
+          "Start a new bucket when the next gradient would exceed bucket_bytes, also if it is larger itself.")
+    wrong("overfull", big < needed, f"buckets of at most {cap} bytes", f"a bucket of {big} bytes",
+          "When do you close a bucket: before it exceeds bucket_bytes, or after? Do you count bytes?",
+          "if bucket and filled + gradient.nbytes > bucket_bytes: reduce it and start a new one; then append.")
+    wrong("one-bucket", True, f"buckets of at most {cap} bytes", f"a bucket of {big} bytes",
+          "The values are right, but no message can start before the last gradient is ready. When do you close a "
+          "bucket? Do you count bytes (nbytes) or numbers (numel)?",
+          "Start a new bucket when filled + gradient.nbytes would exceed bucket_bytes.")

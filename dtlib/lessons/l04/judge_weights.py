@@ -66,17 +66,17 @@ def judge(observations) -> None:
         where = f"ranks with {_words(counts, '{}')} images"
         for rank, (said, weight) in enumerate(cases):
             wrong = rows(rank, f"a loss on {where}")
-            wrong("nan-of-none", said == "no number", "no finite number",
-                  "What is the mean of no images? Another reduction has an answer for none.",
-                  'cross_entropy(..., reduction="sum") of no images is 0. Divide by what all ranks have together.')
-            wrong("no-graph", said == "no graph", "a tensor whose graph has no parameter of the model",
-                  "Every rank calls backward(), a rank without images too: its gradients are zeros, and travel.",
-                  "Compute the loss from model(images) for no images as well, and use neither item() nor detach().")
+            wrong("nan-of-none", said == "no number", "not a finite number",
+                  "What is the mean of no images? Which reduction has a value for no images?",
+                  'cross_entropy(..., reduction="sum") of no images is 0. Divide by the images of all ranks.')
+            wrong("no-graph", said == "no graph", "a tensor without a graph to the parameters of the model",
+                  "A rank without images must call backward() too. Does its loss depend on the model?",
+                  "Compute the loss from model(images) also for no images, without item() and detach().")
             wrong("type", said != "loss", said, "Return the loss, a tensor with one number.",
-                  "return cross_entropy(...) times or divided by something.")
-            wrong("other-values", weight is None, "a gradient that is no multiple of its mean loss's",
-                  "A weight is one number for the whole rank. What else is in the loss?",
-                  'Only model(images), labels and the numbers of images: cross_entropy(..., reduction="sum") first.')
+                  "return cross_entropy(...), multiplied or divided by a number.")
+            wrong("other-values", weight is None, "a gradient that is not a multiple of the gradient of its mean loss",
+                  "A weight is one number for the whole rank. What else does your loss contain?",
+                  'Use only model(images), labels and the numbers of images: cross_entropy(..., reduction="sum").')
         got = [weight for _, weight in cases]
         if not _same(got, right):
             _judge_weights(kind, counts, got, right, where)
@@ -88,34 +88,33 @@ def _judge_weights(kind, counts, got, right, where) -> None:
     wrong = rows(None, expected, f"weights {_words(got)}")
     mean = total // size
     wrong("whole-number-mean", kind == "short" and mean and _same(got, [count / mean for count in counts]),
-          "The mean number of images of a rank need not be whole: is there a //, or an int()?",
+          "The mean number of images per rank may be a fraction. Does your code use // or int()?",
           "comm.size * len(images) / total.")
-    wrong("ranks-with-images", kind == "short",
-          "The last rank has no image: it counts as a rank in the average, and adds 0 to the total.",
-          "comm.size * len(images) / total, with comm.size as it is.")
+    wrong("ranks-with-images", kind == "short", "The last rank has no image. Is it counted as a rank in your average?",
+          "comm.size * len(images) / total. comm.size includes the ranks without images.")
     wrong("weight-remembered", kind == "regrouped",
-          "The first batch was right, and in this one the ranks have other numbers of images.",
-          "Ask in every call: all_reduce torch.tensor(len(images)).")
+          "The first batch was right. In this batch the ranks have other numbers of images. Do you count again?",
+          "Count in every call: all_reduce torch.tensor(len(images)).")
     wrong("unweighted", _same(got, [1] * size) or _same(got, [1 / size] * size),
-          "Each rank counts alike, so an image of a rank with few images counts more.",
-          "How many images has this rank, and how many have all? The second number takes an all_reduce.")
+          "All ranks have the same weight, so an image on a rank with few images counts more.",
+          "How many images does this rank have, and how many have all ranks? all_reduce gives the second number.")
     wrong("average-forgotten", _same(got, [count / total for count in counts]),
-          "These weights add up to 1, and then the average over ranks divides once more.",
+          "Your weights add up to 1, and the average over ranks divides again. What should the weights add up to?",
           "Multiply by comm.size: the gradients are averaged, not added.")
     wrong("not-divided", _same(got, counts) or _same(got, [size * count for count in counts]),
-          "Each image counts alike now, and together they count too much: the mean is over all images.",
+          "All images now have the same weight, but the sum is too large. By how many images do you divide?",
           "Divide by the images of all ranks together.")
     inverse = any(_same(got, [c / count for count in counts]) for c in (1, size, total, total / size))
-    wrong("upside-down", inverse,
-          "A rank with more images has the smaller weight.", "comm.size * len(images) / total.")
+    wrong("upside-down", inverse, "The rank with more images has the smaller weight. What do you divide by what?",
+          "comm.size * len(images) / total.")
     wrong("largest", any(_same(got, [c * count / max(counts) for count in counts]) for c in (1, size)),
-          "This divides by the most images that a rank has.", 'The sum over ranks: all_reduce with op="sum".')
+          "You divide by the largest number of images. Which op adds?", 'all_reduce with op="sum".')
     factor = next(g / r for g, r in zip(got, right, strict=True) if r)
     wrong("scaled", _same(got, [factor * r for r in right]),
-          f"Images count alike, and the gradient is {factor:.3g} times what it should be.",
-          "The weights of all ranks, averaged, are 1: comm.size * len(images) / total.")
-    wrong("other-weights", True, "What do the weights add up to? They should add up to the number of ranks.",
-          "comm.size * len(images) / total, where total is the all_reduce of len(images).")
+          f"All images count equally, but the gradient is {factor:.3g} times the right one. Which factor is wrong?",
+          "The mean of the weights of all ranks is 1: comm.size * len(images) / total.")
+    wrong("other-weights", True, "What is the sum of the weights of all ranks? It should be the number of ranks.",
+          "comm.size * len(images) / total. total is the all_reduce of len(images).")
 
 
 def _same(got, wanted) -> bool:

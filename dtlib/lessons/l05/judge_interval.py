@@ -54,16 +54,17 @@ def judge(observations) -> None:
     for low, high, verdict in seen:
         right = "lower" if high < 0 else "higher" if low > 0 else "not separated"
         wrong = rows(None, f'"{right}" for an interval from {low:.2f} to {high:.2f}', f'"{verdict:.40}"')
-        wrong("other-words", verdict not in VERDICTS, "The verdict is one of three texts.",
+        wrong("other-words", verdict not in VERDICTS, "Which three texts may the verdict be?",
               '"lower", "higher" or "not separated", in small letters.')
         wrong("separated-too-soon", right == "not separated" and verdict != right,
-              "0 is in this interval: may the true difference be 0, or have the other sign?",
-              'Look at the ends, not at the mean: with low <= 0 <= high the verdict is "not separated".')
+              "0 is in this interval. Can the true difference be 0, or have the other sign?",
+              'Use the ends, not the mean: with low <= 0 <= high the verdict is "not separated".')
         wrong("not-separated-too-often", verdict == "not separated" != right,
               "Only the interval of the difference decides. Is 0 in it?",
-              "Do not compare each rule's own interval: with high < 0 or low > 0 the rules are separated.")
-        wrong("other-way-round", verdict != right, "The verdict is about a, and the difference is a - b.",
-              "If the interval lies below 0, a is lower than b.")
+              "Do not compare the interval of each rule: with high < 0 or low > 0 the rules are separated.")
+        wrong("other-way-round", verdict != right,
+              "The verdict describes a, and the difference is a - b. What does a negative one mean?",
+              "If the interval is below 0, a is lower than b.")
 
 
 def _same(got, wanted) -> bool:
@@ -80,17 +81,16 @@ def _minus(a, b):
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
-SUBTRACT = "Take a[i] - b[i] for each seed, in the order of the lists."
+SUBTRACT = "Use a[i] - b[i] for each seed, in the order of the lists."
 SAMPLES = (
     ("wrong-sign", lambda a, b: _minus(b, a), "This is the interval of b - a.",
-     "a - b is below 0 where a has the lower error."),
+     "a - b is below 0 if a has the lower error."),
     ("one-rule", lambda a, b: a, "This is the interval of a alone.", SUBTRACT),
     ("one-rule", lambda a, b: b, "This is the interval of b alone.", SUBTRACT),
-    ("sorted", lambda a, b: _minus(sorted(a), sorted(b)), "The errors were sorted, so a pair is of different seeds.",
-     SUBTRACT),
-    ("absolute", lambda a, b: [abs(d) for d in _minus(a, b)], "Each difference has lost its sign.", SUBTRACT),
+    ("sorted", lambda a, b: _minus(sorted(a), sorted(b)), "You sorted the errors, so a pair has two seeds.", SUBTRACT),
+    ("absolute", lambda a, b: [abs(d) for d in _minus(a, b)], "The differences have lost their signs.", SUBTRACT),
     ("relative", lambda a, b: [(x - y) / y for x, y in zip(a, b, strict=True)],
-     "These are fractions of b; points are asked for.", SUBTRACT),
+     "These are fractions of b, and the exercise asks for points. Where do you divide?", SUBTRACT),
 )  # fmt: skip
 
 
@@ -101,18 +101,20 @@ def _judge_ends(seen, expected: str, got: str) -> None:
     truths = [intervals.difference(a, b) for a, b in ERRORS]
     wrong = rows(None, expected, got)
     wrong("no-number", not all(math.isfinite(end) for ends in seen for end in ends),
-          "This is no number: print what goes into it.", "n differences have n - 1 degrees of freedom; n is len(a).")
+          "This is not a number. Which of your values is wrong?",
+          "n differences have n - 1 degrees of freedom; n is len(a).")
     wrong("swapped-ends", all(_same(ends[::-1], truth[1:]) for ends, truth in zip(seen, truths, strict=True)),
-          "Which end is the lower one?", "The quantile at 0.975 is positive: return middle - half, middle + half.")
+          "Which of the two ends is the lower one?",
+          "The quantile at 0.975 is positive: return middle - half, middle + half.")
     for mistake, sample, *hints in SAMPLES:
         wrong(mistake, _all(seen, sample), *hints)
     close = all(abs(x - y) < 0.06 for ends, truth in zip(seen, truths, strict=True)
                 for x, y in zip(ends, truth[1:], strict=True))
     wrong("rounded", close and all(round(end, 3) == end for ends in seen for end in ends),
-          "These are rounded: return all digits.", "Round where you print, not in what is returned.")
+          "These are rounded: return all digits.", "Round only what you print, not what you return.")
     middles = all(abs(sum(ends) / 2 - truth[0]) < 1e-4 for ends, truth in zip(seen, truths, strict=True))
     wrong("wrong-middle", not middles,
-          "The middle of the interval is not the mean of all differences. Is each seed in it, once?",
+          "The middle of the interval is not the mean of all differences. Do you use each seed once?",
           "The middle is the mean of a[i] - b[i]; the ends are middle - half and middle + half.")
     wrong("unpaired", all(_same(ends, stats.ttest_ind(a, b, equal_var=False).confidence_interval())
                           for ends, (a, b) in zip(seen, ERRORS, strict=True)), *HINTS["unpaired"])
@@ -120,29 +122,29 @@ def _judge_ends(seen, expected: str, got: str) -> None:
         if all(_same(((low - high) / 2, (high - low) / 2), (-half, half))
                for (low, high), half in zip(seen, halves, strict=True)):
             wrong(mistakes[0], True, *HINTS[mistakes[0]])
-    wrong("other-width", True, "The middle is right, and the width is not. Which factors is half of it made of?",
+    wrong("other-width", True, "The middle is right, the width is wrong. Which factors has half of the width?",
           "half = stats.t.ppf(0.975, n - 1) * (standard deviation of the differences) / sqrt(n).")
 
 
 HINTS = {
-    "unpaired": ("This is as wide as if the runs were not paired.",
-                 "Subtract first, seed by seed; then take the standard deviation of the differences."),
-    "variance": ("A variance is in squared points.", "Take its square root, the standard deviation."),
-    "of-one-run": ("Single differences spread so far. The mean of many is more certain.",
+    "unpaired": ("This interval is as wide as for unpaired runs. Do you subtract for each seed?",
+                 "First subtract, for each seed. Then compute the standard deviation of the differences."),
+    "variance": ("A variance has the unit squared points.", "Use its square root, the standard deviation."),
+    "of-one-run": ("This is the spread of single differences. How much more certain is the mean of n differences?",
                    "Divide the standard deviation by the square root of the number of seeds."),
-    "divided-by-n": ("With four times the seeds an interval is half as wide, not a quarter.",
+    "divided-by-n": ("With four times the seeds an interval has half of the width, not a quarter.",
                      "Divide the standard deviation by sqrt(n), not by n."),
-    "n-minus-one-twice": ("n - 1 is in the standard deviation already.", "Divide it by sqrt(n)."),
-    "half-of-half": ("Half of the width is what is added and what is subtracted.", "Do not divide the quantile by 2."),
-    "population": ("The mean comes from the same data, so these squares are a little too small.",
+    "n-minus-one-twice": ("The standard deviation already contains n - 1.", "Divide it by sqrt(n)."),
+    "half-of-half": ("What you add and subtract is half of the width already.", "Do not divide the quantile by 2."),
+    "population": ("The mean is computed from the same data, so the sum of squares is too small.",
                    "Divide the sum of squares by n - 1: statistics.stdev, or ddof=1 in numpy."),
-    "normal": ("With few seeds the standard deviation is uncertain, too. The normal distribution leaves that out.",
-               "Take Student's t: stats.t.ppf(0.975, n - 1)."),
-    "one-sided": ("This leaves 5 % out at each end, so it is an interval for 90 %.",
-                  "95 % in the middle leaves 2.5 % at each end: stats.t.ppf(0.975, n - 1)."),
-    "degrees": ("How many degrees of freedom have n differences, once their mean is known?",
+    "normal": ("With few seeds the standard deviation is uncertain too. Which distribution includes this?",
+               "Use Student's t: stats.t.ppf(0.975, n - 1)."),
+    "one-sided": ("This excludes 5 % at each end. How many percent does a 95 % interval exclude at each end?",
+                  "95 % in the middle exclude 2.5 % at each end: stats.t.ppf(0.975, n - 1)."),
+    "degrees": ("The mean of the n differences is computed from them. How many degrees of freedom remain?",
                 "n - 1 degrees: stats.t.ppf(0.975, n - 1)."),
-    "no-quantile": ("One standard error at each end holds the true value in about 68 of 100 experiments.",
+    "no-quantile": ("One standard error on each side contains the true value in 68 of 100 experiments.",
                     "Multiply by stats.t.ppf(0.975, n - 1)."),
 }  # fmt: skip
 

@@ -62,50 +62,50 @@ def _mistakes(own: float, lengths: list[float], large: float, b: int) -> list:
     n, root = len(lengths), math.sqrt
     small = sum(lengths) / n
     truth, noise = (n * b * large - b * small) / (n * b - b), (small - large) / (1 / b - 1 / (n * b))
-    divide = "After dist.all_reduce, which adds, divide by comm.size."
+    divide = "dist.all_reduce adds. Afterwards divide by comm.size."
     return [
-        ("own-length", scale(own, large, b, n * b), "Ranks return different numbers: whose length is the small one?",
+        ("own-length", scale(own, large, b, n * b), "Which squared length differs between ranks?",
          "All-reduce the squared lengths too: small is their mean over ranks."),
-        ("sum-of-gradients", scale(small, n * n * large, b, n * b), "How long is the gradient of all samples together?",
+        ("sum-of-gradients", scale(small, n * n * large, b, n * b), "How long is the gradient of all samples?",
          f"It is the mean of the ranks' gradients, not their sum. {divide}"),
-        ("sum-of-lengths", scale(n * small, large, b, n * b), "How long is the gradient of one rank, on average?",
-         f"Take the mean of the squared lengths, not their sum. {divide}"),
-        ("sums", scale(n * small, n * n * large, b, n * b), "Both lengths are of sums over ranks.", divide),
-        ("not-squared", scale(sum(map(root, lengths)) / n, root(large), b, n * b), "These are lengths.",
-         "Both formulas have squared lengths: gradient @ gradient."),
+        ("sum-of-lengths", scale(n * small, large, b, n * b), "What is the mean length of the gradient of one rank?",
+         f"Use the mean of the squared lengths, not their sum. {divide}"),
+        ("sums", scale(n * small, n * n * large, b, n * b), "Both lengths come from sums over ranks.", divide),
+        ("not-squared", scale(sum(map(root, lengths)) / n, root(large), b, n * b), "These are not squared lengths.",
+         "Both formulas contain squared lengths: gradient @ gradient."),
         ("mean-of-roots", scale((sum(map(root, lengths)) / n) ** 2, large, b, n * b),
          "The mean of squares is not the square of the mean.", "Square each rank's length first; then all-reduce."),
-        ("ranks-for-samples", scale(small, large, 1, n), "How many samples has a rank, and how many have all ranks?",
+        ("ranks-for-samples", scale(small, large, 1, n), "How many samples do one rank and all ranks have?",
          "b is samples, and B is comm.size * samples."),
         ("rank-for-all", scale(small, large, b, n), "How many samples do all ranks have together?",
          "B is comm.size * samples, not comm.size."),
-        ("swapped", scale(small, large, n * b, b), "Which gradient belongs to fewer samples?",
-         "The mean over ranks is of B samples, and one rank's gradient of b."),
-        ("swapped", scale(large, small, b, n * b), "Which gradient belongs to fewer samples?",
-         "The mean over ranks is of B samples, and one rank's gradient of b."),
-        ("upside-down", truth / noise, "More noise is a larger noise scale.", "Return noise / true."),
-        ("noise-alone", noise, "This is the noise, in squared lengths; a scale is a number of samples.",
+        ("swapped", scale(small, large, n * b, b), "Which of the two gradients is computed from fewer samples?",
+         "The mean over ranks is computed from B samples, the gradient of one rank from b."),
+        ("swapped", scale(large, small, b, n * b), "Which of the two gradients is computed from fewer samples?",
+         "The mean over ranks is computed from B samples, the gradient of one rank from b."),
+        ("upside-down", truth / noise, "Your value falls when the noise grows.", "Return noise / true."),
+        ("noise-alone", noise, "This is only the noise, in squared lengths.",
          "Divide by the squared length of the true gradient."),
         ("true-alone", truth, "This is the squared length of the true gradient.", "Return noise / true."),
-        ("measured-for-true", noise / large, "The mean gradient has noise too, so it is longer than the true one.",
-         "Divide by true, which the first formula gives, and not by the squared length of the mean."),
-        ("measured-for-true", noise / small, "A rank's gradient has noise too, so it is longer than the true one.",
-         "Divide by true, which the first formula gives, and not by a length that was measured."),
+        ("measured-for-true", noise / large, "The mean gradient contains noise, so it is too long.",
+         "Divide by true, the result of the first formula, and not by the squared length of the mean."),
+        ("measured-for-true", noise / small, "A rank's gradient contains noise, so it is too long.",
+         "Divide by true, the result of the first formula, and not by a measured length."),
         ("root", root(max(0, noise / truth)), "This is the square root of the noise scale.", "Return noise / true."),
     ]  # fmt: skip
 
 
 def judge(observations) -> None:
     """Check that the number is the same on all ranks, and right."""
-    rows(None)("one-rank", len(observations) == 1, "two ranks at least", "one rank",
-               "One rank's gradient is that of all samples: two unknowns, one length.", "Run lab.engines(3) first.")
+    rows(None)("one-rank", len(observations) == 1, "at least two ranks", "one rank",
+               "With one rank both lengths are equal: one equation for two unknowns.", "Run lab.engines(3) first.")
     for rank, seen in enumerate(observations):
         for value, _ in seen:
             rows(rank)("type", isinstance(value, str), "one number", f"{value}",
-                       "Return the noise scale as a number.", "return noise / true, of numbers or of tensors with one.")
+                       "Return the noise scale as a number.", "return noise / true, a number or a one-element tensor.")
     for rank, seen in enumerate(observations):
-        rows(rank)("gradient-changed", not all(same for _, same in seen), "the gradient as it was",
-                   "another one", "The optimizer still needs it. dist.all_reduce works in place.",
+        rows(rank)("gradient-changed", not all(same for _, same in seen), "the unchanged gradient",
+                   "another gradient", "The optimizer needs this gradient. What does dist.all_reduce change?",
                    "All-reduce a copy: gradient.clone().")
     for rank, seen in enumerate(observations):
         lengths = [_lengths(case, len(observations)) for case in range(len(CASES))]
@@ -120,8 +120,8 @@ def judge(observations) -> None:
         for of_cases in zip(*tried, strict=True):
             wrong(of_cases[0][0], _same(got, [value for _, value, *_ in of_cases]), *of_cases[0][2:])
         close = all(abs(x - y) < 0.006 * max(1, abs(y)) for x, y in zip(got, right, strict=True))
-        wrong("rounded", close, "This is rounded: return all digits.", "Round where you print.")
-        wrong("other-number", True, "Print both squared lengths, then true and noise.",
+        wrong("rounded", close, "This is rounded: return all digits.", "Round only what you print.")
+        wrong("other-number", True, "Print both squared lengths, then true and noise. Which value is wrong?",
               "true = (B * large - b * small) / (B - b); noise = (small - large) / (1 / b - 1 / B).")
 
 

@@ -57,13 +57,14 @@ def judge_settings(observations) -> None:
                 if isinstance(rate, str) or isinstance(momentum, str):
                     got = rate if isinstance(rate, str) else momentum
                     wrong("type", True, "a dictionary with the numbers lr and momentum", got,
-                          'Return {"lr": ..., "momentum": ...}.', "Both are numbers in every step, also in step 0.")
-                wrong("other-settings", others, "lr and momentum alone", f"{others} beside them, in step {step}",
-                      "Warm-up is of the rate: every other setting stays as SGD has it.",
+                          'Return {"lr": ..., "momentum": ...}.',
+                          "Both values are numbers in every step, also in step 0.")
+                wrong("other-settings", others, "only lr and momentum", f"also {others}, in step {step}",
+                      "Warm-up changes only the learning rate. Which other setting do you return?",
                       'Return {"lr": ..., "momentum": 0.9}, and nothing else.')
                 wrong("momentum-scaled", not math.isclose(momentum, MOMENTUM),
                       f"momentum {MOMENTUM} in step {step}, for k = {k}", f"{momentum:g}",
-                      "The rules scale one of the two settings.", "Leave the momentum alone: warm-up is of the rate.")
+                      "The rules scale only one of the two settings. Which one?", "Warm-up changes only the rate.")
             _judge_line(rank, warmup_steps, RATE, k * RATE, [(step, rate) for step, rate, *_ in series], f"k = {k}")
 
 
@@ -80,22 +81,22 @@ def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
         wrong = rows(rank, expected)
         if step == 0:
             hint = (
-                "It begins at 0, and a step with rate 0 does nothing."
+                "The rate is 0 in step 0, so this step has no effect. With which rate should it start?"
                 if got == 0
-                else ("It begins at the top: where is the warm-up?" if _same(got, top) else "Look at step 0.")
+                else ("The first rate is the largest. Where is the warm-up?" if _same(got, top) else "Look at step 0.")
             )
             name = "no-warmup" if _same(got, top) else "wrong-start"
             wrong(name, True, f"{got:g}", hint,
-                  "Warm-up begins at the small batch's rate: rate + (top - rate) * fraction; fraction is 0 in step 0.")
+                  "Warm-up starts at the small batch's rate: rate + (top - rate) * fraction; fraction is 0 in step 0.")
         wrong("keeps-growing", step >= warmup_steps and last > got and not _same(last, top),
               f"{got:g}, and {last:g} in step {series[-1][0]}",
-              "After the warm-up the rate is constant.", "fraction = min(1, step / warmup_steps)")
+              "After the warm-up the rate must be constant.", "fraction = min(1, step / warmup_steps)")
         wrong("never-at-the-top", step >= warmup_steps and not _same(last, top),
               f"{got:g}, and {last:g} in step {series[-1][0]}",
-              "Which is the largest fraction that comes out, in any step?",
+              "What is the largest fraction in your schedule, in any step?",
               "In step warmup_steps the fraction is 1: min(1, step / warmup_steps).")
         wrong("no-straight-line", True, f"{got:g}",
-              "Both ends may be right; in between the rate grows by the same amount in each step.",
+              "Both ends may be right. By how much should the rate grow in each step between them?",
               "rate + (top - rate) * step / warmup_steps, until step is warmup_steps.")
 
 
@@ -112,7 +113,7 @@ def _judge_digits(rank: int, series, line, expected: str) -> None:
         got, wanted = next((got, wanted) for got, wanted in both if not _same(got, wanted))
         raise Wrong(
             "rounded-rate", rank, expected, f"{got:.9g}, not {wanted:.9g}", "This is rounded: return all digits.",
-            "No round() in what is returned, and no type with few digits, such as float16; round where you print.")
+            "Do not round the return value or use a small type such as float16; round only what you print.")
 
 
 def _same(a, b) -> bool:

@@ -24,9 +24,9 @@ def judge_errors(cases) -> None:
     errors = [(case["waited"], rank, case["error"]) for rank, case in enumerate(cases) if "error" in case]
     if errors:
         _, rank, got = min(errors)
-        raise Wrong("only-divides", rank, f"no error where sizes do not divide by {len(cases)}", got,
-                    "It works where the sizes divide. What if they do not?",
-                    "Each shard has ceil(P / N) elements, -(-P // N) in Python; what is missing at the end is padding.")
+        raise Wrong("only-divides", rank, f"no error if sizes do not divide by {len(cases)}", got,
+                    "The code works if sizes divide by the number of ranks. What if they do not?",
+                    "Each shard has ceil(P / N) elements, -(-P // N) in Python. Padding fills the rest at the end.")
 
 
 def _judge_steps(cases) -> None:
@@ -43,35 +43,34 @@ def _judge_steps(cases) -> None:
             continue
         rank = off[0]
         what = f"the {count} parameters of one process after step {step + 1}"
-        got = f"{(~torch.isclose(after[rank], expected[step], rtol=1e-8, atol=1e-10)).sum()} of them differ"
+        got = f"{(~torch.isclose(after[rank], expected[step], rtol=1e-8, atol=1e-10)).sum()} parameters differ"
         _judge_optimizer(after, rank, kind, step, what)
         wrong = rows(rank, what)
-        wrong("second-step", step, f"{got}, after a first step that was right",
-              "What is forgotten between two steps, or left over? Adam's moments must stay.",
-              "Make the optimizer once, in __init__, and fill its gradient again in each step.")
-        wrong("not-copied-back", all(torch.equal(values, start) for values in after), "all of them as before",
-              "Something was updated, but not what the model uses.",
+        wrong("second-step", step, f"{got}, after a correct first step",
+              "Which state is lost between two steps, or remains from the step before? Adam's moments must stay.",
+              "Create the optimizer once, in __init__, and set its gradient in each step.")
+        wrong("not-copied-back", all(torch.equal(values, start) for values in after), "all parameters are unchanged",
+              "You updated some memory, but not the memory that the model uses. Where are the model's parameters?",
               "Let parameter.data be a view of the flat memory, or copy the new values into parameter.data.")
         own = [same(own_shard(after[r], r, ranks), own_shard(expected[0], r, ranks)) for r in range(ranks)]
-        wrong("not-gathered", all(own), f"{got}: this rank's shard is right, the others are old",
-              "Each rank has updated its shard. How do the others learn of it?",
+        wrong("not-gathered", all(own), f"{got}: this rank's shard is right, the other shards are old",
+              "Each rank has updated its shard. How do the other ranks get the new values?",
               "comm.all_gather(flat, own) after the update.")
         _judge_gradients(after, rank, kind, what, got)
         if all(torch.allclose(values, expected[0], rtol=5e-3, atol=1e-4) for values in after):
-            raise Wrong("rounded", rank, f"{what}, in float64 as they are",
-                        f"{got}, by very little: something was rounded",
-                        "In which type do gradients travel, and in which are they kept?",
+            raise Wrong("rounded", rank, f"{what}, in float64, the type of the parameters",
+                        f"{got}, by very little, because of rounding",
+                        "In which type do you send gradients, and in which type do you store them?",
                         "torch.empty_like(self.own) has the type of the parameters; no .float(), no .half().")
         way = factors(after[rank] - start, expected[0] - start)
         if way:
             wrong("other-rate", True, f"{got}: they move {way[0]:.3g} times as far, in the right direction",
-                  "By what is the rate multiplied, or divided?", "torch.optim.AdamW([self.own], **settings)")
+                  "By what do you multiply or divide the learning rate?", "torch.optim.AdamW([self.own], **settings)")
         if kind == "uneven":
             _judge_padding(after, expected[0], start, rank, what, got)
         wrong("other-values", True, got,
-              "Which gradient meets which parameter, how often does Adam move, and which tensor is gathered?",
-              "Parameters and gradients lie in flat memory in the same order; Adam moves once; "
-              "its values are gathered.")
+              "Do gradients and parameters have the same order? How often does Adam step? Which tensor do you gather?",
+              "Store parameters and gradients in flat memory in the same order, call step once, gather the new values.")
 
 
 def _judge_optimizer(after, rank: int, kind: str, step: int, what: str) -> None:
@@ -81,17 +80,17 @@ def _judge_optimizer(after, rank: int, kind: str, step: int, what: str) -> None:
         return all(same(values, in_one_process(kind, len(after), **other)[0][step]) for values in after)
 
     wrong = rows(rank, what)
-    wrong("other-optimizer", are_of(optimizer="Adam"), "those of torch.optim.Adam",
-          "Both have a weight_decay, and treat it in different ways. Which one is asked for?",
+    wrong("other-optimizer", are_of(optimizer="Adam"), "the result of torch.optim.Adam",
+          "Both optimizers have a weight_decay, and use it differently. Which one does the exercise ask for?",
           "torch.optim.AdamW([self.own], **settings)")
     keys = tuple(observed.SETTINGS)
     for but in (*((key,) for key in keys), tuple(key for key in keys if key != "lr"), keys):
         wrong("settings-lost", are_of(but=but), f"those with torch's own {', '.join(but)}",
-              "Do all settings that were passed reach the optimizer?", "torch.optim.AdamW([self.own], **settings)")
+              "Do you pass all settings to the optimizer?", "torch.optim.AdamW([self.own], **settings)")
 
     for added in ({"amsgrad": True}, {"maximize": True}):
         wrong("settings-added", are_of(**added), f"those with {added}",
-              "Which settings were not passed, and are set?", "torch.optim.AdamW([self.own], **settings)")
+              "Which settings do you pass that the caller did not?", "torch.optim.AdamW([self.own], **settings)")
 
 
 def _judge_gradients(after, rank: int, kind: str, what: str, got: str) -> None:
@@ -104,19 +103,19 @@ def _judge_gradients(after, rank: int, kind: str, what: str, got: str) -> None:
 
     wrong = rows(rank, what)
     wrong("not-divided", ranks > 1 and on_all_ranks(ranks), f"{got}: the gradient is {ranks} times as large",
-          "Adam hides a wrong scale, but not quite: this is the sum over ranks.",
+          "Adam hides most of a wrong scale. This is the sum over ranks. Which operation computes the mean?",
           'Average: op=dist.ReduceOp.AVG, or divide by comm.size once.')
     wrong("no-gradient", on_all_ranks(0), f"{got}: as after a step whose gradient is zero",
-          "Weight decay moves them, and no gradient does. Which gradients are there when step() begins?",
-          "backward() has filled parameter.grad: read it in step(), and clear nothing before.")
+          "Only weight decay changes the parameters. Which gradients exist when step() starts?",
+          "backward() has set parameter.grad: read it in step(), and clear nothing before.")
     wrong("divided-twice", ranks > 1 and on_all_ranks(1 / ranks),
           f"{got}: the gradient is 1/{ranks} of what it should be",
-          "It is divided twice: op=dist.ReduceOp.AVG divides already.", "Use that alone, or add and divide.")
+          "op=dist.ReduceOp.AVG divides already. Which line divides again?", "Use only AVG, or add and divide once.")
     alone = [in_one_process(kind, ranks, only=r, steps=1)[0][0] for r in range(ranks)]
     wrong("not-averaged", all(same(own_shard(after[r], r, ranks), own_shard(alone[r], r, ranks)) for r in range(ranks)),
-          f"{got}: each shard is updated with one rank's gradient alone",
-          "Whose samples does the gradient of this rank's shard come from?",
-          "comm.reduce_scatter(own_gradient, flat_gradients, op=\"mean\") brings the average of this rank's shard.")
+          f"{got}: the gradient of only one rank updates each shard",
+          "From which samples is the gradient of this rank's shard computed?",
+          "comm.reduce_scatter(own_gradient, flat_gradients, op=\"mean\") gives the mean of this rank's shard.")
 
 
 def _judge_padding(after, expected, start, rank: int, what: str, got: str) -> None:
@@ -126,12 +125,12 @@ def _judge_padding(after, expected, start, rank: int, what: str, got: str) -> No
     tail = len(expected) % ranks
     wrong = rows(rank, what)
     wrong("tail-forgotten", tail and all(same(values[:-tail], expected[:-tail]) for values in after) and torch.equal(
-          after[rank][-tail:], start[-tail:] ), f"the last {tail} of them as before",
-          f"{len(expected)} parameters do not divide by {ranks}: who owns the last ones?",
+          after[rank][-tail:], start[-tail:] ), f"the last {tail} are unchanged",
+          f"{len(expected)} parameters do not divide by {ranks}. Which rank owns the last ones?",
           "Round the length of a shard up, -(-P // N) in Python, and fill the end with zeros.")
-    wrong("padding", True, f"{got}, and where sizes divide all is well",
-          f"{len(expected)} parameters do not divide by {ranks}: padding belongs to no parameter.",
-          "Padding stands at the end, after the last parameter, for values and for gradients alike; cut it off again.")
+    wrong("padding", True, f"{got}, but right if sizes divide by the number of ranks",
+          f"{len(expected)} parameters do not divide by {ranks}. Where is the padding, and do you remove it again?",
+          "The padding is at the end, after the last parameter, in values and in gradients. Remove it again.")
 
 
 def _judge_sent(cases) -> None:
@@ -142,8 +141,8 @@ def _judge_sent(cases) -> None:
             raise Wrong(
                 "too-many-bytes", rank, f"{wanted} bytes sent in a step: gradients to their owners, new values back",
                 f"{max(case['sent'])} bytes",
-                "The values are right. But who needs the average of which shard, and who has the new value of which?",
-                "comm.reduce_scatter for gradients and comm.all_gather for values: each sends half of an all_reduce.")
+                "The values are right. Which rank needs the mean gradient of a shard, and which has its new values?",
+                "comm.reduce_scatter for gradients, comm.all_gather for values: each sends half of an all_reduce.")
 
 
 def _judge_held(cases) -> None:
@@ -161,22 +160,22 @@ def _judge_held(cases) -> None:
         expected = f"{whole} bytes of parameters; of this rank's shard {2 * shard} of states, {shard} of its gradient"
         wrong = rows(rank, expected)
         wrong("whole-states", case["states"] > 2 * shard + SPARE, f"{case['states']} bytes of states",
-              "The values are right, as they were before ZeRO. Of how many parameters does Adam keep moments?",
+              "The values are right, but memory is as before ZeRO. For how many parameters does Adam store moments?",
               "Give torch.optim.AdamW one nn.Parameter: this rank's shard of the flat values.")
         wrong("parameters-twice", case["copies"] > whole + shard + SPARE,
               f"{case['copies']} bytes with the values of parameters",
-              "The model has its parameters. Who else keeps all of them?",
+              "The model stores its parameters. Which other object stores all of them?",
               "Let each parameter.data be a view of the flat tensor: parameter.data = view.view_as(parameter).")
         wrong("old-parameters-kept", case["old"] > shard + SPARE,
-              f"{case['old']} bytes of parameters as they were at first",
-              "The first values have been copied into the flat tensor. Who still refers to where they were?",
-              "Keep the parameters themselves, not a list of parameter.data, parameter.detach() or their clones.")
+              f"{case['old']} bytes of parameters with their first values",
+              "You copied the first values into the flat tensor. What still refers to the old memory?",
+              "Store the parameters themselves, not a list of parameter.data, parameter.detach() or clones.")
         wrong("zeroed-not-freed", case["zeros"] > shard + SPARE, f"{case['zeros']} bytes of zeros in one piece",
-              "zero_() writes zeros, and the memory stays. Which tensor is needed during step() only?",
-              "Create flat gradients in each step, in a local variable: they are freed when the method returns.")
+              "zero_() writes zeros, and does not free memory. Which tensor do you need only during step()?",
+              "Create the flat gradients in each step, in a local variable: it is freed when the method returns.")
         wrong("gradients-kept", True, f"{case['held']} bytes in all",
-              "What is as long as all parameters, neither states nor parameters, and still there after step()?",
-              "Flat gradients are needed during step() only: a local variable goes when it returns.")
+              "Which tensor has the length of all parameters, and still exists after step()?",
+              "You need the flat gradients only during step(). A local variable is freed when step() returns.")
 
 
 EXERCISES = {"sharded-adam": Exercise("ShardedAdam", observed.observe_adam, judge_adam, any_size=True)}

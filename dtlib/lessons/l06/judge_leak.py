@@ -115,37 +115,36 @@ def judge_steps(observations) -> None:
         sent = sum(length_of(p.numel(), ranks) * (ranks + 1) for p in net_of(*WIDTHS).parameters()) * NUMBER
         output = SAMPLES * ROW
         views = seen[-1]["behind guess"] > ROW + SPARE
-        wrong = rows(rank, f"{wanted} bytes held after {STEPS} steps: shards, and {STEPS} guesses")
+        wrong = rows(rank, f"{wanted} bytes in use after {STEPS} steps: shards, and {STEPS} guesses")
         growth = f"{last} bytes, {grows} more in each step"
         wrong("both-kept", abs(grows - sent - output) <= SPARE, growth,
-              "Two lines hold memory that grows. Which lines of the table above have more bytes in each step?",
-              "One keeps buckets that have arrived, the other a view: see what self.sent and self.guesses refer to.")
+              "The memory of two lines grows. Which lines of the table above have more bytes in each step?",
+              "One line keeps complete buckets, the other a view. To which memory do self.sent and self.guesses refer?")
         wrong("buckets-kept", abs(grows - sent - ROW) <= SPARE, growth,
-              "In each step as many bytes as all gradients have come to stay. What refers to flat memory, or to a "
-              "handle that does?",
-              "After all handles have been waited for, self.sent.clear(): the handles go, and the buckets with them.")
+              "In each step, memory grows by the bytes of all gradients. What refers to flat memory, directly or by a "
+              "handle?", "Wait for all handles, then call self.sent.clear(): this frees the handles and their buckets.")
         wrong("outputs-kept", views and abs(grows - output) <= SPARE, growth,
-              "A guess has ten numbers. How many bytes has the memory that it is a view of?",
-              "A view keeps its whole storage: keep output[0].detach().clone(), which has separate memory.")
+              "A guess has ten numbers. How many bytes has the storage behind its view?",
+              "A view keeps its whole storage. Store output[0].detach().clone(), which has separate memory.")
         wrong("outputs-elsewhere", abs(grows - output) <= SPARE, growth,
-              "The guesses have memory of their own. In which other place does each step leave its whole output?",
-              "A list, an attribute or a function has it, perhaps as an array or as numbers: the first row is enough.")
+              "The guesses have separate memory. Where else does each step keep its whole output?",
+              "A list, an attribute or a function keeps it, perhaps as an array. Keep only the first row.")
         wrong("something-grows", grows > ROW + SPARE // 2, growth,
               "Memory grows in each step. Print live.by_line() after one step and after four: which line has more?",
-              "Which list, attribute or function refers to what that line made? Keep only what the next step needs.")
+              "Which list, attribute or function refers to this memory? Keep only what the next step needs.")
         padded = NUMBER * sum(length_of(p.numel(), ranks) for p in net_of(*WIDTHS).parameters())
         wrong("shards-are-views", seen[-1]["behind shards"] > padded + SPARE,
               f"{last} bytes: {seen[-1]['behind shards']} behind the shards, of {padded}",
-              "Nothing grows, but how many bytes has the memory that a shard is a view of?",
-              "A slice keeps the whole bucket: reduce-scatter into a tensor of a shard's length, as it was.")
-        wrong("last-step-kept", last > wanted + SPARE, f"{last} bytes, and no more in the step after",
-              "It does not grow, but something of the last step is there until the next one: buckets, or an output. "
-              "Who refers to it?",
-              "Clear the whole list at the end of step(), not at its beginning; a loop that removes from its own list "
-              "skips some. And keep no `flat` and no output in attributes.")
+              "Memory does not grow. But how many bytes has the storage behind the view of a shard?",
+              "A slice keeps the whole bucket. Use reduce_scatter into a tensor with the length of a shard, as before.")
+        wrong("last-step-kept", last > wanted + SPARE, f"{last} bytes, and the same after one more step",
+              "Memory does not grow, but something of the last step remains until the next step: buckets, or an "
+              "output. What refers to it?",
+              "Clear the whole list at the end of step(), not at its start; a loop that removes from its own list "
+              "skips entries. Do not store `flat` or an output in attributes.")
         most, at = max((one["held"] - held_by(ranks, step), step) for step, one in enumerate(seen))
-        wrong("some-steps-kept", most > SPARE, f"{last}, but after step {at + 1} {most} bytes more than its own",
-              "After the last step all is well, and after another one it is not. What decides when memory is freed?",
+        wrong("some-steps-kept", most > SPARE, f"{last}, but after step {at + 1} {most} bytes more than necessary",
+              "Memory is right after the last step, but not after an earlier one. When do you free memory?",
               "Clear the list at the end of every step.")
 
 
@@ -156,35 +155,35 @@ def _judge_values(seen, step: int) -> None:
     losses, guesses, averages = expected_of(ranks, step)
     for rank, one in enumerate(seen):
         wrong = rows(rank, f"step {step + 1}: the loss {losses[rank]:.6f}, this rank's shards, a guess of each step")
-        wrong("no-loss", one["loss"] is None, "no loss", "step(x, y) returned the loss. Does it still?",
+        wrong("no-loss", one["loss"] is None, "no loss", "step(x, y) should return the loss. What does it return now?",
               "return loss.item(), a number.")
         wrong("other-loss", not abs(one["loss"] - losses[rank]) < 1e-9, f"a loss of {one['loss']:.6f}",
-              "Values were right before. What has changed in the forward pass?", "cross_entropy(self.model(x), y).")
+              "Values were right before. What changed in the forward pass?", "cross_entropy(self.model(x), y).")
         wrong("gradients-kept", one["whole"], f"whole gradients: {', '.join(one['whole'])}",
-              "The leaks were elsewhere; who freed gradients before?", "Keep parameter.grad = None in the hook.")
+              "Other lines had the leaks. Which line freed gradients?", "Keep parameter.grad = None in the hook.")
         for at, (name, average) in enumerate(zip(_names(), averages, strict=True)):
             wrong("no-shard", one["shards"][at] is None, f"no shard of {name}",
-                  "After step(), self.shards[parameter] is this rank's shard of the average. Is it still there?",
-                  "Shards are what is asked for: free what lies beside them, not them.")
+                  "After step(), self.shards[parameter] must be this rank's shard of the mean. Does it still exist?",
+                  "The shards must stay. Free only other memory.")
             expected = own_shard(average, rank, ranks)
             got = torch.tensor(one["shards"][at], dtype=torch.float64)[: len(expected)]
             wrong("not-arrived", not same(got, expected), f"other values in the shard of {name}",
-                  "The values were right before. Is every handle waited for, before its memory goes?",
-                  "First wait for all handles, then clear the list. A loop that removes from its own list skips some.")
+                  "The values were right before. Do you wait for every handle before you free its memory?",
+                  "First wait for all handles, then clear the list. Do not remove entries in a loop over the list.")
         kept = one["guesses"][-1] if one["guesses"] else None
         wrong("no-guess", any(guess is None for guess in one["guesses"]), "fewer guesses",
-              "self.guesses has the first row of the output of each step. Are all there?",
+              "self.guesses has the first row of the output of each step. Is one missing?",
               "Keep one guess for each step, of ten numbers.")
         guess = torch.tensor(kept or [], dtype=torch.float64)
         wrong("guess-length", guess.shape != guesses[rank].shape, f"a guess of {len(guess)} numbers",
-              "A guess is the first row of the output. What is it now?", "Take the row first, and then copy it.")
+              "A guess is the first row of the output. Is yours?", "Select the row, then copy it.")
         right = same(guess, guesses[rank])
         wrong("rounded-guess", not right and torch.allclose(guess, guesses[rank], 1e-2, 1e-2),
               "a guess in fewer digits",
-              "The guess has been in another dtype. Is that a copy, if the net is in that dtype already?",
-              "Keep the dtype, and ask for a copy by name.")
+              "The guess had another dtype. If the net already has that dtype, does the conversion copy?",
+              "Keep the dtype, and copy explicitly.")
         wrong("other-guess", not right, "other numbers in the guess",
-              "Is it the first row, and nothing else? And whose memory does it lie in: who writes there later?",
+              "Do you store only the first row? Does another line write into its memory later?",
               "output[0].detach().clone() before anything else happens to output.")
 
 

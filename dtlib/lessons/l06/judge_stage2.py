@@ -7,7 +7,7 @@ from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l06.observe_adam import length_of, loss_of, make_batch, own_shard
 
-TWICE = "It is divided twice: op=dist.ReduceOp.AVG divides already.", "That alone, or a sum, divided by comm.size."
+TWICE = "op=dist.ReduceOp.AVG divides already. Which line divides again?", "Use AVG, or a sum / comm.size."
 SIZES = (16, 13, 12, 12)  # sizes: some divide by 2, 3 and 4; two biases have equal lengths
 
 # fix: shard_gradients(comm, module)
@@ -68,19 +68,19 @@ def judge_sharded(observations) -> None:
         if sent > wanted + SPARE:
             raise Wrong(
                 "all-reduced", rank, f"{wanted} bytes sent in a backward pass: shards to their owners", f"{sent} bytes",
-                "The values are right. But which ranks get the average of a gradient, and which of them need it?",
-                "comm.reduce_scatter(own, flat, op=\"mean\") gives each rank its shard alone, in half the bytes.")
+                "The values are right. Which ranks receive the mean of a gradient, and which ranks need it?",
+                'comm.reduce_scatter(own, flat, op="mean") gives each rank only its shard, with half of the bytes.')
     for rank, passes in enumerate(observations):
         whole, held, wanted = passes[-1]["whole"], passes[-1]["held"], lengths * NUMBER
         wrong = rows(rank)
         if whole:
             wrong("gradients-kept", True, "no whole gradients after backward()",
                   f"{len(whole)}, such as {whole[0]}.grad",
-                  "Who still needs a whole gradient, once its shards have been sent?", "Set parameter.grad = None.")
-        wrong("memory-kept", held > wanted + SPARE, f"{wanted} bytes held after backward(): this rank's shards",
+                  "The shards have been sent. What still needs the whole gradient?", "Set parameter.grad = None.")
+        wrong("memory-kept", held > wanted + SPARE, f"{wanted} bytes in use after backward(): this rank's shards",
               f"{held} bytes",
-              "The shards are small, and yet memory is held: a slice is a view, and keeps all of its memory.",
-              "Let own = torch.empty(length, dtype=parameter.dtype) be separate memory, and keep no other tensors.")
+              "The shards are small, but much memory is in use. A slice is a view: which storage does it keep?",
+              "Create own = torch.empty(length, dtype=parameter.dtype), and keep no other tensors.")
 
 
 def _judge_shards(seen, step: int) -> None:
@@ -103,43 +103,41 @@ def _judge_shards(seen, step: int) -> None:
             got = torch.tensor(one["shards"][i], dtype=torch.float64)
             if len(got) < len(expected):
                 raise Wrong("tail-forgotten", rank, f"{what}: {length_of(len(average), ranks)} elements", f"{len(got)}",
-                            f"{len(average)} elements do not divide by {ranks}: who has the last ones?",
-                            "length is rounded up, -(-parameter.numel() // comm.size), and flat is padded with zeros.")
+                            f"{len(average)} elements do not divide by {ranks}. Which rank has the last ones?",
+                            "Round length up, -(-parameter.numel() // comm.size), and pad flat with zeros.")
             padding, got = got[len(expected) :], got[: len(expected)]
             if same(got, expected):
                 _judge_padding(padding, length_of(len(average), ranks) - len(expected), len(expected), rank, what)
                 continue
             wrong("shared-memory", any(other == one["shards"][i] for j, other in enumerate(one["shards"]) if j != i),
-                  "the shard of another parameter, that is as long",
-                  "Each parameter needs separate memory for its shard: do two of them have the same tensor?",
+                  "the shard of another parameter of the same length",
+                  "Each parameter needs separate memory for its shard. Do two parameters share a tensor?",
                   "own = torch.empty(length, dtype=parameter.dtype) in the hook, for every gradient.")
-            wrong("second-pass", step, "something else, after a first pass that was right",
-                  "What is left over from the pass before?", "Each pass begins with a fresh flat tensor.")
+            wrong("second-pass", step, "something else, after a correct first pass",
+                  "Which data of the pass before do you still use?", "Create a new flat tensor in each pass.")
             _judge_shard(got, average, [gradients[i] for gradients in locals_], rank, what)
 
 
 def _no_shard(name: str) -> tuple:
-    return (
-        f"Is there a shards[parameter] for {name}, a tensor, once backward() is over?",
-        "In the hook of each parameter: shards[parameter] = own. The keys are the parameters themselves.",
-    )
+    return (f"Is there a tensor shards[parameter] for {name} after backward()?",
+            "In the hook of each parameter: shards[parameter] = own. The keys are the parameters themselves.")
 
 
 def _judge_padding(padding, wanted: int, elements: int, rank: int, what: str) -> None:
     """Check that all shards of a gradient have equal lengths, padded with zeros."""
     wrong = rows(rank)
     wrong("whole-gradient", elements + len(padding) > 2 * (elements + wanted), f"{what}: {elements + wanted} elements",
-          f"{elements + len(padding)}: all of it",
-          "These are the averages of all shards. Which of them does this rank need?",
-          "shards[parameter] = own, what reduce_scatter has filled; no all_gather.")
+          f"all {elements + len(padding)}",
+          "These are the means of all shards. Which shard does this rank need?",
+          "shards[parameter] = own, the result of reduce_scatter; no all_gather.")
     wrong("no-padding", len(padding) != wanted, f"{what}: {elements + wanted} elements, {wanted} of them padding",
           f"{elements + len(padding)} elements",
-          "The values are right. But how long is a shard, on every rank, where a size does not divide?",
-          "Keep own as it is, with its `length` elements: an all_gather needs shards that are as long on all ranks.")
+          "The values are right. How long must a shard be on every rank if a size does not divide?",
+          "Keep all `length` elements of own: an all_gather needs shards of equal length on all ranks.")
     if padding.any():  # also true for NaN
         wrong("padding-not-zero", True, f"{what}: zeros as padding", f"{padding[padding != 0][0]:g} among them",
-              "The padding belongs to no parameter, and yet a norm of this shard counts it.",
-              "flat = torch.zeros(...), not torch.empty(...): the padding is never written to.")
+              "The padding belongs to no parameter, but a norm of this shard includes it. Which value should it have?",
+              "flat = torch.zeros(...), not torch.empty(...): no line writes to the padding.")
 
 
 def _judge_shard(got, average, locals_, rank: int, what: str) -> None:
@@ -148,24 +146,25 @@ def _judge_shard(got, average, locals_, rank: int, what: str) -> None:
     ranks = len(locals_)
     expected = own_shard(average, rank, ranks)
     wrong = rows(rank, what)
-    wrong("not-divided", same(got, expected * ranks), f"{ranks} times as much",
-          "That is the sum over ranks.", "Average: op=dist.ReduceOp.AVG, or divide by comm.size once.")
-    wrong("divided-twice", same(got, expected / ranks), f"1/{ranks} of it", *TWICE)
+    wrong("not-divided", same(got, expected * ranks), f"{ranks} times as much", "This is the sum over ranks.",
+          "Average: op=dist.ReduceOp.AVG, or divide by comm.size once.")
+    wrong("divided-twice", same(got, expected / ranks), f"1/{ranks} of the mean", *TWICE)
     wrong("not-averaged", same(got, own_shard(locals_[rank], rank, ranks)), "this rank's own gradient",
-          "Is the shard taken from what reduce_scatter gave?",
-          "reduce_scatter leaves flat as it was: the result is in own.")
+          "Do you take the shard from the result of reduce_scatter?",
+          "reduce_scatter does not change flat: the result is in own.")
     shards = [own_shard(average, other, ranks)[: len(got)] for other in range(ranks)]
     wrong("other-shard", any(len(shard) and same(got[: len(shard)], shard) for shard in shards),
-          "the shard of another rank", "Which shard is whose? Shard r belongs to rank r.",
+          "the shard of another rank", "Which rank owns which shard? Rank r owns shard r.",
           "Elements comm.rank * length to (comm.rank + 1) * length.")
     if len(got) == len(expected) and torch.allclose(got, expected, rtol=1e-2, atol=1e-3 * expected.abs().max()):
-        raise Wrong("rounded", rank, f"{what}, in float64 as the gradient is", "nearly that: it was rounded on its way",
-                    "In which type does flat travel?", "dtype=parameter.dtype for flat and for own.")
+        raise Wrong("rounded", rank, f"{what}, in float64, the type of the gradient",
+                    "nearly the right values, but rounded", "Which type has flat?",
+                    "dtype=parameter.dtype for flat and for own.")
     factor = (got @ expected / (expected @ expected)).item() if len(got) == len(expected) else 0
     wrong("scaled", same(got, factor * expected), f"{factor:.4g} times as much",
-          "By what is the sum over ranks divided? On another number of ranks it must be right, too.", TWICE[1])
+          "By what do you divide the sum over ranks? It must also be right for other numbers of ranks.", TWICE[1])
     wrong("other-values", True, "something else",
-          "Which operation combines what, and where in flat does the gradient stand?",
+          "Which operation combines which tensors? Where in flat is the gradient?",
           'op=dist.ReduceOp.AVG, of gradients; flat has length * comm.size elements: the gradient, then zeros.')
 
 

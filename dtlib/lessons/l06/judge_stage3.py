@@ -10,10 +10,11 @@ from dtlib.theory.zero import GB, GIB, STAGES, fewest_ranks, zero_bytes, zero_wi
 LAYERS = {"even": (7, 96), "uneven": (4, 115)}  # 768 parameters divide by 2, 3 and 4; 575 by none of them
 CALLS = 3
 ROOM = 128  # bytes allowed for padding and shapes; a whole bias would be larger
-NO_OUTPUT = ("__call__ returns the output: a tensor.", "return linear(x, weight, bias), with what was gathered.")
-BIAS = "A linear layer has a weight and a bias.", "The bias follows the weight in the flat tensor."
-EACH = ("Replace each None by a number.", 'Such as fit = {"stage": 1, "ranks": 4, "gigabytes": 12.5}.')
-WHOLE = ("Both are whole numbers.", "stage is 0, 1, 2 or 3; ranks is how many share the model.")
+NO_OUTPUT = ("__call__ returns the output: a tensor.",
+             "return linear(x, weight, bias), with the gathered weight and bias.")
+BIAS = "The result has no bias. Where is it in the flat tensor?", "The bias follows the weight in the flat tensor."
+EACH = ("Replace each None by a number.", 'For example fit = {"stage": 1, "ranks": 4, "gigabytes": 12.5}.')
+WHOLE = ("Both are whole numbers.", "stage is 0, 1, 2 or 3; ranks is the number of ranks.")
 PARAMETERS, BUDGET = 7_500_000_000, 16 * GB
 
 
@@ -85,27 +86,27 @@ def _judge_output(case, rank: int, ranks: int) -> None:
     for call, out in enumerate(case["out"]):
         x = make_input(kind, rank, call)
         expected = layer(x).detach()
-        what = f"what nn.Linear{LAYERS[kind]} gives for {len(x)} samples, in call {call + 1}"
+        what = f"the result of nn.Linear{LAYERS[kind]} for {len(x)} samples, in call {call + 1}"
         wrong = rows(rank, what)
         wrong("type", isinstance(out, str), out, *NO_OUTPUT)
         got = torch.tensor(out, dtype=torch.float64)
         if same(got, expected):
             continue
         if got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-2, atol=1e-2):
-            raise Wrong(
-                "rounded", rank, f"{what}, in {layer.weight.dtype}", "nearly that: parameters were rounded",
-                "In which type does a rank keep its shard, and in which does it travel? The layer tells.",
-                "Keep the type of the layer: no .float(), no .half(), and dtype=self.own.dtype where memory is made.")
-        wrong("second-call", call, "something else, after a first call that was right",
-              "What did the first call change or free that the second one needs?", "This rank's shard must stay.")
-        wrong("padding", kind == "uneven", "something else, and where sizes divide all is well",
-              f"The layer has {count} parameters, which do not divide by {ranks}: padding belongs to no parameter.",
-              "Padding stands at the end, after weight and bias; cut it off again after all_gather.")
+            raise Wrong("rounded", rank, f"{what}, in {layer.weight.dtype}",
+                        "nearly the right values, but parameters were rounded",
+                        "In which type does a rank store its shard, and in which type does it send it?",
+                        "Use the layer's type: no .float(), no .half(), and dtype=self.own.dtype for new memory.")
+        wrong("second-call", call, "something else, after a correct first call",
+              "What does the first call change or free that the second call needs?", "Do not change this rank's shard.")
+        wrong("padding", kind == "uneven", "something else, but right if sizes divide by the number of ranks",
+              f"The layer has {count} parameters, not divisible by {ranks}. Where is the padding? Do you remove it?",
+              "The padding is at the end, after weight and bias. Remove it after all_gather.")
         if got.shape == expected.shape:
             _explain_output(got, expected, x, layer, rank, what)
         wrong("other-values", True, f"something of shape {tuple(got.shape)}",
-              "Are the shards put together in rank order, and cut into weight and bias as they were joined?",
-              "torch.nn.functional.linear(x, weight, bias), where weight has the shape (outputs, inputs).")
+              "Do you join the shards in rank order? Do you cut out weight and bias in the original order?",
+              "torch.nn.functional.linear(x, weight, bias). The weight has the shape (outputs, inputs).")
 
 
 def _explain_output(got, expected, x, layer, rank: int, what: str) -> None:
@@ -114,17 +115,17 @@ def _explain_output(got, expected, x, layer, rank: int, what: str) -> None:
 
     weight, bias = layer.weight.detach(), layer.bias.detach()
     wrong = rows(rank, what)
-    wrong("no-bias", same(got + bias, expected), "that without the bias", *BIAS)
+    wrong("no-bias", same(got + bias, expected), "the result without the bias", *BIAS)
     if found := factors(got, expected - bias, bias):
         told = f"{found[0]:.3g} times x @ weight.T, and {found[1]:.3g} times the bias"
-        wrong("other-sum", True, told, "How often does each of the two count?", *BIAS)
+        wrong("other-sum", True, told, "How often do you add each of the two terms?", *BIAS)
     front, rest = torch.cat([weight.flatten(), bias]).split([len(bias), weight.numel()])
     for told, w, b in (
-        ("that of a bias cut from the front", rest.view_as(weight), front),
-        ("that of a weight of (inputs, outputs)", weight.reshape(weight.T.shape).T, bias),
+        ("the result with a bias from the front of the flat tensor", rest.view_as(weight), front),
+        ("the result with a weight of shape (inputs, outputs)", weight.reshape(weight.T.shape).T, bias),
     ):
         wrong("cut-otherwise", same(got, x @ w.T + b), told,
-              "Is the flat tensor cut as it was joined: which comes first, and which shape has a weight?",
+              "Which is first in the flat tensor, weight or bias? Which shape has the weight?",
               "whole[:n].view(self.shape), (outputs, inputs); the bias follows.")
 
 
@@ -134,13 +135,13 @@ def _judge_memory(case, rank: int, ranks: int) -> None:
     at_rest, *after = case["held"]
     wrong = rows(rank)
     wrong("whole-at-rest", at_rest > shard + ROOM,
-          f"{shard} bytes held before the first call: this rank's shard of {count} parameters", f"{at_rest} bytes",
-          "Which tensor, array or list is still as long as the layer? A view keeps all of its memory, and a tensor "
-          "with a grad_fn keeps what it was made of.",
-          "Keep detach().clone() of this rank's shard, and of the layer its shapes alone, not the layer.")
-    wrong("not-freed", max(after) > shard + ROOM, f"{shard} bytes held after a call: this rank's shard",
-          f"{max(after)} bytes", "What was gathered, or passed as x, is not needed after the call. Who keeps it?",
-          "Gather into a local variable: its memory goes when __call__ returns.")
+          f"{shard} bytes in use before the first call: this rank's shard of {count} parameters", f"{at_rest} bytes",
+          "Which tensor, array or list still has the length of the layer? A view keeps its whole storage, and a "
+          "tensor with a grad_fn keeps the tensors that it was computed from.",
+          "Keep detach().clone() of this rank's shard, and only the shapes of the layer.")
+    wrong("not-freed", max(after) > shard + ROOM, f"{shard} bytes in use after a call: this rank's shard",
+          f"{max(after)} bytes", "After the call, what still refers to x or to the gathered tensor?",
+          "Gather into a local variable: its memory is freed when __call__ returns.")
 
 
 def _judge_gathering(case, rank: int, ranks: int) -> None:
@@ -149,10 +150,10 @@ def _judge_gathering(case, rank: int, ranks: int) -> None:
         what = f"{wanted} bytes sent in call {call + 1}: each shard to the other ranks"
         wrong = rows(rank, what)
         wrong("too-many-bytes", sent > wanted + SPARE, f"{sent} bytes",
-              f"The values are right. But {sent / max(1, wanted):.1f} times the bytes: how often does a call gather?",
-              "One comm.all_gather(whole, own) in each call is enough, for weight and bias together.")
+              f"The values are right, but you send {sent / max(1, wanted):.1f} times the bytes. How often do you "
+              "gather?", "One comm.all_gather(whole, own) in each call is enough, for weight and bias together.")
         wrong("nothing-gathered", sent < wanted / 2 and not case.get("uncounted"), f"{sent} bytes",
-              "A rank that holds one shard must get the other shards in each call. Where do they come from here?",
+              "Each call needs the shards of all ranks. From where does this rank get the others?",
               "Call comm.all_gather in __call__, on every rank.")
 
 
@@ -209,26 +210,28 @@ def _fewest(stage: int) -> int | None:
 def _judge_place(rank: int, stage: int, ranks: int) -> None:
     held, best = held_by(ranks, stage), _fewest(3)
     got = f"stage {stage} on {ranks} ranks: {held / GB:.2f} GB"
-    expected = f"at most {BUDGET / GB:.0f} GB of model states a rank"
+    expected = f"at most {BUDGET / GB:.0f} GB of model states per rank"
     if _fewest(stage) is None or ranks < _fewest(stage):
         wrong = rows(rank, expected)
-        wrong("nothing-sharded", stage == 0, got, "Data parallelism holds everything on every rank.",
-              "Which stage shares out what? Write down the bytes a parameter.")
+        wrong("nothing-sharded", stage == 0, got, "Data parallelism stores all states on every rank.",
+              "Which states does each stage shard? How many bytes per parameter?")
         wrong("parameters-whole", stage < 3 and 16 * PARAMETERS / ranks <= 16 * GIB and ranks <= 2 * best, got,
-              f"Not all is divided by the number of ranks: what does stage {stage} leave whole?",
-              "Parameters are whole at stages 1 and 2, 2 bytes each; gradients at stage 1, 2 bytes more.")
-        wrong("stage-1", stage == 1, got, "More ranks do not help: what is left if the states take nothing?",
-              "Stage 1 leaves 4 bytes a parameter whole: 30 GB.")
+              f"Not all states are divided by the number of ranks. Which states does stage {stage} not shard?",
+              "Stages 1 and 2 do not shard parameters (2 bytes each), and stage 1 does not shard gradients (2 bytes).")
+        wrong("stage-1", stage == 1, got, "More ranks do not help. How many bytes are not sharded?",
+              "Stage 1 leaves 4 bytes per parameter: 30 GB.")
         wrong("gibibytes", ranks == fewest_ranks(PARAMETERS, 16 * GIB, stage), f"{got}, which is {held / GIB:.2f} GiB",
-              "It would fit into 16 GiB. Is a gigabyte 10**9 bytes or 2**30?",
-              "GB is 10**9 bytes here, as in the paper: 16 GB are 16 * 10**9.")
-        wrong("too-few", True, got, "It does not fit: how many bytes a parameter are there, on so many ranks?",
-              "Stage 2: 2 + 14/N bytes a parameter; stage 3: 16/N.")
-    wrong = rows(rank, "the fewest ranks that any stage needs")
-    wrong("stage-2", stage != 3, f"{got}, which fits, on more ranks than needed",
-          "It fits. Which stage leaves least on a rank?", "Stage 3 shares out the parameters too: 16/N bytes each.")
-    wrong("too-many", ranks > best, f"{got}, which fits, and so do fewer ranks",
-          "Try one rank less.", "16 bytes a parameter (2 + 2 + 12), divided by N: which is the smallest N?")
+              "It would fit into 16 GiB. Does a gigabyte have 10**9 bytes or 2**30?",
+              "A GB has 10**9 bytes here, as in the paper: 16 GB are 16 * 10**9.")
+        wrong("too-few", True, got,
+              "It does not fit. How many bytes per parameter does this stage need with this number of ranks?",
+              "Stage 2: 2 + 14/N bytes per parameter; stage 3: 16/N.")
+    wrong = rows(rank, "the fewest ranks with any stage")
+    wrong("stage-2", stage != 3, f"{got}, which fits, but uses more ranks than necessary",
+          "It fits. Which stage stores the fewest bytes on a rank?",
+          "Stage 3 also shards the parameters: 16/N bytes each.")
+    wrong("too-many", ranks > best, f"{got}, which fits, but fewer ranks also fit",
+          "Try one rank less.", "16 bytes per parameter (2 + 2 + 12), divided by N. What is the smallest N?")
 
 
 def _judge_gigabytes(rank: int, stage: int, ranks: int, gigabytes: float) -> None:
@@ -241,17 +244,17 @@ def _judge_gigabytes(rank: int, stage: int, ranks: int, gigabytes: float) -> Non
     if near(held / GB):
         return
     others = (
-        (held / GIB, "gibibytes", "That is the number in GiB, of 2**30 bytes.", "Divide by 10**9."),
-        (held, "bytes", "That is the number of bytes.", "Divide by 10**9."),
+        (held / GIB, "gibibytes", "This is the number in GiB, units of 2**30 bytes.", "Divide by 10**9."),
+        (held, "bytes", "This is the number of bytes.", "Divide by 10**9."),
         (held_by(ranks, stage, "mixed_adam_float32_gradients") / GB, "eighteen-bytes",
-         "That is 18 bytes a parameter, as with gradients in float32.", "Gradients have 2 bytes here: 16 in all."),
-        (PARAMETERS * 16 / GB, "not-divided", "That is what all ranks hold together.", "Divide by the ranks."),
+         "These are 18 bytes per parameter. Are gradients in float32?", "They have 2 bytes here: 16 in all."),
+        (PARAMETERS * 16 / GB, "not-divided", "This is the memory of all ranks together.", "Divide by the ranks."),
     )
     wrong = rows(rank, expected)
     for count, mistake, *hints in others:
         wrong(mistake, near(count), f"{gigabytes:g}", *hints)
-    wrong("gigabytes", True, f"{gigabytes:g}", "Parameters, gradients, master weights and Adam's two moments.",
-          "16 bytes a parameter, divided by the ranks, in units of 10**9 bytes.")
+    wrong("gigabytes", True, f"{gigabytes:g}", "Do you count parameters, gradients, master weights and Adam's moments?",
+          "16 bytes per parameter, divided by the ranks, in units of 10**9 bytes.")
 
 
 EXERCISES = {

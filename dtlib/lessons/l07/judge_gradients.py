@@ -3,8 +3,9 @@
 from dtlib.lab.checks.exercise import Wrong, rows
 from dtlib.lessons.l07.observe_stages import Reference, reference
 
-BACK = "Send inputs[m].grad after the backward pass of m, and call output.backward(gradient) with what was received."
-ONCE = ("One backward pass for each.", "Does a loop begin one too early, or is a gradient added by hand as well?")
+BACK = "After the backward pass of m send inputs[m].grad. Call output.backward(gradient) with the received gradient."
+ONCE = ("Run one backward pass for each micro-batch.",
+        "Does a loop start one too early, or do you also add a gradient by hand?")
 
 
 def judge_values(cases: dict) -> None:
@@ -17,9 +18,9 @@ def judge_values(cases: dict) -> None:
         what = f"on stage {rank} the gradient of the mean over the batch, {cases[rank]['M']} micro-batches"
         if any(one is None for one in gradient):
             raise Wrong(
-                "no-gradient", rank, what, "parameters whose grad is None",
-                "Did a backward pass go through this stage? The first tensor to call backward on is its output.",
-                "On the last rank loss.backward(), on the others output.backward(gradient), with what was received.")
+                "no-gradient", rank, what, "parameters with grad None",
+                "Did a backward pass reach this stage? Start it at the output of the stage.",
+                "loss.backward() on the last rank, output.backward(gradient) with the received one on the others.")
         _judge_gradient([value for one in gradient for value in one], truth, rank, what, cases)
 
 
@@ -43,36 +44,36 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
     if all(ones):  # right within the precision of float32 weights
         return
     wrong = rows(rank, what)
-    wrong("no-gradient", all(zero), "zeros", "What does the rank behind send back?", BACK)
+    wrong("no-gradient", all(zero), "zeros", "What does the next rank send back?", BACK)
     if any(zero):
         lost = ", ".join(str(m) for m in range(count) if zero[m])
         wrong("microbatch-lost", True, f"nothing of micro-batch {lost}",
-              "Gradients of micro-batches add up in parameter.grad: is it set to zero or written over in between?",
-              "As many backward passes as forward passes: does the loop reach the last one?")
+              "parameter.grad adds up the gradients of the micro-batches. Does a line set it to zero or overwrite it?",
+              "There are as many backward passes as forward passes. Does the loop include the last one?")
     wrong("not-averaged", count > 1 and all(all_of_them),
           f"{count} times as much: the sum of the means of the micro-batches",
-          "backward() adds to parameter.grad. What does it add up to after all micro-batches?",
+          "backward() adds to parameter.grad. What is the sum after all micro-batches?",
           "Before backward() scale each loss by len(x) / (samples of the whole batch).")
     wrong("averaged-twice", count > 1 and all(fraction),
-          f"1/{count} of it: divided by the number of micro-batches once too often",
-          "Who divides by the number of micro-batches? Count all the places.",
-          "The weights of the micro-batches add up to 1: scale each loss by its weight, and nothing else.")
+          f"1/{count} of the right one: divided once too often by the number of micro-batches",
+          "Which lines divide by the number of micro-batches? Count them all.",
+          "The weights of the micro-batches add up to 1. Scale each loss by its weight, and by nothing else.")
     uneven = max(weights) > min(weights)
     alike = uneven and max(found) - min(found) < 1e-6
     wrong("unweighted", alike and abs(sum(found) - 1) < 1e-6,
-          "each micro-batch counts alike, although the last one is smaller",
-          "Should the sample of a small micro-batch count more than another?",
+          "each micro-batch has the same weight, but the last one is smaller",
+          "Should a sample in a small micro-batch have a larger weight than other samples?",
           "Scale each loss by len(x) / (samples of the whole batch), not by 1 / (number of micro-batches).")
     if any(two) and all(a or b for a, b in zip(two, ones, strict=True)):
         wrong("counted-twice", True, f"micro-batch {two.index(True)} twice", *ONCE)
     said = ", ".join(f"{value:.3g}" for value in times)
-    hint = f"Micro-batches count {said} times, each should count once. Is that a number of ranks, samples or features?"
+    hint = f"Micro-batches have the weights {said}, but each needs weight 1. Do you use ranks, samples or features?"
     if alike:
-        hint = "Every loss is scaled by the same number: is it that of the samples of *this* micro-batch?"
+        hint = "Every loss has the same scale factor. Does it use the samples of *this* micro-batch?"
     elif uneven and max(found / weights**2) - min(found / weights**2) < 1e-6 * max(found / weights**2):
-        hint = "It grows with the samples of a micro-batch: is its loss a sum over them, where a mean is wanted?"
-    wrong("scaled", True, f"micro-batches {said} times", hint,
-          "The loss is a mean over samples and features; a micro-batch has the weight len(x) / (samples of the batch).")
+        hint = "The weight grows with the samples of a micro-batch. Is the loss a sum, and should it be a mean?"
+    wrong("scaled", True, f"micro-batches with weights {said}", hint,
+          "The loss is a mean over samples and features. The weight is len(x) / (samples of the batch).")
 
 
 def _tell_mixed_up(rank: int, what: str, cases) -> None:
@@ -80,17 +81,16 @@ def _tell_mixed_up(rank: int, what: str, cases) -> None:
     wrong = rows(rank, what)
     wrong("backward-order", mine != behind,
           f"something else: backward passes in the order {_listed(mine)}, and on rank {rank + 1} {_listed(behind)}",
-          "The rank behind sends a gradient: of which micro-batch? And which output does this rank use it for?",
-          "Messages from one rank arrive in the order in which they were sent: let all ranks go through the "
-          "micro-batches in the same order.")
+          "The next rank sends a gradient. For which micro-batch? And for which output does this rank use it?",
+          "Messages of one rank arrive in order: all ranks must use the same order of micro-batches.")
     # where the library runs the passes
     wrong("other-loss", cases[rank]["kind"] == "split", "something else: no sum of the gradients of the micro-batches",
-          "Is it still the mean of squares, over all features of all samples?",
+          "Is the loss still the mean of squares, over all features of all samples?",
           "(output - target).square().mean(), and nothing else in loss_fn.")
     wrong("mixed-up", True, "something else: no sum of the gradients of the micro-batches",
           "Do the output and the target of a loss belong to the same micro-batch?" if rank == max(cases) else
-          "Is what arrives the gradient of an input, x.grad, and of the micro-batch whose output goes backward?",
-          "Keep input and output of micro-batch m under the number m until its backward pass.")
+          "Is the received gradient x.grad of the next stage, for the micro-batch of this backward pass?",
+          "Store the input and the output of micro-batch m under the number m until its backward pass.")
 
 
 def _same(a, b, each) -> bool:

@@ -209,42 +209,41 @@ def _judge_errors(cases) -> None:
     case = cases[rank]
     wrong = rows(rank, "no error", f"{case['error']} ({case['count']} micro-batches, case {case['kind']!r})")
     wrong("long-messages", waited and CASES[case["kind"]][1] == LONG,
-          "The step ran with short messages. Long ones wait until somebody receives them.",
-          "Two neighbours wait for each other in a send. Keep async_op=True, and drop a handle once handle.done().")
-    wrong("waited", waited, "What does this rank wait for, and who should send it?",
-          "Leave the order of sends and receives as it was.")
+          "The step works with short messages. A send of a long message waits for a receive.",
+          "Two neighbours wait for each other in a send. Keep async_op=True, and remove a handle after handle.done().")
+    wrong("waited", waited, "For which message does this rank wait, and which rank should send it?",
+          "Do not change the order of sends and receives.")
     wrong("local-name", case["error"].startswith("UnboundLocalError"),
-          "A function that assigns to a name makes it a name of its own. Which list did you mean to change?",
-          "sending[:] = ... changes the list that is there; sending = ... makes another one.")
-    wrong("raised", True, "The step ran before: what was removed is still needed.",
-          "A backward pass needs its input and its output. The log needs a number for each micro-batch, computed while "
-          "the output is there.")
+          "If a function assigns to a name, the name is local. Which list did you mean to change?",
+          "sending[:] = ... changes the existing list; sending = ... makes a new one.")
+    wrong("raised", True, "The original step works. You removed something that the step needs. What?",
+          "A backward pass needs its input and output. Compute the number for the log while the output exists.")
 
 
 def _judge_values(cases, truth) -> None:
     count = cases[0]["count"]
     for rank, case in cases.items():
-        wrong = rows(rank, f"the values of the step as it was, with {count} micro-batches")
+        wrong = rows(rank, f"the values of the original step, with {count} micro-batches")
         wrong("other-gradient", not _close(case["gradient"], truth["gradients"][rank]),
               "other gradients of this stage" if case["gradient"] else "no gradients of this stage",
-              "The step had the right gradients. What does it compute with other values now?",
-              "Each micro-batch goes forward and backward once: kept[m] has its input and its output.")
+              "The original step had the right gradients. Which computation uses other values now?",
+              "Each micro-batch has one forward and one backward pass: kept[m] has its input and its output.")
         wrong("no-means", not case["means"] or len(case["means"]) != count,
               f"{'no' if not case['means'] else len(case['means'])} means of outputs, of {count} micro-batches",
-              "The log is still wanted: a number for each micro-batch.",
-              "return sum(losses), and a list of numbers: the mean of output.abs() of each micro-batch.")
+              "The log is still necessary: one number for each micro-batch. Where do you compute it?",
+              "return sum(losses), and a list with the mean of output.abs() for each micro-batch.")
         wrong("other-means", not _close(case["means"], truth["means"][rank]), "other means of outputs",
-              "Of which tensor is the mean? It is that of the stage's output, in its dtype.",
+              "The log needs the mean of the stage's output, in its dtype. Of which tensor is your mean?",
               "output.detach().abs().mean()")
         if rank == max(cases):
             wrong("other-loss", not _close(case["loss"], [truth["loss"]]), "another loss",
                   "The loss is the mean over the batch.", "return sum(losses), ...")
     for rank, case in cases.items():
         open_, started = case["sends"]
-        wrong = rows(rank, "every send is seen to end: handle.done() or handle.wait()")
-        wrong("not-waited", open_, f"{open_} of {started} sends whose end nobody has seen",
-              "A tensor may not be freed while its message may still be read from it. Who knows when that is over?",
-              "Drop a handle from the list only if handle.done(), a method, is True. Wait for the others at the end.")
+        wrong = rows(rank, "a completed handle for every send: handle.done() or handle.wait()")
+        wrong("not-waited", open_, f"{open_} of {started} sends without a check of completion",
+              "MPI may still read a tensor that is being sent. How do you know when you may free it?",
+              "Remove a handle only if handle.done(), a method, returns True. At the end wait for the others.")
 
 
 def _close(some, others) -> bool:
@@ -256,47 +255,42 @@ def _judge_bytes(rank: int, size: int, few: dict, many: dict, of_last: dict) -> 
     more, alive = many["count"] - few["count"], many["alive"]
     if not alive:
         raise Wrong("stage-not-called", rank, f"{many['count']} forward passes through the stage", "fewer",
-                    "Each micro-batch passes the stage once.", "output = stage(x)")
+                    "Run each micro-batch through the stage once.", "output = stage(x)")
     wrong = rows(rank)
-    wrong("in-flight", many["in_flight"] > size - rank,
-          f"at most {size - rank} micro-batches in flight, as 1F1B has it", f"{many['in_flight']}",
-          "The order of passes has changed: it is no part of the leak.",
-          "As many forward passes ahead as ranks follow this one, then one forward and one backward pass in turn.")
+    wrong("in-flight", many["in_flight"] > size - rank, f"at most {size - rank} micro-batches in flight, as in 1F1B",
+          f"{many['in_flight']}", "You changed the order of passes. The order is not the cause of the leak. What is?",
+          "First one forward pass for each rank after this one; then alternate one forward and one backward pass.")
     nothing = "no tensor of a micro-batch after its backward pass"
     wrong("output-held", alive["outputs"] > FRAMES, nothing,
-          f"{alive['outputs']} outputs of finished micro-batches are alive, when the last one comes",
-          "`output = stage(x)` allocates them. Which names, lists and functions still refer to an output, after its "
-          "backward pass?",
-          "A lambda keeps all that it names until it has run, a list and a dictionary what was put there, and a number "
-          "that is not detached its graph. Which of these leads to an output?",
-          "Compute the number at once, of output.detach(); and take kept[m] out with pop.")
+          f"{alive['outputs']} outputs of finished micro-batches exist at the last micro-batch",
+          "`output = stage(x)` allocates them. What still refers to an output after its backward pass?",
+          "A lambda keeps all variables that it names until it has run. A list and a dictionary keep their entries, "
+          "and a number that is not detached keeps its graph. Which of these leads to an output?",
+          "Compute the number immediately, from output.detach(); and remove kept[m] with pop.")
     wrong("detached-held", alive["memory"] > FRAMES and of_last.get("memory", 0) > FRAMES, nothing,
-          f"the memory of {alive['memory']} outputs of finished micro-batches is alive, although the outputs are gone",
-          "output.detach() is another tensor with the same memory. The last rank, which sends none, has it, too: who "
-          "keeps it there?",
-          "A list for the log, or a function in it, needs a number of each output: compute that at once.")
+          f"the memory of {alive['memory']} outputs of finished micro-batches exists, although the outputs do not",
+          "output.detach() has the same memory as output. Which line keeps it on the last rank, which sends nothing?",
+          "A list for the log, or a function in it, needs a number of each output: compute this number immediately.")
     wrong("memory-of-outputs", alive["memory"] > FRAMES, nothing,
-          f"the memory of {alive['memory']} outputs of finished micro-batches is alive, although the outputs are gone",
-          "output.detach() is another tensor with the same memory. What refers to it, on each rank but the last?",
-          "A handle keeps the tensor that it sends. And a list keeps its handles.",
+          f"the memory of {alive['memory']} outputs of finished micro-batches exists, although the outputs do not",
+          "output.detach() is another tensor with the same memory. What refers to it, on all ranks except the last?",
+          "A handle keeps the tensor that it sends. And the list keeps the handle.",
           "After each pass: sending[:] = [handle for handle in sending if not handle.done()].")
-    wrong("inputs-held", alive["inputs"] > FRAMES, nothing,
-          f"{alive['inputs']} inputs of finished micro-batches are alive",
+    wrong("inputs-held", alive["inputs"] > FRAMES, nothing, f"{alive['inputs']} inputs of finished micro-batches exist",
           "`torch.empty_like(like)` allocates them. Which dictionary, list or graph still refers to one?",
-          "kept.pop(m) takes an entry out, and kept[m] leaves it there. A loss that is not detached keeps its graph, "
-          "and that keeps the input.")
+          "kept.pop(m) removes an entry, kept[m] does not. A loss with a graph keeps its input.")
     wrong("memory-of-gradients", alive["gradients"] > FRAMES, nothing,
-          f"{alive['gradients']} gradients of inputs that were sent back are alive",
-          "x.grad is sent to the rank before. Who keeps it, once it has left?",
-          "Handles of both directions: those of gradients, too, are dropped when handle.done().")
+          f"{alive['gradients']} gradients of inputs exist after they were sent",
+          "The stage before receives x.grad. What still keeps this tensor after the send?",
+          "Remove handles of both directions when handle.done(), also the handles of gradients.")
     # The peak may grow by a few numbers per micro-batch, and by tensors that local variables still refer to.
     most = few["peak"] + more * NUMBERS * NUMBER + FRAMES * BORDER
     lines = "; ".join(f"{count:,} of `{text}`" for count, text in many["lines"])
     wrong("grows", many["peak"] > most,
-          f"{few['peak']:,} bytes at most with {few['count']} micro-batches, and hardly more with {many['count']}",
+          f"at most {few['peak']:,} bytes with {few['count']} micro-batches, and hardly more with {many['count']}",
           f"{many['peak']:,}; the largest: {lines}",
-          "Something is kept for each micro-batch that is as large as its tensors. Look at the lines.",
-          "A copy is memory as well. For a log keep numbers, not tensors; and drop handles that are done.")
+          "For each micro-batch you keep memory as large as its tensors. Look at these lines.",
+          "A copy needs memory too. For a log keep numbers, not tensors; and remove completed handles.")
 
 
 def _judge_other_memory(rank: int, few: dict, many: dict) -> None:
@@ -304,8 +298,8 @@ def _judge_other_memory(rank: int, few: dict, many: dict) -> None:
     rows(rank)("other-memory", many["other"] - few["other"] > more * NUMBER * LONG * WIDTH // 4,
                f"no more memory with {many['count']} micro-batches of {LONG} samples than with {few['count']}",
                f"{many['other'] - few['other']:,} bytes more, in arrays or in Python's own objects",
-               "No tensor is kept, but something as large as one, for each micro-batch. What is it made of?",
-               "An array, a list of numbers or bytes need memory, too: of each output keep its mean.")
+               "You keep no tensor, but an object of similar size for each micro-batch. What is it?",
+               "An array, or a list of numbers or bytes, needs memory too. Keep only the mean of each output.")
 
 
 EXERCISES = {

@@ -31,12 +31,12 @@ def judge_messages(cases) -> None:
             expected = f"{case['M']} messages with {what} from rank {rank} to rank {dest}"
             wrong = rows(rank)
             wrong("whole-batch", len(sizes) < case["M"], expected, f"{len(sizes)}",
-                  f"What can rank {dest} do while it waits for all micro-batches together?",
-                  "Send each result by itself, as soon as it is there.")
+                  f"What can rank {dest} compute while it waits for all micro-batches together?",
+                  "Send each result separately, as soon as it is ready.")
             wanted = samples * width(edge) * NUMBER
             wrong("bytes", len(sizes) > 3 * case["M"] or sum(sizes) > wanted + SPARE * case["M"],
                   f"{expected}, {wanted:,} bytes in all", f"{len(sizes)}, {sum(sizes):,} bytes",
-                  f"The values are right, but more travels than {what}, or in more pieces.",
+                  f"The values are right, but you send more than {what}, or more messages.",
                   "One comm.send for each micro-batch and direction: output.detach() down, inputs[m].grad up.")
             _judge_promptness(case, "F" if dest > rank else "B", rank, dest)
 
@@ -51,9 +51,10 @@ def _judge_promptness(case, kind: str, rank: int, dest: int) -> None:
         sent += entry[:2] == ("send", dest)
         if entry[0] in ("F", "B"):
             if sent < begun:
-                raise Wrong("sent-late", rank, f"what {kind} gives is sent to rank {dest} before the next pass begins",
-                            f"{entry[0]}{entry[1]} begins when {sent} of {begun} are sent",
-                            f"Rank {dest} could be at work already.", "Send right after you have computed.")
+                raise Wrong("sent-late", rank,
+                            f"the result of {kind} is sent to rank {dest} before the next pass starts",
+                            f"{entry[0]}{entry[1]} starts when {sent} of {begun} are sent",
+                            f"Rank {dest} could start earlier.", "Send directly after you compute.")
             begun += entry[0] == kind
 
 
@@ -64,8 +65,8 @@ def judge_recomputation(cases) -> None:
         if again:
             raise Wrong(
                 "recomputed", rank, f"{case['M']} forward passes, one for each micro-batch",
-                f"{case['M'] + len(again)}: micro-batch {again[0]} is computed once more before it goes backward",
-                "The values are right and memory is saved. But what does a step cost if each forward pass runs twice?",
+                f"{case['M'] + len(again)}: micro-batch {again[0]} is computed again before its backward pass",
+                "The values are right, and you save memory. But what does a step cost with every forward pass twice?",
                 "Keep outputs[m] with its graph until the backward pass of m: no torch.no_grad(), no checkpoint().")
 
 
@@ -78,16 +79,17 @@ def judge_in_flight(cases) -> None:
         expected = f"at most {most} micro-batches in flight on rank {rank} of {size}"
         wrong = rows(rank, expected)
         wrong("too-many-activations", peak > most, f"{peak}: {words_of(case)}",
-              "The values are right. But when does the first backward pass come?",
-              "comm.size - comm.rank - 1 forward passes to warm up; then one forward, one backward; then the rest.")
+              "The values are right. But when does the first backward pass start?",
+              "First comm.size - comm.rank - 1 forward passes; then one forward, one backward in turn; then the rest.")
         wrong("activations-kept", case["peak"] > most,
               f"autograd keeps activations of {case['peak']}: {words_of(case)}",
-              "The order is right. What still holds on to activations after their backward pass?",
-              "Without retain_graph=True a backward pass lets go of them.")
+              "The order is right. What still keeps activations after their backward pass?",
+              "Without retain_graph=True a backward pass frees them.")
         # One more is allowed, because a local variable may refer to it.
-        wrong("outputs-kept", case["outputs"] > most + 1, f"{case['outputs']} outputs of the stage are kept at a time",
-              "The order is right, and backward() frees the graph. But the output itself is an activation, too.",
-              "output = outputs.pop(m) in the backward pass; and send output.detach(), or its handle keeps it.")
+        wrong("outputs-kept", case["outputs"] > most + 1,
+              f"{case['outputs']} outputs of the stage exist at the same time",
+              "The order is right, and backward() frees the graph. But the output is an activation too.",
+              "output = outputs.pop(m) in the backward pass. Send output.detach(), or the handle keeps the graph.")
 
 
 def judge_makespan(cases) -> None:
@@ -100,5 +102,5 @@ def judge_makespan(cases) -> None:
         raise Wrong(
             "bubble", rank, f"a bubble of {best.bubble:.0%} with {count} micro-batches, as in 1F1B",
             f"{observed.bubble:.0%}: on this rank {words_of(cases[rank])}",
-            "Few activations, but ranks wait. How many micro-batches must be under way for all ranks to have work?",
-            "comm.size - comm.rank - 1 forward passes to warm up; then one forward, one backward; then the rest.")
+            "There are few activations, but ranks wait. How many micro-batches must be in flight?",
+            "First comm.size - comm.rank - 1 forward passes; then one forward, one backward in turn; then the rest.")

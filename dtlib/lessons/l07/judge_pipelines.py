@@ -6,11 +6,8 @@ from dtlib.lessons.l07.judge_gradients import backwards_of, judge_values
 from dtlib.lessons.l07.judge_order import actions_of, words_of
 from dtlib.lessons.l07.observe_stages import LONG, observe_batch, observe_microbatches, reference
 
-NO_LOSS = ("Add up the scaled losses, and return the sum.", "return sum(losses), as the last line, outside of any if.")
-ONE_EACH = (
-    "Call backward once for each micro-batch.",
-    "Not on the sum of all losses: on each, scaled.",
-)
+NO_LOSS = ("Add the scaled losses, and return the sum.", "return sum(losses), as the last line, outside of any if.")
+ONE_EACH = ("Call backward once for each micro-batch.", "Call it on each scaled loss, not on the sum of all losses.")
 
 
 def judge_loss(observations) -> None:
@@ -30,9 +27,8 @@ def judge_gpipe(observations) -> None:
             kinds = "".join(kind for kind, _ in actions_of(case))
             if "BF" in kinds:
                 raise Wrong("not-all-forward-first", rank, "all forward passes, then all backward passes",
-                            words_of(case),
-                            "The clock of GPipe: which pass may begin only when the last micro-batch has gone forward?",
-                            "Two loops, one after the other: one over forward passes, one over backward passes.")
+                            words_of(case), "In GPipe, which pass waits for the forward pass of the last micro-batch?",
+                            "Write two loops: first the forward passes, then the backward passes.")
         order.judge_messages(cases)
 
 
@@ -68,23 +64,22 @@ def _judge_places(cases) -> None:
     for rank, case in cases.items():
         others = {entry[0] for entry in case["log"] if len(entry) == 3} - {"send", "recv"}
         wrong = rows(rank)
-        wrong("collective-inside", others, "send and recv alone", ", ".join(sorted(others)),
-              "Does any rank but a neighbour need the loss?", "None does: use comm.send and comm.recv alone.")
+        wrong("collective-inside", others, "only send and recv", ", ".join(sorted(others)),
+              "Which rank needs the loss, except a neighbour?", "No rank does: use only comm.send and comm.recv.")
         wrong("loss-elsewhere", rank < last and any(entry[0] == "L" for entry in case["log"]),
-              f"loss_fn on rank {last} alone", f"a call of loss_fn on rank {rank}",
+              f"loss_fn only on rank {last}", f"a call of loss_fn on rank {rank}",
               "Which rank has the output of the whole model?",
-              "With more than two ranks there are some in the middle: they are neither first nor last, and "
-              "receive and send in both directions.")
+              "With three or more ranks, a middle rank receives and sends in both directions.")
         neighbours = (rank - 1, rank + 1)
         far = next((dest for name, dest, *_ in case["log"] if name == "send" and dest not in neighbours), None)
         wrong("not-a-neighbour", far is not None, "messages to neighbours", f"one to rank {far}",
               "Activations go to rank + 1, gradients to rank - 1.",
-              "To which ranks does a rank in the middle send? To these two alone: the ranks form no ring.")
+              "To which ranks does a middle rank send? The ranks do not form a ring.")
     for rank, case in sorted(cases.items()):
         if ("F", None) in case["log"] or ("R", None) in case["log"]:
-            raise Wrong("other-input", rank, "inputs that are the outputs of the stage before",
+            raise Wrong("other-input", rank, "inputs that are the outputs of the previous stage",
                         "an input with other values",
-                        "Has the message arrived when the stage computes? And is it what the stage before gave?",
+                        "Has the message arrived before the stage computes? Is it the output of the previous stage?",
                         "comm.recv(inputs[m], comm.rank - 1), then stage(inputs[m]).")
 
 
@@ -97,32 +92,30 @@ def _judge_errors(cases) -> None:
     kind, got = case["kind"], f"{case['error']} ({_described(case)}; so far: {words_of(case)})"
     wrong = rows(rank)
     if not waited and "NoneType" in case["error"]:
-        first = "A tensor that was received is not part of a graph. Who wants its gradient must say so first."
+        first = "A received tensor is not part of a graph. How does autograd know that you need its gradient?"
         if (done := backwards_of(case)) and done != list(range(len(done))):
             first = (
-                f"The backward pass was that of micro-batch {done[-1]}: is it the gradient of its input that is sent?"
+                f"The backward pass was for micro-batch {done[-1]}. Do you send the gradient of its input?"
             )
-        wrong("no-input-gradient", True, "the gradient of what this rank has received", got, first,
-              "x.requires_grad_() before stage(x); afterwards send the .grad of that tensor, and of no other.")
+        wrong("no-input-gradient", True, "the gradient of the tensor that this rank received", got, first,
+              "x.requires_grad_() before stage(x); afterwards send the .grad of this tensor.")
     wrong("long-messages", waited and kind == "long", f"no hang with micro-batches of {LONG:,} samples", got,
-          "Short messages leave at once, long ones wait until somebody receives them. Does the rank that should "
-          "receive this one send, at that moment, too?",
-          "Find the two neighbours that wait for one another: both stand in a send, or each in a recv for a "
-          "micro-batch that the other sends later.",
-          "Send with async_op=True, keep the handles, and wait for them at the end: handle.wait().")
+          "A send of a long message waits for a receive. Does the receiving rank also send at this time?",
+          "Find two neighbours that wait for each other: both in a send, or both in a recv of a later message.",
+          "Send with async_op=True, store the handles, and wait for them at the end: handle.wait().")
     wrong("few-microbatches", kind == "few", f"a step with {case['M']} micro-batches on {len(cases)} ranks", got,
-          "There may be fewer micro-batches than ranks.",
-          "The number of forward passes that come first is at most the number of micro-batches.")
+          "There may be fewer micro-batches than ranks. Does your code need more?",
+          "The number of first forward passes is at most the number of micro-batches.")
     wrong("uneven", kind == "uneven", "a step whose last micro-batch is smaller", got,
-          "Micro-batches need not be equal: which size does the code take for granted?",
+          "Micro-batches may have different sizes. Which line assumes one size?",
           "Receive activations into inputs[m], and gradients into torch.empty_like(output) of micro-batch m.")
     wrong("waited", waited, "a send for every receive", got,
-          "Read from this rank on: what does it wait for, who should send it, and what does that rank wait for?",
+          "For which message does this rank wait, which rank should send it, and for what does that rank wait?",
           "Forward: receive from rank - 1, compute, send to rank + 1. Backward: receive from rank + 1, compute, send "
-          "to rank - 1. Rank 0 and the last rank leave out what has no neighbour.")
+          "to rank - 1. Rank 0 and the last rank skip messages to neighbours that do not exist.")
     wrong("raised", True, "no error", got,
-          "The passes so far tell where it happened. Rank 0 has nobody before it, and the last rank nobody behind it.",
-          "Print comm.rank and the shapes before the pass that comes next; with one rank nothing is sent at all.")
+          "The list of passes shows where it happened. Rank 0 has no previous rank, the last has no next rank.",
+          "Print comm.rank and the shapes before the next pass. With one rank, nothing is sent.")
 
 
 def _described(case) -> str:
@@ -135,17 +128,17 @@ def _judge_forwards(cases) -> None:
         forwards = [microbatch for kind, microbatch in actions_of(case) if kind == "F"]
         expected = f"{case['M']} forward passes through the stage, one for each micro-batch"
         wrong = rows(rank, expected)
-        wrong("no-forward", not forwards, "none", "Where is stage(x) called?",
-              "for m, x in enumerate(inputs): receive into x (but on rank 0), output = stage(x), send it on.")
+        wrong("no-forward", not forwards, "none", "Where do you call stage(x)?",
+              "for m, x in enumerate(inputs): receive into x (not on rank 0), output = stage(x), send it.")
         wrong("no-microbatches", "all" in forwards and case["M"] > 1, "one, with the whole batch",
-              "The values are the same. But what do the other ranks do meanwhile?",
-              "Let each micro-batch pass the stage by itself.")
+              "The values are the same. But what do the other ranks do in the meantime?",
+              "Run each micro-batch through the stage separately.")
         if len(forwards) != case["M"] or set(forwards) != set(range(case["M"])):
             wrong("other-microbatches", None in forwards, f"{len(forwards)} with other samples",
-                  f"The batch is cut into {case['M']} micro-batches: is that number still there?",
-                  "What is wrong is a division. Leave the samples of a micro-batch as they are.")
-            wrong("forward-count", True, words_of(case), "Does each micro-batch pass the stage, once?",
-                  "Who computes a pass again before it goes backward, computes the first one under torch.no_grad().")
+                  f"The batch is cut into {case['M']} micro-batches. Do you change their number?",
+                  "The mistake is in a division. Do not change the samples of a micro-batch.")
+            wrong("forward-count", True, words_of(case), "Does each micro-batch run through the stage once?",
+                  "If you compute a pass again before its backward pass, use torch.no_grad() for the first one.")
 
 
 def _judge_backwards(cases) -> None:
@@ -165,7 +158,7 @@ def _judge_loss(cases) -> None:
     wrong("no-loss", got is None, "no number", *NO_LOSS)
     # "not <=" is also true for NaN.
     wrong("other-loss", not abs(got - expected) <= 1e-6 * abs(expected), f"{got:.6g}",
-          "The gradients are right. The loss of the batch is the sum of the losses as they were scaled for them.",
+          "The gradients are right. The loss of the batch is the sum of the same scaled losses. What do you return?",
           "losses.append(loss * len(x) / samples), then return sum(losses), on the last rank.")
 
 
@@ -173,11 +166,10 @@ def _judge_waits(cases) -> None:
     for rank, case in sorted(cases.items()):
         open_, started = case["sends"]
         if open_:
-            raise Wrong(
-                "not-waited", rank, "a wait() for each send that is started with async_op=True",
-                f"{open_} of {started} sends that nobody waits for ({_described(case)})",
-                "The values are right. But when may a tensor that is being sent be changed, or its memory used again?",
-                "Keep the handles in a list, and at the end: for handle in sending: handle.wait().")
+            raise Wrong("not-waited", rank, "a wait() for each send that is started with async_op=True",
+                        f"{open_} of {started} sends without a wait() ({_described(case)})",
+                        "The values are right. But when may you change a tensor that is being sent, or reuse its "
+                        "memory?", "Store the handles in a list, and at the end: for handle in sending: handle.wait().")
 
 
 EXERCISES = {

@@ -15,11 +15,11 @@ STAGES, MICROBATCHES = 4, 8
 HALVES = ("F", "I", "W")
 TOKEN = re.compile(r"(\d*)([FBIW])(\d+)(?:-(\d+))?", re.ASCII)
 LABEL = re.compile(r"\s*(?:rank\s*(\d+)\s*:?|(\d+)\s*:)(?=\s)", re.ASCII | re.IGNORECASE)
-HOW = 'Write a line a rank, such as "F0-3 B0 F4 B1": a kind, a micro-batch, or a range of them.'
-APART = "Put a blank between two actions, F0 B0, and a hyphen into a range, F0-3; # begins a comment."
-FOUR = "Four lines, rank 0's first: empty ones and comments do not count, and two that begin with `rank 1:` are one."
-HALF = "I and W are the two halves of B: a level has either B, or both of them."
-COUNTED = ("They are counted from 0.", "Eight micro-batches are 0 to 7: F0-7.")
+HOW = 'Write one line per rank, such as "F0-3 B0 F4 B1": a kind, and a micro-batch or a range of them.'
+APART = "Write a blank between two actions, F0 B0, and a hyphen in a range, F0-3; # starts a comment."
+FOUR = "Write four lines, rank 0 first. Empty lines and comments do not count. Two lines with `rank 1:` count as one."
+HALF = "I and W are the two halves of B: a level uses either B, or both halves."
+COUNTED = ("Micro-batches are counted from 0.", "Eight micro-batches are 0 to 7: F0-7.")
 
 
 @dataclass(frozen=True)
@@ -34,26 +34,23 @@ class Level:
 
 
 LEVELS = {
-    1: Level("puzzle", 8, 33, hints=(
-        "The last rank is the one that can be busy without a break: does it wait between two of its actions?",
-        "All forward passes, then all backward passes, on every rank.",
-    )),
+    1: Level("puzzle", 8, 33, hints=("The last rank can work without a break. Does it wait between two of its actions?",
+                                     "All forward passes, then all backward passes, on every rank.")),
     2: Level("puzzle_2", 4, 33, hints=(
-        "Where two actions could come next, which one is another rank waiting for?",
-        "A rank that has done as many forward passes as there are ranks from it to the last should go on with a "
-        "backward pass.",
-        "Rank r begins with 4 - r forward passes; then a backward and a forward pass in turn.",
+        "If two actions are possible, for which one does another rank wait?",
+        "After as many forward passes as there are ranks from this one to the last, do a backward pass.",
+        "Rank r starts with 4 - r forward passes; then backward and forward passes alternate.",
     )),
     3: Level("puzzle_3", 3, 39, hints=(
-        "How long is it from F0 to the end of B0 on rank 0? So long it keeps an activation, and it has room for three.",
-        "Rank 0 begins with three F and then has B and F in turn; rank 3 has F and B in turn. Ranks 1 and 2 may hold "
-        "three as well: an F that comes early there keeps rank 3 busy.",
+        "How long does rank 0 keep an activation, from F0 to the end of B0? It may keep three.",
+        "Rank 0 starts with three F, and then B and F alternate; on rank 3 F and B alternate. Ranks 1 and 2 may also "
+        "keep three activations: an early F there keeps rank 3 busy.",
         "Rank 2 is F0-2 B0-2 F3 F4 B3 F5 B4 B5 F6 F7 B6 B7. What can rank 1 be?",
     )),
     4: Level("puzzle_4", 4, 27, HALVES, hints=(
-        "The rank before waits for I alone: can W come later, where its rank would be idle?",
-        "Rank 0 has no time to lose at the end of I7: its W can wait, but not so long that a fifth activation is kept.",
-        "Begin with 1F1B, write I for B, and on rank r put the W of a micro-batch after r more I.",
+        "The rank before waits only for I. Can W run later, when its rank would be idle?",
+        "Rank 0 must not lose time at the end of I7. Its W can run later, but before a fifth activation is kept.",
+        "Start with 1F1B, write I for B, and on rank r put the W of a micro-batch after r more I.",
     )),
 }
 
@@ -101,9 +98,9 @@ def actions_of(lines: list[str]) -> list[list[Action]]:
                 got = f"`{word}`"
                 wrong("unreadable", True, "words such as F0, B3, or F0-3 for four of them", got, HOW, APART)
             stage, kind, first, last = match.groups()
-            wrong("other-stage", stage and int(stage) != rank, f"actions of stage {rank}, which lives on rank {rank}",
-                  f"`{word}`", "The number in front is the stage, and can be left out.",
-                  "Line r is the line of rank r, and rank r has stage r: F3, not another rank's 1F3.")
+            wrong("other-stage", stage and int(stage) != rank, f"actions of stage {rank}, which is on rank {rank}",
+                  f"`{word}`", "The first number is the stage. You can omit it.",
+                  "Line r is the line of rank r, and rank r has stage r: write F3, not 1F3 of another rank.")
             first, last = int(first), int(last or first)
             step = 1 if last >= first else -1
             # Limited, so that F0-999999999 gives an error at once.
@@ -153,9 +150,9 @@ def _judge(level: Level, lines) -> Score:
 def schedule_of(level: Level, lines) -> list[list[Action]]:
     """Return the schedule of ``lines``; raise ``Wrong`` if it is incomplete, out of order or deadlocks."""
     wrong = rows(None)
-    wrong("unreadable", isinstance(lines, str), f"{level.name}: text with a line a rank, or a list of lines", lines,
+    wrong("unreadable", isinstance(lines, str), f"{level.name}: text with one line per rank, or a list of lines", lines,
           HOW, FOUR)
-    wrong("ranks", len(lines) != STAGES, f"{STAGES} lines, one a rank", f"{len(lines)} lines", FOUR, HOW)
+    wrong("ranks", len(lines) != STAGES, f"{STAGES} lines, one per rank", f"{len(lines)} lines", FOUR, HOW)
     schedule = actions_of(lines)
     _judge_complete(level, schedule)
     _judge_order(schedule)
@@ -200,12 +197,10 @@ def _judge_order(schedule) -> None:
             if need and place[need] > place[action]:
                 raise Wrong("before-its-forward" if before == "F" else "before-its-half", rank,
                             f"{_short(need)} before {_short(action)}", f"{_short(action)} first",
-                            said, f"On this line {_short(need)} must stand somewhere to the left of {_short(action)}.")
-    raise Wrong(
-        "deadlock", None, "orders that ranks can carry out together", said,
-        "Each rank is in order by itself. But what does each wait for, and who would have to give it?",
-        "If one rank does F1 before the backward pass of micro-batch 0, so must every rank before it: what it needs "
-        "for F1 comes from there.")
+                            said, f"On this line {_short(need)} must be to the left of {_short(action)}.")
+    raise Wrong("deadlock", None, "orders without a deadlock between ranks", said,
+                "Each line is in order. But for which action does each rank wait, and which rank must do it?",
+                "If a rank does F1 before B0, all ranks before it must do so too, because its F1 needs their F1.")
 
 
 def _judge_score(level: Level, schedule) -> Score:
@@ -217,14 +212,13 @@ def _judge_score(level: Level, schedule) -> Score:
     )
     if most > level.activations:
         rank = peaks.index(most)
-        raise Wrong(
-            "too-many-activations", rank, f"at most {level.activations} activations on any rank",
-            f"{most} on this one ({score})",
-            f"An activation is kept from F to the end of {level.kinds[-1]}: read the line from the left and count.",
-            f"After {level.activations} forward passes a {level.kinds[-1]} must come before the next one.")
+        raise Wrong("too-many-activations", rank, f"at most {level.activations} activations on any rank",
+                    f"{most} on this one ({score})",
+                    f"An activation is kept from F to the end of {level.kinds[-1]}: read the line from the left and "
+                    "count.", f"After {level.activations} forward passes the next action must be a {level.kinds[-1]}.")
     found = Score(simulation.makespan, level.par, "forward passes", f"{score[0].upper()}{score[1:]}.")
     if simulation.makespan > level.par:
-        expected = f"makespan {level.par} (par), with this many activations"
+        expected = f"makespan {level.par} (par), with this number of activations"
         raise Wrong("over-par", None, expected, score, *_orders_that_differ(schedule), *level.hints, score=found)
     return found
 
@@ -258,14 +252,12 @@ def _all_kinds(level: Level) -> str:
 
 
 def _leave_out(action: str) -> tuple:
-    return f"Leave one {action} out: is it in a range?", "F0-3 has F0, F1, F2 and F3 in it: go on with F4."
+    return f"Remove one {action}: is it in a range?", "F0-3 contains F0, F1, F2 and F3: continue with F4."
 
 
 def _left_out(level: Level, first: Action) -> tuple:
-    return (
-        f"Each rank does {_all_kinds(level)} of all of them.",
-        f"Where does {_short(first)} belong on this line? A range has both of its ends: F0-7 are eight.",
-    )
+    return (f"Each rank does {_all_kinds(level)} of all of them.",
+            f"Where should {_short(first)} be on this line? A range includes both ends: F0-7 are eight.")
 
 
 def _short(action: Action) -> str:

@@ -22,7 +22,7 @@ def _judge(observations, kind: str) -> None:
     for rank, seen in enumerate(observations):
         if "type" in seen:
             raise Wrong("type", rank, "the output: a tensor", seen["type"], "forward returns the output.",
-                        "One tensor, of the shape of the whole layer's output, and nothing beside it.")
+                        "One tensor with the shape of the whole layer's output.")
     for step in range(PASSES):
         ways = expected(kind, ranks, step)
         for judge in (_judge_output, _judge_input_gradient):
@@ -36,8 +36,9 @@ def _judge(observations, kind: str) -> None:
         _judge_held(seen["held"], ways["parameters"][rank], rank)
         wrong = rows(rank)
         if kind == "mlp" and seen["shared"]:
-            wrong("shared-memory", True, "parameters with memory of their own", f"{seen['shared'][0]} has the layer's",
-                  "detach() gives a view: whoever trains this block would change the layer that it was made from.",
+            wrong("shared-memory", True, "parameters with separate memory",
+                  f"{seen['shared'][0]} in the layer's memory",
+                  "detach() returns a view. If this block is trained, what happens to the original layer?",
                   "nn.Parameter(whole.detach().clone()).")
         for step, one in enumerate(seen["passes"]):
             x, out = make_input(kind, step)
@@ -45,9 +46,9 @@ def _judge(observations, kind: str) -> None:
             _judge_sent(one["sent"], counts, rank, ranks)
             # A gather of reduced shards needs fewer bytes.
             wrong("summands-gathered", one.get("gathered", 0) >= out.nbytes,
-                  "a sum over ranks, made on the way: one all_reduce", f"all_gather, of {one.get('gathered')} bytes",
-                  "With 3 ranks it costs the same. What does each rank send and hold with 64?",
-                  "reduce_from_ranks(y, comm): the ring sends at most twice y, however many ranks there are.")
+                  "a sum over ranks by one all_reduce", f"all_gather, of {one.get('gathered')} bytes",
+                  "With 3 ranks the cost is the same. What does each rank send and store with 64 ranks?",
+                  "reduce_from_ranks(y, comm): the ring sends at most twice y, with any number of ranks.")
 
 
 def _judge_output(one, ways, rank: int, ranks: int, step: int) -> None:
@@ -57,36 +58,35 @@ def _judge_output(one, ways, rank: int, ranks: int, step: int) -> None:
     if same(got, out):
         if not same(as_tensor(one["quiet"]), out):
             raise Wrong("no-grad", rank, f"{what}, under torch.no_grad() too", "something else",
-                        "Is there a step that only happens where gradients are wanted?")
+                        "Does a necessary operation run only when gradients are computed?")
         return
     wrong = rows(rank, what)
-    wrong("second-pass", step, "something else, after a first pass that was right",
-          "What did the first pass change? And does it work for any number of dimensions before the last?")
+    wrong("second-pass", step, "something else, after a correct first pass",
+          "What does the first pass change? And do you support any number of dimensions before the last?")
     wrong("not-reduced", same(got, summand) or same(got, summand + bias), "the summand of this rank's features",
-          "Each rank has multiplied its features alone. Who adds up?",
+          "Each rank has multiplied only its features. Which operation adds the products?",
           "reduce_from_ranks(y, comm), Megatron-LM's g, gives every rank the sum.")
-    wrong("bias-once-a-rank", same(got, out + (ranks - 1) * bias), f"that, with the bias {ranks} times",
-          "The weight is cut, the bias is not. How often is it in the sum?", "Add the bias after the sum.")
-    wrong("no-bias", same(got, out - bias), "that without the bias",
+    wrong("bias-once-a-rank", same(got, out + (ranks - 1) * bias), f"the output with {ranks} times the bias",
+          "The weight is cut, the bias is not. How often is the bias in the sum?", "Add the bias after the sum.")
+    wrong("no-bias", same(got, out - bias), "the output without the bias",
           "A linear layer has a weight and a bias.", "Add the bias once, after the sum over ranks.")
     wrong("averaged", same(got, (out - bias) / ranks + bias) or same(got, out / ranks), "a mean over ranks",
-          "Rows of a product are added: is it a sum, or a mean?",
-          'The op is "sum", which is what all_reduce does if it is not told otherwise.')
+          "Are the products of all ranks added, or averaged?", 'Use the op "sum", the default of all_reduce.')
     wrong("summed-twice", same(got, bias + ranks * (out - bias)), f"{ranks} times the sum, + bias",
-          "How often are the summands added up?", "One reduce_from_ranks: each rank has the sum then.")
+          "How often do you add the summands?", "After one reduce_from_ranks each rank has the sum.")
     for name, other in ways["activations"].items():
-        wrong("other-activation", same(got, other), f"that with {name}",
-              "What stands between the two products, and what behind them?",
+        wrong("other-activation", same(got, other), f"the output with {name}",
+              "Which function is between the two products, and what follows the second product?",
               "linear1 with its bias, torch.nn.functional.gelu without options, linear2, the sum, its bias.")
     wrong("rounded", got.shape == out.shape and bool((got - out).abs().max() < 1e-3 * out.abs().max()),
-          "nearly that: it was rounded", "In which type are shards kept, and in which do they compute?",
-          "Keep the type of the layer: no .float(), and no torch.empty without dtype.")
+          "nearly the right values, but rounded", "In which types do you store and compute?",
+          "Use the layer's type: no .float(), and no torch.empty without dtype.")
     if found := factors(got, out - bias, bias) if got.shape == out.shape else None:
         wrong("other-sum", True, f"{found[0]:.3g} times the products, and {found[1]:.3g} times the bias",
-              "How often does each of the two count?", "The sum over ranks of the products, and then the bias, once.")
+              "How often do you add each of the two terms?", "Add the products over ranks, and then the bias, once.")
     wrong("other-values", True, f"others, of shape {tuple(got.shape)}",
-          "Rank r has consecutive features, slice r of them. Do both weights use the same, with one sum, at the end?",
-          "torch keeps a weight as (outputs, inputs): columns of A are its rows.")
+          "Rank r has consecutive features, slice r. Do both weights use the same slice, with one sum at the end?",
+          "torch stores a weight as (outputs, inputs): columns of A are its rows.")
 
 
 def _judge_input_gradient(one, ways, rank: int, ranks: int, step: int) -> None:
@@ -94,7 +94,7 @@ def _judge_input_gradient(one, ways, rank: int, ranks: int, step: int) -> None:
     what = "the gradient of this rank's input"
     wrong = rows(rank, what)
     wrong("no-gradient", one["x"] is None, "none",
-          "Is something detached on the way, or computed under no_grad?", "reduce_from_ranks is known to autograd.")
+          "Do you detach a tensor, or compute it under no_grad?", "autograd knows reduce_from_ranks.")
     got = as_tensor(one["x"])
     if same(got, right):
         return
@@ -104,35 +104,32 @@ def _judge_input_gradient(one, ways, rank: int, ranks: int, step: int) -> None:
         same(as_tensor(g), of_weight) for p, g in one["parameters"] if g is not None and same(as_tensor(p), weight)
     )
     twice = [ranks * right] * weight_is_right + [sum(late) for late in zip(*ways["x_late"], strict=True)]
-    wrong("f-twice", any(same(got, added_up) for added_up in twice),
-          "what is added up over the ranks on its way back, and then once more",
-          "How often does backward add up over the ranks between the output and x?",
+    wrong("f-twice", any(same(got, added_up) for added_up in twice), "the sum over ranks, added again over ranks",
+          "How often does the backward pass add over ranks between the output and x?",
           "copy_to_ranks, f, once, before the first product; reduce_from_ranks, g, once, after the second.")
     if same(got, ranks * right):
         raise _reduces_too(rank, what, ranks)
-    wrong("f-missing", same(got, summand), "the gradient through this rank's hidden features alone",
-          "All ranks used the same input. Whose gradients belong to it?",
-          "copy_to_ranks(x, comm), Megatron-LM's f: x as it is, and backward an all_reduce of its gradient.")
-    wrong("gradient-averaged", same(got, right / ranks) or same(got, summand / ranks), f"1/{ranks} of it",
-          "Data parallelism takes the mean over ranks, as each has other samples. Here all have the same samples.",
-          "The gradients of all ranks are added up; nothing divides.")
+    wrong("f-missing", same(got, summand), "the gradient through only this rank's hidden features",
+          "All ranks used the same input. Which ranks' gradients belong to it?",
+          "copy_to_ranks(x, comm), Megatron-LM's f: returns x, and all-reduces its gradient in the backward pass.")
+    wrong("gradient-averaged", same(got, right / ranks) or same(got, summand / ranks), f"1/{ranks} of the right one",
+          "Data parallelism averages, because ranks have different samples. Which samples do ranks have here?",
+          "Add the gradients of all ranks, and do not divide.")
     wrong("gradients-mixed", len(ways["parameters"][rank]) == 2 and same(got, sum(ways["x"])),
-          "those of all ranks' inputs, added up",
-          "Each rank has other features of the input: do their gradients belong together?",
-          "f, copy_to_ranks, is for an input that all ranks share. Here g alone is needed.")
-    wrong("f-late", any(same(got, late) for late in ways["x_late"][rank]), "what f gives behind the first product",
-          "f stands where all ranks have the same: what do they have behind the first product?",
+          "the sum over ranks of the gradients of their inputs",
+          "Each rank has other features of the input. Why do you add their gradients?",
+          "f, copy_to_ranks, is for an input that is equal on all ranks. Here you need only g.")
+    wrong("f-late", any(same(got, late) for late in ways["x_late"][rank]), "the result of f after the first product",
+          "f needs a tensor that is equal on all ranks. Which tensors do the ranks have after the first product?",
           "linear(copy_to_ranks(x, comm), self.weight1, self.bias1)")
-    wrong("other-gradient", True, "something else", "What does backward send, and in which order?",
+    wrong("other-gradient", True, "something else", "What does the backward pass send, and in which order?",
           "f: forward nothing, backward all_reduce. g: forward all_reduce, backward nothing.")
 
 
 def _reduces_too(rank: int, what: str, ranks: int) -> Wrong:
-    return Wrong(
-        "g-reduces-too", rank, what, f"{ranks} times as much",
-        "The output is the same on all ranks, and so is its gradient: what happens if all ranks' are added up?",
-        "The backward pass of the sum gives each summand the gradient as it is: reduce_from_ranks does that.",
-    )
+    return Wrong("g-reduces-too", rank, what, f"{ranks} times as much",
+                 "The output is equal on all ranks, and so is its gradient. What is the sum of equal gradients?",
+                 "In the backward pass of a sum, each summand gets the same gradient: reduce_from_ranks does this.")
 
 
 def _judge_parameters(one, ways, rank: int, ranks: int) -> None:
@@ -142,28 +139,27 @@ def _judge_parameters(one, ways, rank: int, ranks: int) -> None:
         )
         what = f"the gradient of {name}"
         wrong = rows(rank, what)
-        wrong("no-gradient", gradient is None, "none",
-              f"Does this rank compute with {name}, and does autograd know it?",
-              "What a rank has, it uses: a bias that one rank alone adds would drift apart from the others'.")
+        wrong("no-gradient", gradient is None, "none", f"Does this rank use {name} in a way that autograd sees?",
+              "Use each parameter on every rank: a bias used on one rank only becomes different from the others.")
         if same(gradient, right):
             continue
-        wrong("gradient-negative", same(gradient, -right), "the same with the other sign",
-              "How often is it used, and with which sign?", "Output: linear(x, self.weight), added up, + self.bias.")
-        wrong("gradient-zero", not gradient.any(), "zeros", f"Is {name} used on this rank too, or multiplied by 0?",
-              "What a rank has, it uses: all ranks compute with it alike.")
+        wrong("gradient-negative", same(gradient, -right), "the same with the opposite sign",
+              "How often do you use it, and with which sign?", "Output: linear(x, self.weight), summed, + self.bias.")
+        wrong("gradient-zero", not gradient.any(), "zeros", f"Do you use {name} on this rank too, or multiply it by 0?",
+              "Use each parameter on every rank, in the same way.")
         if same(gradient, ranks * right) and "bias" not in name:
             raise _reduces_too(rank, what, ranks)
         wrong("gradient-scaled", same(gradient, ranks * right) or same(gradient, right / ranks),
-              f"{ranks} times as much, or 1/{ranks} of it", "Nothing is added up over ranks or divided by them for it.",
-              "The bias is added once, after the sum, on every rank alike.")
+              f"{ranks} times as much, or 1/{ranks}", "This gradient needs no sum over ranks, and no division.",
+              "Add the bias once, after the sum, on every rank.")
         everyones = sum(shards[name][1] for shards in ways["parameters"])
         wrong("shards-reduced", same(gradient, everyones) or same(gradient, everyones / ranks),
-              "that of all ranks' shards together",
-              "Ranks have different features: do their gradients belong together?",
-              "A shard's gradient is complete where it is: nothing travels for it.")
+              "the gradient of all ranks' shards together",
+              "Ranks have different features. Why do you add their gradients?",
+              "The gradient of a shard is complete on its rank: nothing is sent for it.")
         wrong("other-gradient", True, "something else",
-              "The output is right: on how many ways does it depend on this parameter, and with which factors?",
-              "Each shard is used once, in this rank's product; a bias once, after the sum, on every rank alike.")
+              "The output is right. Through which terms does it depend on this parameter, and with which factors?",
+              "Use each shard once, in this rank's product; use a bias once, after the sum, on every rank.")
 
 
 def _gradient_of(parameters, value, name: str, rank: int, of_all_ranks):
@@ -177,29 +173,24 @@ def _gradient_of(parameters, value, name: str, rank: int, of_all_ranks):
     expected = f"{name}, a parameter of shape {tuple(value.shape)}: this rank's features"
     wrong = rows(rank, expected)
     wrong("other-shard", any(same(as_tensor(found), other) for found, _ in parameters for other in of_all_ranks),
-          "the shard of another rank", "Rank r has shard r, in rank order.")
+          "the shard of another rank", "Which rank has which shard? Rank r has shard r.")
     if any(as_tensor(found).shape == value.shape for found, _ in parameters):
-        hints = (
-            "Rank r has consecutive features: slice r of them, and not every N-th.",
-            "whole.chunk(comm.size, dim)[comm.rank]",
-        )
+        hints = ("Rank r has consecutive features, slice r. Which features does your code select?",
+                 "whole.chunk(comm.size, dim)[comm.rank]")
         if value.dim() == 1 and "first" not in name:
-            hints = (
-                "Right outputs can hide it: a bias that is divided, or zero on some ranks, is trained in another way.",
-                "Each rank keeps the whole layer's bias as it is, and adds it once, after the sum.",
-            )
-        raise Wrong("shard-values", rank, f"{expected}, as in the whole layer", "one of that shape, with other values",
-                    *hints)
-    wrong("no-shard", True, f"parameters of shapes {shapes}", "What does this rank keep, and what is trained?",
-          "self.weight = nn.Parameter(shard.detach().clone()), where shard has this rank's features.")
+            hints = ("The output can be right by chance. Is a bias divided by the ranks, or zero on some of them?",
+                     "Each rank keeps the layer's whole bias, and adds it once, after the sum.")
+        raise Wrong("shard-values", rank, f"{expected}, as in the whole layer", "this shape, with other values", *hints)
+    wrong("no-shard", True, f"parameters of shapes {shapes}", "Which parameters does this rank keep and train?",
+          "self.weight = nn.Parameter(shard.detach().clone()). shard has the features of this rank.")
 
 
 def _judge_held(held: int, shards, rank: int) -> None:
     wanted = sum(value.numel() for value, _ in shards.values()) * NUMBER
     if held > wanted + SPARE:
         raise Wrong("whole-held", rank, f"{wanted} bytes of parameters: this rank's shards", f"{held} bytes",
-                    "The values are right, and memory is saved in name only. What keeps the whole weight alive?",
-                    "A slice is a view, and keeps all of its memory: .clone() it. And keep no whole layer.")
+                    "The values are right, but no memory is saved. What keeps the whole weight in memory?",
+                    "A slice is a view, and keeps the whole storage: .clone() it. Keep no whole layer.")
 
 
 def _judge_sent(sent, counts, rank: int, ranks: int) -> None:
@@ -209,8 +200,8 @@ def _judge_sent(sent, counts, rank: int, ranks: int) -> None:
             allowed = f"one all_reduce of {count} numbers" if count else "nothing"
             raise Wrong(
                 "too-many-bytes", rank, f"{limit} bytes {direction}: {allowed}", f"{bytes_} bytes",
-                "The values are right. But what has to travel: weights, inputs, hidden features, or a sum?",
-                "Forward: reduce_from_ranks of the last layer's product. Backward: what f adds up. No all_gather.")
+                "The values are right. But which tensors must be sent: weights, inputs, hidden features, or a sum?",
+                "Forward: reduce_from_ranks of the last layer's product. Backward: the sum of f. No all_gather.")
 
 
 def most_sent(count: int, ranks: int) -> int:

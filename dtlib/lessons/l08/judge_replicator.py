@@ -84,10 +84,9 @@ def judge_step(observations) -> None:
     for rank, one in enumerate(between):
         _judge_accuracy(one, reference, rank, ranks)
         if not same(as_tensor(one["loss"]), reference["loss"]):
-            raise Wrong(
-                "other-loss", rank, "the loss of this replica's samples before each step", "something else",
-                "Is the loss computed again in each step, from its inputs, and before minimize changes the parameters?",
-                "scores = model(x), once; loss = cross_entropy(scores, y); then minimize(loss).")
+            raise Wrong("other-loss", rank, "the loss of this replica's samples before each step", "something else",
+                        "Do you compute the loss in each step, from its inputs, and before minimize changes the "
+                        "parameters?", "scores = model(x), once; loss = cross_entropy(scores, y); then minimize(loss).")
     for rank, seen in enumerate(observations):
         _judge_graph(seen, rank)
 
@@ -137,10 +136,10 @@ def _judge_first_losses(between, reference) -> None:
         wrong = rows(rank, what)
         wrong("loss-reduced", any(same(got, value.expand_as(got)) for value in (first.mean(), first.sum())),
               "one loss for all replicas",
-              "run returns the losses of all replicas.", "Return loss as it is; map_reduce is for the accuracy.")
+              "run returns the losses of all replicas.", "Return loss unchanged; map_reduce is for the accuracy.")
         wrong("loss-scaled", same(got, first / ranks) or same(got, first * ranks),
-              f"1/{ranks} of it, or {ranks} times as much",
-              "Who averages over replicas, and how often?", "minimize(loss) of the wrapped optimizer does it, once.")
+              f"1/{ranks}, or {ranks} times as much", "Which operation averages over replicas, and how often?",
+              "minimize(loss) of the wrapped optimizer does, once.")
         wrong("other-loss", True, "something else",
               "Is it the mean cross-entropy of model(x) and y?", "x, y = inputs; loss = cross_entropy(model(x), y).")
 
@@ -154,24 +153,24 @@ def _judge_parameters(between, reference) -> None:
         return
     rank = off[0]
     wrong = rows(rank, what)
-    wrong("no-step", all(same(values, reference["start"]) for values in after), "those of the beginning",
-          "Who takes the step?", "optimizer.minimize(loss): gradients, their average, and the step.")
+    wrong("no-step", all(same(values, reference["start"]) for values in after), "the initial parameters",
+          "Which call updates the parameters?", "optimizer.minimize(loss): gradients, their mean, and the step.")
     wrong("not-averaged", all(same(values, in_one_process(ranks, only=r)["after"]) for r, values in enumerate(after)),
-          "those of a process that knows its own samples alone",
-          "The replicas drift apart: each takes its own step. Which optimizer knows of the others?",
+          "the parameters of a process that trains only on its own samples",
+          "Each replica makes a separate step, so replicas become different. Which optimizer averages over them?",
           "optimizer = replicator.wrap_optimizer(torch.optim.SGD(...)), then optimizer.minimize(loss).")
     for factor, mistake in ((ranks, "summed"), (1 / ranks, "averaged-twice")):
         wrong(mistake, all(same(values, in_one_process(ranks, factor=factor)["after"]) for values in after),
-              f"those of a gradient {factor:.3g} times as large",
-              "minimize averages over replicas. What else adds up, or divides: the loss, or the rate?",
-              f"Give minimize this replica's loss as it is, and the optimizer a rate of {RATE}.")
+              f"the parameters for a gradient {factor:.3g} times as large",
+              "minimize averages over replicas. What else adds or divides: the loss, or the rate?",
+              f"Pass this replica's loss unchanged to minimize, and use a rate of {RATE}.")
     wrong("replicas-apart", any(not same(values, after[0]) for values in after),
           "others, and not the same on all replicas",
-          "What differs between replicas beside their samples? Look for replica_id.",
-          "Rate, model and the order of exchanges are the same on all; inputs alone differ.")
+          "What differs between replicas, apart from their samples? Search for replica_id.",
+          "Rate, model and the order of operations are equal on all replicas. Only inputs differ.")
     wrong("other-values", True, "others, the same on all replicas",
-          f"Is it torch.optim.SGD(model.parameters(), lr={RATE}), with one minimize a step?",
-          "No momentum, no other optimizer; made once in build_step, and not in each step.")
+          f"Do you use torch.optim.SGD(model.parameters(), lr={RATE}), with one minimize per step?",
+          "No momentum, no other optimizer. Create it once in build_step, and not in each step.")
 
 
 def _judge_accuracy(one, reference, rank: int, ranks: int) -> None:
@@ -182,31 +181,31 @@ def _judge_accuracy(one, reference, rank: int, ranks: int) -> None:
     if same(got, expected):
         return
     wrong = rows(rank, what)
-    wrong("local-metric", same(got, own), "that of each replica's own samples",
-          "It looks like an accuracy, but whose?", 'replicator.map_reduce(accuracy, "mean") asks all replicas.')
+    wrong("local-metric", same(got, own), "the accuracy on each replica's own samples",
+          "It is an accuracy, but for which samples?", 'replicator.map_reduce(accuracy, "mean") averages.')
     wrong("metric-summed", same(got, expected * ranks), f"{ranks} times as much",
-          "map_reduce adds up if it is not told otherwise.", 'map_reduce(accuracy, "mean").')
+          "map_reduce adds by default. Which argument averages?", 'map_reduce(accuracy, "mean").')
     wrong("metric-later",
           same(got, reference["later"].mean(1, keepdim=True).expand_as(own)) or same(got, reference["later"]),
-          "that of the scores after the step",
-          "With which parameters was it computed?", "Compute model(x) once, and use its scores for both.")
+          "the accuracy with the scores after the step",
+          "With which parameters do you compute the scores?", "Compute model(x) once, and use its scores for both.")
     wrong("other-metric", True, "something else",
-          "Is it a fraction, of right answers among all samples of all replicas? What does map_reduce do with it?",
+          "Is it a fraction of right answers, over all samples of all replicas? What does map_reduce do with it?",
           'right = (scores.argmax(1) == y).double().mean(); replicator.map_reduce(right, "mean").')
 
 
 def _judge_graph(seen, rank: int) -> None:
     wrong = rows(rank)
     wrong("not-captured", "refusal" in seen, "a step that can be captured as a graph", seen.get("refusal"),
-          "A process per replica runs it. A graph is captured before there are values: what asks for a value here?",
-          "Stay with tensors: no if on a value, no .item(), no random numbers, no backward() in step_fn.")
+          "A graph is captured before values exist. Which line asks for a value?",
+          "Use only tensors: no if on a value, no .item(), no random numbers, no backward() in step_fn.")
     for name in ("loss", "accuracy", "after"):
         got, wanted = as_tensor(seen["in-graph"][name]), as_tensor(seen["between"][name])
         if name == "accuracy" and got.shape == wanted.shape and (got - wanted).abs().max() <= 1e-6:
             continue  # tolerates accuracies in float32
         wrong("graph-differs", not same(got, wanted), f"the same {name} in a graph as a process per replica",
-              "something else", "One process captures all replicas. What was asked for one replica alone?",
-              "Ask replicator.replica_id and replicator.replicas inside step_fn, not before.")
+              "something else", "One process captures all replicas. Which value do you read for only one replica?",
+              "Read replicator.replica_id and replicator.replicas inside step_fn, not before.")
 
 
 EXERCISES = {"step-build": Exercise("build_step", observe_step, judge_step, any_size=True)}

@@ -42,7 +42,7 @@ def judge_cost(observations) -> None:
     ]
     if all(got == max(opening_and_reading(form, *budget)) for got, form, budget in times):
         raise Wrong("larger-of-two", None, "opening and reading, added up", "the larger of the two",
-                    "Here a file is opened, then read: the times add up.", FORMULA)
+                    "Here each file is first opened, then read. How do the two times combine?", FORMULA)
     for budget, of_forms in zip(BUDGETS, observations[0], strict=True):
         samples, record_bytes, per_shard, opens, speed, fraction = budget
         case = (
@@ -60,60 +60,61 @@ def judge_cost(observations) -> None:
             files = samples if form == "files" else math.ceil(samples / per_shard)
             plain = files / opens + size / speed
             mistakes = [
-                (wanted - files / opens, "no-opens", "Opening files takes time as well: files / opens_a_second."),
-                (files / opens, "no-bytes", "The bytes have to be read, too: bytes / bytes_a_second."),
+                (wanted - files / opens, "no-opens", "Opening files needs time too: files / opens_a_second."),
+                (files / opens, "no-bytes", "Reading the bytes needs time too: bytes / bytes_a_second."),
                 (samples / opens + wanted - files / opens, "opens-of-samples",
-                 "A shard is opened once, not once for each of its samples."),
+                 "A shard is opened once, and not once for each of its samples."),
                 (samples // per_shard / opens + wanted - files / opens, "shards-rounded-down",
-                 "The last shard may have few samples, but it is a file: round up."),
+                 "The last shard may have few samples, but it is a file too: round up."),
                 (samples / per_shard / opens + wanted - files / opens, "shards-not-whole",
-                 "There is no half of a file: round up."),
+                 "There are no half files: round up."),
                 ((samples // per_shard + 1) / opens + wanted - files / opens, "a-shard-too-many",
-                 "1000 samples are 10 shards of 100, and no eleventh one: round up, do not add one."),
+                 "1000 samples are 10 shards of 100, and not 11: round up, do not add one."),
                 (files * opens + wanted - files / opens, "opens-multiplied",
-                 "opens_a_second is a speed: how long do so many opens take?"),
+                 "opens_a_second is a rate. How long does this number of opens take?"),
                 (1 / opens + wanted - files / opens, "one-file", f"Each of the {files} files is opened."),
-                (1000 * wanted, "milliseconds", "These are milliseconds: seconds are asked for."),
-                (wanted / samples, "of-one-sample", "This is the time of one sample: all are read."),
+                (1000 * wanted, "milliseconds", "These are milliseconds: return seconds."),
+                (wanted / samples, "of-one-sample", "This is the time of one sample. Compute all."),
             ]
             if form == "files":
                 mistakes = [(math.ceil(samples / per_shard) / opens + size / speed, "files-in-shards",
-                             'A file for each sample: per_shard says nothing of "files".'), *mistakes]
+                             'Here each sample is a file: per_shard does not apply to "files".'), *mistakes]
             else:
                 read = (wanted - files / opens) * files * per_shard / samples
                 mistakes += [(files / opens + read, "whole-shards",
-                              "The last shard has what is left: only samples that are there are read.")]
+                              "The last shard has fewer samples. Do you read samples that do not exist?")]
             if form == "tar":
                 mistakes += [
-                    (plain, "no-headers", "In a tar file 512 bytes stand before each record."),
-                    (plain + 512 * samples / speed, "no-padding", "Records in a tar file take whole blocks of 512."),
+                    (plain, "no-headers", "A tar file has 512 bytes before each record. Do you count them?"),
+                    (plain + 512 * samples / speed, "no-padding",
+                     "Records in a tar file fill whole blocks of 512 bytes. Do you round up?"),
                     (files / opens + samples * (record_bytes // 512 + 2) * 512 / speed, "a-block-too-many",
-                     "A record of 1024 bytes takes two blocks, not three: round up."),
-                    (wanted - 512 * samples / speed, "no-headers", "In a tar file 512 bytes stand before each record."),
+                     "A record of 1024 bytes needs two blocks, not three: round up."),
+                    (wanted - 512 * samples / speed, "no-headers",
+                     "A tar file has 512 bytes before each record. Do you count them?"),
                     (files / opens + (math.ceil(size / 512) * 512 + 512 * samples) / speed, "padded-once",
-                     "Each record takes whole blocks of its own."),
+                     "Each record starts in a new block. Do you round up for each record?"),
                     (files / opens + (size + 512 * files) / speed, "header-a-file",
-                     "The 512 bytes stand before each record, not once in a file."),
-                    (wanted + 1024 * files / speed, "end-of-archive", "What ends a tar file is not counted here."),
+                     "The 512 bytes are before each record, and not once in a file."),
+                    (wanted + 1024 * files / speed, "end-of-archive", "Do not count the end of a tar file."),
                 ]
             if form == "parquet":
                 mistakes += [
-                    (plain, "all-columns", "From Parquet only the columns that are asked for are read."),
+                    (plain, "all-columns", "From Parquet only the requested columns are read."),
                     (files / opens + size / fraction / speed, "columns-divided",
                      "Fewer columns have fewer bytes: multiply by columns_read."),
                 ]
             elif fraction < 1:
                 mistakes += [(files / opens + (wanted - files / opens) * fraction, "columns-everywhere",
-                              "Files with whole records are read whole: only Parquet can leave columns out.")]
+                              "Files with whole records are read completely: only Parquet can skip columns.")]
             for value, mistake, hint in mistakes:
                 wrong(mistake, math.isclose(got, value, rel_tol=1e-9), f"{got:.6g} s", hint, FORMULA)
             if rounded(got, wanted):
                 raise Wrong("rounded", None, f"{wanted!r} s for {form}: {case}", f"{got!r} s",
-                            "The formula is right, and digits are missing: is there a round(), an int() or a //?",
-                            "Whole are files and blocks of 512 bytes alone. Return the seconds as they are.")
+                            "The formula is right, but digits are missing. Do you use round(), int() or //?",
+                            "Only files and blocks of 512 bytes are whole numbers. Do not round the seconds.")
             wrong("other-cost", True, f"{got:.6g} s",
-                  f"{files} files take {files / opens:.6g} s to open, and their bytes {wanted - files / opens:.6g} s: "
-                  "which of the two differs?",
+                  f"Opening takes {files / opens:.6g} s, and reading {wanted - files / opens:.6g} s. Which differs?",
                   f"{FORMULA}. Files: samples, or samples / per_shard rounded up. Bytes: see the list in the text.")
 
 

@@ -45,14 +45,15 @@ def judge_split(observations) -> None:
         _once(of_ranks, list(range(count)), case, ranks)
         sizes = [len(mine) for mine in of_ranks]
         if max(sizes) - min(sizes) > 1:
-            raise Wrong("uneven", sizes.index(max(sizes)), f"{case}: sizes that differ by one at most", f"{sizes}",
-                        "All ranks wait for the one that has most.", DEAL)
+            raise Wrong("uneven", sizes.index(max(sizes)), f"{case}: sizes that differ by at most one", f"{sizes}",
+                        "All ranks wait for the rank with the most samples. How even are your parts?", DEAL)
     for rank, (seen, again) in enumerate(observations):
         wrong = rows(rank, "another order in the next epoch")
-        wrong("never-shuffled", seen[2] == again, "the same one", "What is random here?", "torch.randperm on rank 0")
+        wrong("never-shuffled", seen[2] == again, "the same order", "What should be random?",
+              "torch.randperm on rank 0")
 
 
-DEAL = "order[comm.rank :: comm.size] deals samples like cards."
+DEAL = "order[comm.rank :: comm.size] deals the samples like cards."
 _SAME = "dist.broadcast(order, group_src=0, group=comm.group), before ranks take their parts"
 
 
@@ -61,34 +62,34 @@ def _judge_orders(of_ranks, count, case, ranks) -> None:
     seen = [number for mine in of_ranks for number in mine]
     twice, lost = len(seen) - len(set(seen)), count - len(set(seen))
     if ranks > 1 and twice and lost and len(seen) <= count and not set(seen) - set(range(count)):
-        raise Wrong("own-order", None, f"{case}: each once", f"{twice} are there twice, {lost} on no rank",
-                    "Each rank takes its part of an order. Is it the same order on all ranks?", _SAME)
+        raise Wrong("own-order", None, f"{case}: each once", f"{twice} occur twice, {lost} are on no rank",
+                    "Each rank selects a part of an order. Is the order the same on all ranks?", _SAME)
     if not twice and count % ranks and [len(mine) for mine in of_ranks] == [count // ranks] * ranks:
         raise Wrong("lost", None, f"{case}: all of them", f"{lost} are on no rank",
-                    "What is left where samples cannot be divided by ranks? // cuts it off.", DEAL)
+                    "Which rank gets the rest if the samples do not divide by the ranks? // drops it.", DEAL)
 
 
 def _once(of_ranks, order, case, ranks, cure=DEAL) -> None:
     seen = [number for mine in of_ranks for number in mine]
     wrong = rows(None)
     if strange := sorted(set(seen) - set(order)):
-        wrong("strange-samples", True, f"{case}: numbers of the order alone", f"{strange[:5]}",
-              "Are all of them numbers of samples, and in range?", cure)
+        wrong("strange-samples", True, f"{case}: only numbers of the order", f"{strange[:5]}",
+              "Are all returned numbers sample numbers in the valid range?", cure)
     if twice := sorted({number for number in seen if seen.count(number) > 1}):
         wrong("all-on-every-rank", len(seen) == ranks * len(order), f"{case}: each once",
-              f"all of them on each of {ranks} ranks", "Nothing is divided: each rank takes a part.", cure)
+              f"all samples on each of {ranks} ranks", "Nothing is divided. Which part should each rank select?", cure)
         who = [rank for rank, mine in enumerate(of_ranks) if twice[0] in mine]
         wrong("overlap", True, f"{case}: each once", f"sample {twice[0]} on ranks {who}",
-              "Some libraries repeat samples so that all ranks have as many. Here none is read twice.", cure)
+              "Some libraries repeat samples so that all parts are equally long. Do you?", cure)
     lost = [number for number in order if number not in seen]
     wrong("lost", lost and lost == order[-len(lost) :] and len(lost) < ranks, f"{case}: all of them",
           f"{len(lost)} are on no rank, the last of the order: {lost[:5]}",
-          "Does somebody take what is left where samples cannot be divided by readers? // cuts it off.", cure)
+          "Does a reader get the rest if the samples do not divide by the readers? // drops it.", cure)
     if lost:
         places = [order.index(number) for number in lost]
         wrong("lost-on-the-way", True, f"{case}: all of them",
-              f"{len(lost)} are on no rank: those at the places {', '.join(map(str, places[:5]))} of the order",
-              "At which place does each reader begin, how far apart are its samples, and where does it end?", cure)
+              f"{len(lost)} are on no rank: positions {', '.join(map(str, places[:5]))} of the order",
+              "At which position does each reader start, what is its step, and where does it end?", cure)
 
 
 # --- A loader that reads twice: Stream(order, rank, ranks), an IterableDataset -------------------
@@ -143,12 +144,12 @@ def judge_stream(observations) -> None:
     """Check that each sample is read once per epoch, and that all workers read, for any number of workers."""
     wrong = rows(None)
     wrong("type", isinstance(observations[0], str), "a class, a kind of IterableDataset", observations[0],
-          "class Stream(IterableDataset):", "Hand in the class itself, not an object of it.")
+          "class Stream(IterableDataset):", "Pass the class itself, not an object of it.")
     if isinstance(observations[0], dict):
         wrong("without-workers", True, "a DataLoader with num_workers=0: this rank's samples",
               observations[0]["without workers"],
-              "Without workers get_worker_info() returns None. What does this process read then?",
-              f"If it is None, order[rank::ranks]. Else {SHARE.removeprefix('mine = ')}")
+              "Without workers get_worker_info() returns None. Which samples does this process read then?",
+              f"If it is None, order[rank::ranks]. Otherwise {SHARE.removeprefix('mine = ')}")
     for (samples, ranks, workers), of_ranks in zip(STREAMS, observations[0], strict=True):
         case = f"{samples} samples, {ranks} rank{'s' * (ranks > 1)}, {workers} workers each"
         _judge_epoch(case, samples, ranks, workers, [[n for _, n in first] for first, _ in of_ranks])
@@ -157,8 +158,8 @@ def judge_stream(observations) -> None:
             if sorted(n for _, n in second) != sorted(n for _, n in first):
                 raise Wrong("second-epoch", rank, f"{case}: the same {len(first)} samples in the second epoch",
                             f"{len(second)} samples in it",
-                            "__iter__ is called once an epoch. What has the first call left changed in self?",
-                            "Cut into a local name: mine = self.order[...]; self.order stays whole.")
+                            "__iter__ is called once per epoch. What does the first call change in self?",
+                            "Use a local name: mine = self.order[...]; self.order stays complete.")
 
 
 def _judge_workers(case: str, workers: int, rank: int, who: list) -> None:
@@ -166,10 +167,10 @@ def _judge_workers(case: str, workers: int, rank: int, who: list) -> None:
     if workers > 1 and max(counts) > -(-len(who) // workers) + 1:
         raise Wrong("workers-idle", rank, f"{case}: workers that read about {len(who) / workers:.0f} samples each",
                     f"they read {', '.join(map(str, counts))}",
-                    "Each sample is read once, and as slowly as without workers. What do the others do?", SHARE)
+                    "Each sample is read once, but as slowly as without workers. What do the other workers do?", SHARE)
 
 
-SHARE = "mine = order[rank::ranks], and of these mine[worker.id :: worker.num_workers]."
+SHARE = "mine = order[rank::ranks], and of this part mine[worker.id :: worker.num_workers]."
 
 
 def _judge_epoch(case: str, samples: int, ranks: int, workers: int, of_ranks) -> None:
@@ -179,8 +180,8 @@ def _judge_epoch(case: str, samples: int, ranks: int, workers: int, of_ranks) ->
     wrong = rows(None)
     wrong("every-worker-reads-all", workers and most == workers and len(seen) == workers * samples,
           f"{case}: each sample once", f"each {workers} times",
-          "Every worker has a copy of the data set: how does it know which one it is?",
-          "get_worker_info() tells id and num_workers: ask in __iter__, which runs in the worker.")
+          "Every worker has a copy of the data set. How does a worker know its number?",
+          "get_worker_info() has id and num_workers: call it in __iter__, which runs in the worker.")
     for written in range(2, workers):
         parts = [
             [number for worker in range(workers) for number in order[rank::ranks][worker::written]]
@@ -188,13 +189,13 @@ def _judge_epoch(case: str, samples: int, ranks: int, workers: int, of_ranks) ->
         ]
         wrong("workers-written-in",
               all(sorted(mine) == sorted(part) for mine, part in zip(of_ranks, parts, strict=True)),
-              f"{case}: each sample once", f"what is right for {written} workers",
-              f"Is the number {written} written into it?", SHARE)
+              f"{case}: each sample once", f"the right result for {written} workers",
+              f"Does your code contain the number {written}?", SHARE)
     everywhere = all(sorted(mine) == sorted(order) for mine in of_ranks)
     if workers and most > 1 and not everywhere:
         twice = next(number for number in order if seen.count(number) > 1)
         wrong("workers-overlap", True, f"{case}: each sample once", f"sample {twice} {seen.count(twice)} times",
-              "Do workers walk on over each other's samples, has each its own order, or do ranks share some?", SHARE)
+              "Do workers read the samples of others, does each have its own order, or do ranks overlap?", SHARE)
     _once(of_ranks, order, case, ranks, SHARE)
 
 

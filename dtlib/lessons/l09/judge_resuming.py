@@ -67,10 +67,10 @@ def judge_resuming(observations) -> None:
         read = sorted(n for got, _ in case for rank in got for batch in rank for n in batch)
         wrong = rows(None)
         wrong("loaded-later", place == BEGUN and read != sorted(order),
-              f"each of {samples} samples once, where an epoch that has begun loads a state",
-              "others, and in a new epoch it was right",
-              "Does load_state_dict count from what this epoch has had already?",
-              "Set what was taken, and cut from the whole order: self.taken = state[...].")
+              f"each of {samples} samples once, if a state is loaded during an epoch",
+              "other samples, but right in a new epoch",
+              "Does load_state_dict start at the position that this epoch has already reached?",
+              "Set the number of samples, and slice the whole order: self.taken = state[...].")
         for number, ((ranks, batch_size, steps), (got, states)) in enumerate(zip(runs, case, strict=False)):
             run = f"{samples} samples; run {number + 1} of {len(runs)}: {ranks} ranks, batch size {batch_size}"
             _judge_run(run, got, states, batch_size, 10 * samples if steps is None else None)
@@ -79,19 +79,19 @@ def judge_resuming(observations) -> None:
             _judge_again(run, order, before, now, got, number, runs)
         if lost := [n for n in order if n not in seen]:
             first, last = runs[0][0], runs[-1][0]
-            told = f"{len(lost)} never arrived, in {len(runs)} runs that resumed one another: {lost[:5]}"
-            everything = "Save how many samples *all* ranks have taken, not one rank's batches or samples."
+            told = f"{len(lost)} never arrived, in {len(runs)} runs, each resumed from the one before: {lost[:5]}"
+            everything = "Save how many samples *all* ranks have read, not the batches or samples of one rank."
             wrong("saved-unread", any(steps == 0 for _, _, steps in runs), f"all {samples} samples", told,
-                  UNREAD, "Count from __init__ on.")
+                  UNREAD, "Start to count in __init__.")
             if first != last:
-                hint = f"{first} ranks saved, and others go on: does the state mean the same for both?"
+                hint = f"{first} ranks saved, and another number resumes. Does the state mean the same for both?"
                 wrong("other-ranks", True, f"all {samples} samples", told, hint, everything)
             wrong("lost", True, f"all {samples} samples", told,
-                  "Does the last batch arrive, if it is a short one? Does the state count batches that nobody had yet?",
+                  "Does a short last batch arrive? Does the state count batches that nobody has received yet?",
                   everything)
 
 
-UNREAD = "A state was saved before a batch was taken: it says what was loaded, or that nothing is done yet."
+UNREAD = "A state was saved before the first batch: it must contain the loaded state, or zero samples."
 
 
 def _judge_run(run, got, states, batch_size, endless) -> None:
@@ -102,25 +102,26 @@ def _judge_run(run, got, states, batch_size, endless) -> None:
                   "Yield a list of numbers.", "yield step[self.rank :: self.ranks]")
         if large := [batch for batch in batches if len(batch) > batch_size]:
             wrong("batch-size", True, f"{run}: at most {batch_size} samples in a batch", f"{len(large[0])}",
-                  "batch_size is what one rank takes.", "step[self.rank :: self.ranks] of batch_size * ranks samples.")
+                  "batch_size is the number of samples for one rank. How many does all ranks' step have?",
+                  "step[self.rank :: self.ranks] of batch_size * ranks samples.")
         while batches and not batches[-1]:
             wrong("endless", endless and len(batches) > endless, f"{run}: an end", "empty batches, for ever",
-                  "When are all samples taken, and what ends the loop then?", "while self.taken < len(self.order):")
+                  "When have all samples been read? What ends the loop?", "while self.taken < len(self.order):")
             batches = batches[:-1]
         if small := [len(batch) for batch in batches[:-1] if len(batch) < batch_size]:
             wrong("small-batches", True, f"{run}: {batch_size} samples in each batch but the last",
-                  f"{small[0]} in one",
-                  "batch_size is what one rank takes in a step, and all ranks together take batch_size * ranks.",
-                  "The next batch_size * ranks entries are a step: step[self.rank :: self.ranks] is this rank's.")
+                  f"{small[0]} in one batch",
+                  "In a step one rank reads batch_size samples. How many do all ranks read together?",
+                  "A step is the next batch_size * ranks entries: step[self.rank :: self.ranks] belongs to this rank.")
     if states[0].startswith("no JSON"):
         raise Wrong("no-json", None, f"{run}: a state of plain numbers and lists", states[0],
                     "One number is enough.", 'return {"samples": self.taken}')
     if other := [(rank, state) for rank, state in enumerate(states) if state != states[0]]:
         rank, state = other[0]
-        raise Wrong("states-differ", rank, f"{run}: the same state on all ranks, after as many batches",
+        raise Wrong("states-differ", rank, f"{run}: the same state on all ranks, after the same number of batches",
                     f"{state:.60}, and on rank 0 {states[0]:.60}",
-                    "Only one rank saves: its state has to speak for all of them.",
-                    "After each batch all ranks together have taken batch_size * ranks samples more.")
+                    "Only one rank saves. Does its state describe the progress of all ranks?",
+                    "With each batch, all ranks together read batch_size * ranks more samples.")
 
 
 def _judge_again(run, order, before, now, got, number, runs) -> None:
@@ -129,27 +130,29 @@ def _judge_again(run, order, before, now, got, number, runs) -> None:
     if len(set(now)) < len(now):
         twice = next(n for n in now if now.count(n) > 1)
         wrong("overlap", True, f"{run}: each sample once", f"sample {twice} {now.count(twice)} times in this run",
-              "In a step all ranks together take the next batch_size * ranks samples: which of them are this rank's?",
+              "In a step all ranks read the next batch_size * ranks samples. Which of them belong to this rank?",
               "step[self.rank :: self.ranks]")
     if not again:
         return
     first = order.index(again[0])
     told = f"sample {again[0]}, number {first} of the order, had arrived before the state was saved"
-    wrong("saved-unread", runs[number - 1][2] == 0, f"{run}: what was left", told, UNREAD, "Count from __init__ on.")
-    wrong("short-step", len(before) == len(order), f"{run}: nothing, as all samples were taken", told,
-          "The last step was a short one. How many samples does the state count for it?",
-          "self.taken += len(step), which is what all ranks took together.")
-    wrong("from-the-start", len(again) == len(before), f"{run}: what was left", told,
-          "load_state_dict has no effect on what is yielded.", "self.taken = state[...], and __iter__ begins there.")
-    wrong("batch-in-hand", number == 1 and runs[0][0] == runs[1][0], f"{run}: what was left", told,
-          "The state was saved while the loop had a batch in hand: does it count that batch?",
-          "A generator stops at yield. Count a batch before it is yielded, not behind it.")
-    wrong("second-resume", number > 1, f"{run}: what was left", told,
-          "The first resume was right, the next one not: does the state count what was taken before, too?",
-          "Go on counting from the number that was loaded.")
-    wrong("other-ranks", True, f"{run}: what was left", told,
-          f"{runs[number - 1][0]} ranks saved, and {runs[number][0]} go on: does the state mean the same for both?",
-          "Save how many samples *all* ranks have taken, not one rank's batches or samples.")
+    wrong("saved-unread", runs[number - 1][2] == 0, f"{run}: the remaining samples", told, UNREAD,
+          "Start to count in __init__.")
+    wrong("short-step", len(before) == len(order), f"{run}: nothing, because all samples had been read", told,
+          "The last step was short. How many samples does the state count for it?",
+          "self.taken += len(step), the samples of all ranks together.")
+    wrong("from-the-start", len(again) == len(before), f"{run}: the remaining samples", told,
+          "load_state_dict has no effect on the batches. Where does __iter__ start?",
+          "self.taken = state[...], and __iter__ begins there.")
+    wrong("batch-in-hand", number == 1 and runs[0][0] == runs[1][0], f"{run}: the remaining samples", told,
+          "The state was saved while the loop processed a batch. Does the state count this batch?",
+          "A generator stops at yield. Count a batch before you yield it, not afterwards.")
+    wrong("second-resume", number > 1, f"{run}: the remaining samples", told,
+          "The first resume was right, the second was not. Does the state also count the samples before the first?",
+          "Continue to count from the loaded number.")
+    wrong("other-ranks", True, f"{run}: the remaining samples", told,
+          f"{runs[number - 1][0]} ranks saved, and {runs[number][0]} resume. Does the state mean the same for both?",
+          "Save how many samples *all* ranks have read, not the batches or samples of one rank.")
 
 
 EXERCISES = {"resume-build": Exercise("Epoch", observe_resuming, judge_resuming, needs_ranks=False)}

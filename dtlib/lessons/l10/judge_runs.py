@@ -31,26 +31,25 @@ def observe_config(config, comm):
 def judge_config(seen: list) -> None:
     """Check that the config fits into memory on all ranks."""
     if len(seen) < 3:
-        raise Wrong(
-            "too-few", None, "three ranks, for which the text asks", f"{len(seen)}",
-            "On two ranks no config fits that sends no more: in bf16 stage 1 holds 240 MB there. lab.engines(3)")
+        raise Wrong("too-few", None, "three ranks, as the text says", f"{len(seen)}",
+                    "On two ranks no config fits that sends no more: in bf16 stage 1 needs 240 MB. lab.engines(3)")
     for rank, said in enumerate(seen):
         wanted = f"batches of {BATCH}, at most {MICRO} at a time, Adam or AdamW, at most {BUDGET:,} bytes a rank"
         wrong = rows(rank, wanted)
-        wrong("refused", "refused" in said, said.get("refused"), "The sentence has the key and what would be right.",
+        wrong("refused", "refused" in said, said.get("refused"), "The message has the key, and a right value.",
               "train_batch_size = micro-batch x accumulation x ranks.")
         got = f"stage {said['stage']}, {said['bytes']:,} bytes, batches of {said['batch']}, {said['micro']} at a time"
         got += f", {said['optimizer'] or 'no optimizer'}"
         wrong("another-training",
               said["batch"] != BATCH or said["micro"] > MICRO or said["optimizer"] not in ("Adam", "AdamW"), got,
-              "What is learnt must stay the same: batch and optimizer.",
+              "Training must have the same result: do not change the batch or the optimizer.",
               f"Keep train_batch_size {BATCH}, and micro-batches of {MICRO} at most.")
-        wrong("too-much", said["bytes"] > BUDGET, got, "Which stage shards more than this one, and sends no more?",
-              "In bf16 stage 1 holds 4 + 12 / N bytes per parameter.")
+        wrong("too-much", said["bytes"] > BUDGET, got, "Which stage shards more than this one, and does not send more?",
+              "In bf16 stage 1 needs 4 + 12 / N bytes per parameter.")
         if said["stage"] == 3 or (said["stage"] == 2 and said["steps"] > 1):
-            raise Wrong("sends-more", rank, "no more bytes sent than data parallelism sends", got,
+            raise Wrong("sends-more", rank, "not more bytes sent than by data parallelism", got,
                         "It fits. What does this stage send for each micro-batch?",
-                        "Stage 2 sends gradients after every micro-batch, stage 3 gathers for each: which stage waits?")
+                        "Stages 2 and 3 send for every micro-batch. Which stage sends only once per step?")
 
 
 # slower-fix: places_of(step, batch, rank, ranks)
@@ -68,8 +67,8 @@ def judge_places(seen: list) -> None:
     ranks = len(seen)
     for rank, places in enumerate(seen):
         if odd := [one for steps in places for one in steps if isinstance(one, str)]:
-            raise Wrong("type", rank, "the places of this rank's samples: a range, or a list of whole numbers", odd[0],
-                        "What is returned is used as images[places_of(...)].", "return range(...)")
+            raise Wrong("type", rank, "the positions of this rank's samples: a range, or a list of whole numbers",
+                        odd[0], "The result is used as images[places_of(...)].", "return range(...)")
     for which, batch in enumerate(SIZES):
         for step in range(2):
             _judge_slices([places[which][step] for places in seen], step, batch, ranks)
@@ -86,31 +85,31 @@ def _judge_slices(slices, step: int, batch: int, ranks: int) -> None:
         got = f"{len(one)} places, {one[:3]} ..."
         wrong = rows(rank, expected)
         wrong("other-places", len(everything) >= 1.5 * batch, got,
-              "All ranks together take as many samples as one rank did.",
+              "All ranks together process as many samples as one rank did before.",
               "range(step * batch + rank, (step + 1) * batch, ranks)")
-        wrong("not-of-this-step", True, got, "Where does the batch of a step begin, and where does it end?",
-              "first = step * batch; and no place from first + batch on.")
+        wrong("not-of-this-step", True, got, "Where does the batch of a step start, and where does it end?",
+              "first = step * batch; and no position from first + batch on.")
     whole = [rank for rank, one in enumerate(slices) if ranks > 1 and set(one) == wanted]
     if whole and len(everything) > batch:
         one = slices[whole[0]]
         raise Wrong("whole-batch", whole[0], expected, f"{len(one)} places, {one[:3]} ...",
                     "How many samples does this rank compute, on two ranks?",
-                    "Each rank takes every N-th place, from its own rank on.")
+                    "Start at this rank, and use every N-th position.")
     if twice := sorted({place for place in everything if everything.count(place) > 1}):
         who = [rank for rank, one in enumerate(slices) if twice[0] in one]
         raise Wrong("twice", who[-1], f"step {step}, batch {batch}: each place once",
-                    f"{len(twice)} are there several times: {twice[0]} on ranks {who}",
-                    "A sample that is computed twice counts twice in the mean.",
-                    "range(first + rank, first + batch, ranks): places that differ by `ranks` are one rank's.")
+                    f"{len(twice)} occur several times: {twice[0]} on ranks {who}",
+                    "A sample that is computed twice has twice the weight in the mean.",
+                    "range(first + rank, first + batch, ranks): positions of one rank differ by `ranks`.")
     if lost := sorted(wanted - set(everything)):
-        why = f"{batch} does not divide by {ranks}." if batch % ranks else "Where does each rank begin, and end?"
+        why = f"{ranks} does not divide {batch}." if batch % ranks else "Where does each rank start and end?"
         raise Wrong("left-out", None, f"step {step}, batch {batch}: all {batch} places",
                     f"{len(lost)} are on no rank: {lost[:3]}", why, "Slices may differ by one: use a step in range().")
     sizes = [len(one) for one in slices]
     if max(sizes) >= batch // ranks + max(2, ranks):
         raise Wrong("uneven", sizes.index(max(sizes)), expected, f"ranks have {', '.join(map(str, sizes))} places",
-                    "Each place is there once, and yet: how long do all wait for the rank that has most?",
-                    "range(first + rank, first + batch, ranks) gives slices that differ by one at most.")
+                    "Each position occurs once. But how long do all ranks wait for the rank with the most?",
+                    "range(first + rank, first + batch, ranks) gives parts that differ by at most one.")
 
 
 EXERCISES = {

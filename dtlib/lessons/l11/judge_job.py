@@ -82,45 +82,46 @@ def judge_job(seen: list) -> None:
               "sbatch refuses a file without that line.")
         asked, (before, words, options) = request(job), command(job)
         wrong("no-launcher", not words, "a line with torchrun", "none that is a command",
-              "What starts the ranks on each machine?")
+              "Which command starts the ranks on each machine?")
         tasks = _count(asked, "ntasks-per-node") or (_count(asked, "ntasks") or 1) / (_count(asked, "nodes") or 1)
         nodes, cores = _count(asked, "nodes"), _count(asked, "cpus-per-task") or 1
         gpus = _gpus(asked)
-        agree = "Request and torchrun must agree on the number of machines.", "--nodes=2, and --nnodes=2"
+        agree = "The request and torchrun must have the same number of machines.", "--nodes=2, and --nnodes=2"
         wrong("machines", nodes != MACHINES, f"{MACHINES} machines", f"{nodes} in the request", *agree)
         there = _count(options, "nnodes")
         wrong("machines", there != MACHINES, f"{MACHINES} machines", f"{there} for torchrun", *agree)
-        wrong("no-gpu", gpus == 0, f"{GPUS} GPUs on each machine", "none is asked for",
-              "The job starts, and trains. On what?", "#SBATCH --gpus-per-node=4")
+        wrong("no-gpu", gpus == 0, f"{GPUS} GPUs on each machine", "no GPU is requested",
+              "The job starts, and trains. On which device?", "#SBATCH --gpus-per-node=4")
         wrong("gpus", gpus != GPUS, f"{GPUS} GPUs on each machine", f"{gpus:g}",
-              "Is the number per machine, or of the whole job?", "#SBATCH --gpus-per-node=4")
+              "Is the number per machine, or for the whole job?", "#SBATCH --gpus-per-node=4")
         wrong("torchruns", tasks != 1, "one torchrun on each machine", f"{tasks:g}",
-              "srun starts as many torchruns per machine as tasks are asked for. How many ranks are that?",
+              "srun starts one torchrun per requested task. How many ranks are that per machine?",
               "#SBATCH --ntasks-per-node=1: torchrun starts the ranks.")
         ranks = options.get("nproc-per-node", "1")
         wrong("ranks", ranks not in (f"{GPUS}", "gpu", "auto"), f"{GPUS} ranks on each machine", ranks,
-              "The name says it: processes per node.", "--nproc-per-node=4")
+              "The name means: processes per node.", "--nproc-per-node=4")
         wrong("cores", cores < GPUS * CORES, f"{GPUS * CORES} cores for each torchrun", f"{cores}",
               "A torchrun has four ranks, with 8 cores each.", "#SBATCH --cpus-per-task=32")
         started = {"srun", "mpiexec", "mpirun"} & set(before)
         wrong("first-machine-alone", not started, "srun before torchrun", " ".join(before) or "nothing",
-              "A batch script runs on the first machine. Who starts torchrun on the second?", "srun torchrun ...")
+              "A batch script runs on the first machine. What starts torchrun on the second?", "srun torchrun ...")
         endpoint = options.get("rdzv-endpoint") or options.get("master-addr") or ""
         wrong("meets-itself", re.search(r"localhost|127\.0|^$", endpoint), "a name of the first machine",
-              endpoint or "none", "Each machine looks for the others at this address. Whose name is it?",
+              endpoint or "none", "Each machine searches for the others at this address. Which machine has this name?",
               '--rdzv-endpoint="$first:29500"')
         _judge_variable(rank, job, endpoint)
         limit = minutes(asked.get("time", ""))
         wrong("time", limit is None or abs(limit - MINUTES) > 1, f"{MINUTES} minutes",
               f"--time={asked.get('time', '')}" + (f", {limit:g} minutes" if limit is not None else ""),
-              "A long request waits long. In which unit is each part of the time?", "#SBATCH --time=00:30:00")
+              "Long jobs wait longer. Which unit has each part of the time?",
+              "#SBATCH --time=00:30:00")
 
 
 def _judge_variable(rank: int, job: str, endpoint: str) -> None:
     name = re.search(r"\$\{?(\w+)", endpoint)
     given = name is None or name[1] in ("HOSTNAME", "SLURM_LAUNCH_NODE_IPADDR")
     if not given and not re.search(rf"^\s*(export )?{name[1]}=", job, re.M):
-        raise Wrong("unset", rank, f"a value for ${name[1]}", "nobody sets it",
+        raise Wrong("unset", rank, f"a value for ${name[1]}", "no line sets it",
                     "With `set -u` the job ends at a name without a value.", "first=$(scontrol show hostnames ...")
 
 

@@ -48,7 +48,7 @@ def judge_efficiency(observations) -> None:
     for rank, seen in enumerate(observations):
         for kind, seconds, got in seen:
             if isinstance(got, str):
-                raise Wrong("type", rank, "a dictionary: for each number of ranks its efficiency", got,
+                raise Wrong("type", rank, "a dictionary: the efficiency for each number of ranks", got,
                             "Return {ranks: efficiency, ...}, with the keys of `seconds`.",
                             "return {n: ... for n, took in seconds.items()}")
             strong, weak = (_efficiencies(seconds, of) for of in ("strong", "weak"))
@@ -72,10 +72,12 @@ def _judge_seconds(rank: int, ranks: int, kind: str, seconds: dict, got: dict, w
     """
     everyones = [own_seconds(seconds, each, ranks) for each in range(ranks)]
     of = {
-        "own-seconds": (everyones[rank], "this rank's", "A run takes as long as its slowest rank. Whose are these?"),
-        "fastest-rank": (_combined(min, everyones), "the fastest rank's", "Does a run end with its first rank?"),
-        "sum-of-ranks": (_combined(sum, everyones), "the sum or the mean of all ranks'",
-                         "all_reduce adds, unless `op` says something else. Ranks run at the same time."),
+        "own-seconds": (everyones[rank], "this rank's seconds",
+                        "Which rank decides how long a run takes?"),
+        "fastest-rank": (_combined(min, everyones), "the fastest rank's seconds",
+                         "Does a run end with its first rank?"),
+        "sum-of-ranks": (_combined(sum, everyones), "the sum or the mean over all ranks",
+                         "all_reduce adds by default. Ranks run at the same time, so which op do you need?"),
     }
     expected = f"efficiencies from the slowest rank's seconds, {kind} scaling"
     for mistake, (other, told, hint) in of.items():
@@ -101,29 +103,29 @@ def _explain_efficiency(rank, kind, seconds, n, wanted, got, strong, weak, digit
         return seconds[base] / seconds[n] * (base / n if kind == "strong" else 1)
 
     mistakes = [
-        (wanted * 100, "percent", "This is in %: return fractions."),
-        (strong, "strong-for-weak", "In weak scaling the work grows with the ranks: the ideal is the same time."),
-        (weak, "weak-for-strong", "In strong scaling the ideal is a time N times as short."),
+        (wanted * 100, "percent", "This is in percent: return fractions."),
+        (strong, "strong-for-weak", "In weak scaling the work grows with the ranks. What is the ideal time?"),
+        (weak, "weak-for-strong", "In strong scaling the work is constant. What is the ideal time on N ranks?"),
         (strong / first, "one-rank-base",
-         f"The table begins at {first} ranks: the ideal on {n} is {n / first:g} times as fast as there."),
+         f"The table starts at {first} ranks: the ideal on {n} ranks is {n / first:g} times as fast."),
         (from_base(other), "first-key",
-         f"{other} ranks come first in this table, and are not the smallest number: min(seconds)."),
-        (from_base(last), "last-key", f"The base is the smallest number of ranks, {first}, and not the largest."),
+         f"{other} ranks come first in this table, but are not the smallest number: use min(seconds)."),
+        (from_base(last), "last-key", f"The base is the smallest number of ranks, {first}, not the largest."),
         (seconds[first] / seconds[n] * (n / first if kind == "weak" else 1), "speed-up",
-         "This is the speed-up: efficiency is what it is of the ideal."),
+         "This is the speed-up. What is the ratio of this speed-up to the ideal one?"),
         (max(seconds.values()) / seconds[n] * (first / n if kind == "strong" else 1), "longest-time",
-         "Not the longest time is the base: more ranks may take longer. Whose time is it?"),
+         "The base need not have the longest time: more ranks may be slower. Which time is the base?"),
         (min(seconds.values()) / seconds[n] * (first / n if kind == "strong" else 1), "shortest-time",
-         "Not the shortest time is the base: more ranks may be quicker at as much work each. Whose time is it?"),
-        (from_base(before), "from-the-one-before", f"The base is {first} ranks in the whole table, and not {before}."),
-        (wanted / first**2, "base-divides", f"The base did not take {first} times as little: its work is n0 * t0."),
-        (1 / wanted, "upside-down", "Efficiency falls as ranks are added."),
+         "The base need not have the shortest time: in weak scaling more ranks may be faster. Which time is the base?"),
+        (from_base(before), "from-the-one-before", f"The base is {first} ranks for the whole table, not {before}."),
+        (wanted / first**2, "base-divides", f"Do you divide the base's time by {first}? Its work is n0 * t0."),
+        (1 / wanted, "upside-down", "Your value grows when ranks are slower. What do you divide by what?"),
     ]
     if kind == "strong" and n % first:  # a mix-up of weak and strong fails at an earlier table
-        hint = f"{n} ranks are {n / first:g} times as many as {first}, which is no whole number: // cuts it off."
+        hint = f"{n} ranks are {n / first:g} times {first}, which is not a whole number: // cuts it off."
         mistakes.insert(0, (seconds[first] / seconds[n] / (n // first), "whole-multiples", hint))
     if wanted > 1:
-        hint = "More than 1 may be measured, as with more ranks more fits into their caches: leave it as it is."
+        hint = "An efficiency above 1 is possible, for example because of caches: do not limit it."
         mistakes.insert(0, (1, "cut-to-one", hint))
     # The first mistake that gives this value is reported, so special cases were put in front.
     wrong = rows(rank, expected)
@@ -131,9 +133,10 @@ def _explain_efficiency(rank, kind, seconds, n, wanted, got, strong, weak, digit
         wrong(mistake, _same(got, value), f"{got:.4g}", hint, _EFFICIENCY)
     if digits:
         raise Wrong("rounded", rank, f"{wanted!r} on {n} ranks, {kind} scaling", f"{got!r}",
-                    "The formula is right, and digits are missing: is there a round(), a // or an int()?",
-                    "Return what is computed; whoever prints it rounds.")
-    wrong("other-value", True, f"{got:.4g}", f"What is the ideal time on {n} ranks, if {first} are 100 %?", _EFFICIENCY)
+                    "The formula is right, but digits are missing. Do you use round(), // or int()?",
+                    "Return the exact value. Round only what you print.")
+    wrong("other-value", True, f"{got:.4g}", f"What is the ideal time on {n} ranks, if {first} are 100 %?",
+          _EFFICIENCY)
 
 
 _EFFICIENCY = "strong: n0 t0 / (n t); weak: t0 / t; n0 is the smallest number of ranks, t0 its time."
@@ -159,26 +162,26 @@ def _explain_step(rank, seen, case, expected, got, digits: int) -> None:
     """Find the first mistake that explains the results in all cases with more than one rank."""
     wrong = rows(rank, expected)
     wrong("type", isinstance(got, str), got,
-          "Return the seconds of a step: one number.", "Does every way end in a return?")
+          "Return the seconds of a step: one number.", "Does every branch end with a return?")
     said, several = f"{got:.{digits}g} s", [pair for pair in zip(STEPS, seen, strict=True) if pair[0][0] > 1]
     numbers = all(isinstance(value, float) for value in seen)
     wrong("one-rank",
           case[0] == 1 and all(_same(value, other[1] + _best(other[0], *other[2:])) for other, value in several), said,
-          "One rank sends nothing, and computes all the same.", "if ranks == 1: return compute")
+          "One rank sends nothing, but it computes. What is its time?", "if ranks == 1: return compute")
     for mistake, (model, *hints) in _MISTAKES.items():
         wrong(mistake, numbers and all(_same(value, model(*other)) for other, value in several), said, *hints)
     for n in range(2, 9):
         on_n = [other[1] + min(_three(n, *other[2:])) for other in STEPS]
         wrong("other-ranks", numbers and all(map(_same, seen, on_n)), f"{said}, as on {n} ranks in every case",
-              "Is it `ranks`, which was passed, or a number of this notebook's?", "ranks, not world.size")
-    wrong("one-rank", case[0] == 1, said, "One rank has nobody to send to.", "if ranks == 1: ...")
-    wrong("other-value", not numbers, said, "It is right in some cases, and no number in others.", _ALL)
+              "Do you use the argument `ranks`, or a variable of this notebook?", "ranks, not world.size")
+    wrong("one-rank", case[0] == 1, said, "One rank sends no message. What is its time?", "if ranks == 1: ...")
+    wrong("other-value", not numbers, said, "The value is right in some cases, and not a number in others.", _ALL)
     right = [other[1] + _best(other[0], *other[2:]) for other in STEPS]
     same_digits = [all(value == round(wanted, d) for value, wanted in zip(seen, right, strict=True)) for d in range(12)]
     wrong("rounded", any(same_digits) or all(_same(*pair) or rounded(*pair) for pair in zip(seen, right, strict=True)),
-          f"{got!r}", "The model is right, and digits are missing: is there a round()?",
-          "Return what is computed: a step of 0.1 ms on 1,024 ranks needs its digits.")
-    wrong("other-value", True, said, "Work out by hand what this costs with each of the three.", _ALL)
+          f"{got!r}", "The model is right, but digits are missing. Do you use round()?",
+          "Return the exact value: a step of 0.1 ms on 1,024 ranks needs all digits.")
+    wrong("other-value", True, said, "Compute by hand the cost of this case with each of the three algorithms.", _ALL)
 
 
 def _cost(name, n, count, latency, bandwidth):
@@ -200,67 +203,70 @@ def _least(**turned):
     return lambda n, t, *network: t + min(_three(n, *network, **turned))
 
 
-_ALL = "The least of: ring 2(N-1)(a + n/(N B)), doubling log2 N (a + n/B), halving 2 log2 N a + 2(N-1)/N n/B."
+_ALL = "The minimum of: ring 2(N-1)(a + n/(N B)), doubling log2 N (a + n/B), halving 2 log2 N a + 2(N-1)/N n/B."
 _HALVING = "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth"
 _ADD = "compute + seconds of the all-reduce"
-_LOG = "Doubling: 2, 4, 8 ... ranks. Which logarithm counts that?", "log2(ranks), in both formulas"
+_LOG = "Doubling: 2, 4, 8 ... ranks. Which logarithm counts the rounds?", "log2(ranks), in both formulas"
 # Mistake -> (the result that it leads to, hints).
 _MISTAKES = {
-    "no-compute": (lambda n, t, *network: _best(n, *network), "Where is the computing?", _ADD),
+    "no-compute": (lambda n, t, *network: _best(n, *network), "Where is the time of the computation?", _ADD),
     "overlapped": (lambda n, t, *network: max(t, _best(n, *network)),
-        "Nothing is hidden here: the two follow one another.", _ADD),
+        "There is no overlap here: how do the two times combine?", _ADD),
     "compute-shared-out": (lambda n, t, *network: t / n + _best(n, *network),
-        "Every rank computes for `compute` seconds, however many there are: this is weak scaling.", _ADD),
+        "In weak scaling every rank computes for `compute` seconds, with any number of ranks.", _ADD),
     "no-latency": (lambda n, t, count, a, b: t + _best(n, count, 0.0, b),
-        "Every round costs the latency, however short it is.", "rounds * latency + bytes / bandwidth"),
+        "Every round costs the latency, also a short one.", "rounds * latency + bytes / bandwidth"),
     "bandwidth-multiplied": (lambda n, t, count, a, b: t + _best(n, count, a, 1 / b),
-        "bandwidth is bytes a second: how many seconds do so many bytes take?", "rounds * latency + bytes / bandwidth"),
-    "bits": (lambda n, t, count, a, b: t + _best(n, 8 * count, a, b), "count is in bytes, and so is the bandwidth.",
-        _ALL),
+                             "bandwidth is in bytes per second: divide by it.",
+                             "rounds * latency + bytes / bandwidth"),
+    "bits": (lambda n, t, count, a, b: t + _best(n, 8 * count, a, b),
+             "count is in bytes, bandwidth in bytes per second. Which factor is wrong?", _ALL),
     **{f"always-{name.replace('_', '-')}": (lambda n, t, *network, name=name: t + _cost(name, n, *network),
-        f"It is never another one than {name}: are the others missing, or too dear? Count their rounds.", _ALL)
+        f"Your minimum is always {name}. Are the other two missing, or too expensive? Count their rounds.", _ALL)
         for name in MODELS},
     "among-them": (lambda n, t, *network: min(t, *_three(n, *network)),
-        "Computing is no fourth algorithm: it is done first.", _ADD),
+        "Computing is not a fourth algorithm: it happens before all three.", _ADD),
     "compute-added-up": (lambda n, t, *network: t * n + _best(n, *network), "All ranks compute at the same time.",
         _ADD),
     "milliseconds": (lambda n, t, *network: 1000 * (t + _best(n, *network)), "These are milliseconds.", "Seconds."),
-    "mean-of-three": (lambda n, t, *network: t + sum(_three(n, *network)) / 3, "One runs, the cheapest.", "min(...)"),
-    "slowest": (lambda n, t, *network: t + max(_three(n, *network)), "The cheapest of the three is asked for.",
+    "mean-of-three": (lambda n, t, *network: t + sum(_three(n, *network)) / 3, "Only the cheapest runs.",
+                      "min(...)"),
+    "slowest": (lambda n, t, *network: t + max(_three(n, *network)), "The exercise asks for the cheapest of the three.",
         "min(...)"),
-    "all-three": (lambda n, t, *network: t + sum(_three(n, *network)), "One algorithm runs, not all three.",
+    "all-three": (lambda n, t, *network: t + sum(_three(n, *network)), "Only one algorithm runs, not all three.",
         "min(...)"),
     "without-halving": (lambda n, t, *network: t + min(_cost(m, n, *network) for m in ("ring", "recursive_doubling")),
-        "With many ranks and a middling size the third one wins: what does it cost?",
-        "Rabenseifner: 2 log2 N rounds, the ring's bytes."),
+        "With many ranks and a medium size the third algorithm is cheapest. What does it cost?",
+        "Rabenseifner: 2 log2 N rounds, with the bytes of the ring."),
     "without-doubling": (lambda n, t, *network: t + min(_cost(name, n, *network) for name in ("ring", "rabenseifner")),
-        "Two are there; with a short message, the third one wins: it has fewest rounds.",
+        "You have two algorithms. For a short message the third is cheapest: it has the fewest rounds.",
         "Recursive doubling: log2 N rounds, each with all the bytes."),
-    "whole-array": (lambda n, t, count, a, b: t + 2 * (n - 1) * (a + count / b), "A step sends an N-th of it.",
-        "count / ranks"),
+    "whole-array": (lambda n, t, count, a, b: t + 2 * (n - 1) * (a + count / b),
+                    "In each step, a ring sends one N-th of the array.", "count / ranks"),
     "whole-bytes": (_least(halving=lambda n, count, a, b: 2 * math.log2(n) * a + 2 * (n - 1) * (count // n) / b),
-        "An N-th of the bytes need not be a whole number here: is there a //?", "count / ranks"),
+        "One N-th of the bytes may be a fraction here. Do you use //?", "count / ranks"),
     "half-a-ring": (_least(rounds=lambda n: n - 1),
-        "After N - 1 rounds each rank has one sum of the ring. How do the others get it?", "2 * (ranks - 1) rounds"),
+                    "After N - 1 rounds each rank has one sum of the ring. How do others get it?",
+                    "2 * (ranks - 1) rounds"),
     "natural-log": (_least(log=math.log), *_LOG),
     "decimal-log": (_least(log=math.log10), *_LOG),
     "logarithm-of-one": (_least(doubling=lambda n, count, a, b: math.log(n) * (a + count / b)), *_LOG),
     "doubling-latency-once": (_least(doubling=lambda n, count, a, b: a + math.log2(n) * count / b),
-        "Each of the log2 N rounds of doubling is a message, with its own latency.", "log2(ranks) * (latency + ...)"),
+        "Each of the log2 N rounds of doubling is a message with its own latency.", "log2(ranks) * (latency + ...)"),
     "doubling-half": (_least(doubling=lambda n, count, a, b: math.log2(n) * (a + count / b / 2)),
-        "In recursive doubling partners send each other all that they have.",
+        "In recursive doubling partners send each other the whole array.",
         "log2(ranks) * (latency + count / bandwidth)"),
     "halving-own-part": (_least(halving=lambda n, count, a, b: 2 * math.log2(n) * a + 2 * count / b),
-        "A rank does not send its own part: (N - 1) / N of the bytes, twice.", _HALVING),
+        "A rank does not send its own part. Which share of the bytes does it send, and how often?", _HALVING),
     "halving-sends-all": (_least(halving=lambda n, count, a, b: 2 * math.log2(n) * (a + count / b)),
-        "Rabenseifner's rounds send less and less: all of them together send the ring's bytes.", _HALVING),
+        "Rabenseifner's rounds become smaller: together they send the bytes of the ring.", _HALVING),
     "halving-once": (_least(halving=lambda n, count, a, b: math.log2(n) * a + 2 * count * (n - 1) / n / b),
-        "Rabenseifner's has two phases of log2 N rounds each: how many latencies are that?", _HALVING),
+        "Rabenseifner's algorithm has two phases of log2 N rounds each. How many latencies are these?", _HALVING),
     "halving-half": (_least(halving=lambda n, count, a, b: 2 * math.log2(n) * a + count * (n - 1) / n / b),
-        "Rabenseifner's sends the ring's bytes: what the ring's 2 (N - 1) rounds send together.", _HALVING),
+        "Rabenseifner's algorithm sends as many bytes as the 2 (N - 1) rounds of the ring.", _HALVING),
     "halving-latency-once": (_least(halving=lambda n, count, a, b: a + 2 * count * (n - 1) / n / b),
         "Each round is a message with its own latency: 2 (N - 1) in the ring, 2 log2 N in Rabenseifner's.", _HALVING),
-    "tree": (lambda n, t, *network: t + _cost("tree", n, *network), "A tree moves the whole array in every round.",
+    "tree": (lambda n, t, *network: t + _cost("tree", n, *network), "A tree sends the whole array in every round.",
         _ALL),
 }
 

@@ -6,8 +6,8 @@ QUERIES, KEYS, WIDTH = 3, 4, 2
 LARGE = 1e4  # its exponential overflows
 # Case -> (factor of the scores, constant added to them).
 SCORES = {"ordinary scores": (1, 0), "large scores": (LARGE, 0), "scores far below zero": (1, -10 * LARGE)}
-_ONE_AT_LEAST = ("It is right for ordinary scores. Is 0, or -1e4, taken for the least that a score can be?",
-                 "Only -inf is below every score: nothing is cut off, by clamp() or where a search begins.")
+_ONE_AT_LEAST = ("The code works for ordinary scores. Does it use 0, or -1e4, as the smallest possible score?",
+                 "Only -inf is below every score: do not limit scores, with clamp() or with a start value.")
 
 
 def numbers(rank: int, *shape: int, of: int = 0):
@@ -80,16 +80,18 @@ def observe_merge(merge, comm):
     return seen
 
 
-_WEIGHT = "Each block is an average. What share has it of the sum of all exponentials?"
+_WEIGHT = "Each block is an average. What is its share of the sum of all exponentials?"
 _MERGES = {
-    "old-not-rescaled": (lambda a, b, w, v: a + v * b, "The new block gets its share. And what was there before?",
-        "(lse - total).exp() is the share of what was there: out has to be multiplied by it."),
-    "new-not-rescaled": (lambda a, b, w, v: w * a + b, "What was there gets its share. And the new block?",
-        "(block_lse - total).exp() is the share of the new block."),
-    "swapped": (lambda a, b, w, v: v * a + w * b, "Which of the two has the larger share?", _WEIGHT),
-    "added": (lambda a, b, w, v: a + b, _WEIGHT, "With two blocks of equal sums each counts for a half."),
-    "left-out": (lambda a, b, w, v: a, "That is what was there before. Where is the new block?", _WEIGHT),
-    "mean": (lambda a, b, w, v: (a + b) / 2, _WEIGHT, "A block of large scores counts for more."),
+    "old-not-rescaled": (lambda a, b, w, v: a + v * b,
+                         "The new block's share is right. And the old share?",
+                         "(lse - total).exp() is the old share: multiply out by it."),
+    "new-not-rescaled": (lambda a, b, w, v: w * a + b,
+                         "The old share is right. And the new block's share?",
+                         "(block_lse - total).exp() is the share of the new block."),
+    "swapped": (lambda a, b, w, v: v * a + w * b, "Which of the two blocks has the larger share?", _WEIGHT),
+    "added": (lambda a, b, w, v: a + b, _WEIGHT, "If two blocks have equal sums, each has a share of a half."),
+    "left-out": (lambda a, b, w, v: a, "This is the result without the new block. Where do you add it?", _WEIGHT),
+    "mean": (lambda a, b, w, v: (a + b) / 2, _WEIGHT, "A block of large scores has a larger share."),
 }
 
 
@@ -101,7 +103,7 @@ def judge_merge(observations) -> None:
         if "error" in seen:
             raise Wrong(
                 "type", rank, f"out of {(QUERIES, WIDTH)}, and total of {(QUERIES,)}", seen["error"],
-                "Return both: return out, total. A share of (queries,) meets out of (queries, width): share[:, None]")
+                "Return both: return out, total. Shape (queries,) times (queries, width) needs share[:, None]")
         for what, ((a, lse), (b, block_lse)) in pairs(rank).items():
             (out, total), right = seen[what], torch.logaddexp(lse, block_lse)
             w, v = ((each - right).exp()[:, None] for each in (lse, block_lse))
@@ -110,9 +112,9 @@ def judge_merge(observations) -> None:
             if not (out.isfinite().all() and total.isfinite().all()):
                 first = what == "the first block"
                 wrong("no-number-at-first" if first else "overflow", True, "no number",
-                      "Before the first block lse is -inf: what is -inf - (-inf)?" if first
+                      "Before the first block lse is -inf. What is -inf - (-inf)?" if first
                       else f"What are exp({LARGE:g}), exp(-{LARGE:g}) and 0 / 0? Each query needs its largest score.",
-                      "torch.logaddexp(lse, block_lse) takes care of all of them.")
+                      "torch.logaddexp(lse, block_lse) handles all of these cases.")
             wrong("least-score", "far" in what and not (same(out, w * a + v * b) and same(total, right)),
                   "something else", *_ONE_AT_LEAST)
             if not same(out, w * a + v * b):
@@ -121,15 +123,15 @@ def judge_merge(observations) -> None:
                 larger = torch.maximum(lse, block_lse)
                 wrong("largest",
                       same(out, sum((each - larger).exp()[:, None] * x for each, x in ((lse, a), (block_lse, b)))),
-                      "shares that add up to more than one",
-                      "The sum of two exponentials is more than the larger of them.", "torch.logaddexp, not maximum")
-                wrong("other-average", True, "another one", _WEIGHT, "exp(lse - total), for each block.")
+                      "shares with a sum above one",
+                      "The sum of two exponentials is larger than each of them.", "torch.logaddexp, not maximum")
+                wrong("other-average", True, "another number", _WEIGHT, "exp(lse - total), for each block.")
             if not same(total, right):
-                wrong("rounded", torch.allclose(total, right, 1e-5), "nearly that: it was rounded",
-                      "In which type is the log-sum-exp computed?", "Keep the type of lse: no .float().")
+                wrong("rounded", torch.allclose(total, right, 1e-5), "nearly the right values, but rounded",
+                      "In which type do you compute the log-sum-exp?", "Use the type of lse: no .float().")
                 said = {
-                    "lse-not-carried": (lambda old, new: old, "of the old ones alone"),
-                    "other-lse": (lambda old, new: new, "of the new block alone"),
+                    "lse-not-carried": (lambda old, new: old, "the log-sum-exp of the old blocks only"),
+                    "other-lse": (lambda old, new: new, "the log-sum-exp of the new block only"),
                     "largest-lse": (torch.maximum, "the larger of the two"),
                 }
                 # A mistake is named only if it explains the results of all ranks and cases.
@@ -139,7 +141,7 @@ def judge_merge(observations) -> None:
                 mistake = found[0] if found else "other-lse"
                 told = said[mistake][1] if found else "another number"
                 raise Wrong(mistake, rank, f"{what}: log-sum-exp of the scores of both", told,
-                            "The next block will be merged with this result. Which two values does that merge need?",
+                            "The next block will be merged with this result. Which two values does this merge need?",
                             "return out, torch.logaddexp(lse, block_lse)")
 
 
@@ -200,13 +202,13 @@ def judge_add_block(observations) -> None:
     for rank, seen in enumerate(observations):
         if "error" in seen:
             raise Wrong("type", rank, "top and total of (queries,), and out of (queries, width)", seen["error"],
-                        "Return the three: return new_top, total, out")
+                        "Return all three: return new_top, total, out")
     hints = {
-        "out-not-rescaled": "total is rescaled when a larger score arrives. And out, which is made of the same?",
-        "total-not-rescaled": "out is rescaled when a larger score arrives. And total, by which it is divided?",
-        "not-rescaled": "A larger score arrives: by how much too large is what was added before?",
-        "new-rescaled": "Against which score is the new block's weight computed: has it to be rescaled, too?",
-        "top-not-carried": "Against which score was the last block's weight computed, and where is that score kept?",
+        "out-not-rescaled": "You rescale total when a larger score arrives. Must you also rescale out?",
+        "total-not-rescaled": "You rescale out when a larger score arrives. Must you also rescale total, the divisor?",
+        "not-rescaled": "A larger score arrives. By which factor are the old sums too large?",
+        "new-rescaled": "The weights of the new block use the new largest score. Must they be rescaled too?",
+        "top-not-carried": "Which largest score did the weights of the last block use, and where do you store it?",
     }
     for what, scores in SCORES.items():
         for rank, seen in enumerate(observations):
@@ -221,11 +223,12 @@ def judge_add_block(observations) -> None:
                 first = what == "ordinary scores"
                 wrong("least-score", "far" in what, "no number", *_ONE_AT_LEAST)
                 wrong("no-number" if first else "overflow", True, "NaN",
-                      "Before the first block top is -inf: in which direction may it be subtracted?" if first
-                      else f"What is exp({LARGE:g}), and what is 0 / 0? Each query has its own largest score so far.",
+                      "Before the first block top is -inf. In which direction may you subtract it?" if first
+                      else f"What is exp({LARGE:g}), and what is 0 / 0? Each query needs its largest score so far.",
                       _RESCALED)
             wrong("other-average", True, "another one",
-                  "Two blocks by hand: after each, total and out times exp(top) are plain sums. Of what?", _RESCALED)
+                  "Compute two blocks by hand. After each, total and out times exp(top) are plain sums. Of what?",
+                  _RESCALED)
 
 
 EXERCISES = {

@@ -37,44 +37,47 @@ def judge_send_home(observations) -> None:
         return sum(summand(rank, owner % ranks) for rank in range(ranks))
 
     for rank, seen in enumerate(observations):
-        got, expected = seen["got"], f"the gradients of rank {rank}'s own keys, a summand from each of {ranks} ranks"
+        got, expected = seen["got"], f"the gradients of rank {rank}'s own keys, one summand from each of {ranks} ranks"
         if isinstance(got, str):
-            raise Wrong("type", rank, f"a tensor of {(2, KEYS, WIDTH)}", got, "Return what is home again.",
-                        "pass_on starts to send. Call what it returns: pass_on(comm, travelling)()")
+            raise Wrong("type", rank, f"a tensor of {(2, KEYS, WIDTH)}", got,
+                        "Return this rank's own gradients.",
+                        "pass_on starts to send. Call its result: pass_on(comm, travelling)()")
         others = {
-            "one-hop-too-few": (complete(rank + 1), f"complete, and those of rank {(rank + 1) % ranks}",
-                                "Nothing is missing in them. Whose are they?",
-                                "After N steps, one hop more: return pass_on(comm, travelling)()"),
-            "one-hop-too-many": (complete(rank - 1), f"complete, and those of rank {(rank - 1) % ranks}",
-                                 "Is there a hop too many, or does the last one go in the wrong direction?",
-                                 "N hops for N ranks, all in one direction. The last one follows the last step."),
-            "alone": (summand(rank, rank), "this rank's summand alone",
-                      "Whose queries look at these keys? What they add has to arrive, too."),
-            "overwritten": (summand((rank - 1) % ranks, rank), "a single summand, another rank's",
-                            "What travels is to grow: each rank adds its own to what arrives.",
+            "one-hop-too-few": (complete(rank + 1), f"complete, but for the keys of rank {(rank + 1) % ranks}",
+                                "The gradients are complete, but they belong to the keys of another rank. Which one?",
+                                "After N steps, send once more: return pass_on(comm, travelling)()"),
+            "one-hop-too-many": (complete(rank - 1), f"complete, but for the keys of rank {(rank - 1) % ranks}",
+                                 "Is there one hop too many, or does the last hop go in the wrong direction?",
+                                 "N hops for N ranks, all in one direction. The last hop is after the last step."),
+            "alone": (summand(rank, rank), "only this rank's summand",
+                      "Which ranks' queries use these keys? Their summands must arrive too."),
+            "overwritten": (summand((rank - 1) % ranks, rank), "only the summand of another rank",
+                            "Each rank adds its summand to the tensor that arrives. Where do you add?",
                             "here = summand(owner) + pass_on(comm, travelling)()"),
-            "of-all": (sum(complete(owner) for owner in range(ranks)), "the sum of all ranks' gradients, of all keys",
-                       "Each rank has different keys."),
+            "of-all": (sum(complete(owner) for owner in range(ranks)), "the sum of all ranks' gradients, for all keys",
+                       "Each rank has different keys. Why do you add their gradients?"),
             "divided": (complete(rank) / ranks, f"divided by {ranks}",
-                        "The gradient of keys is a sum over all queries, wherever they are: nobody divides."),
+                        "The gradient of keys is a sum over all queries, on all ranks. Which line divides?"),
         }
         if not same(got, complete(rank), 1e-12):
             wrong = rows(rank, expected)
             for mistake, (other, told, *hints) in others.items():
                 wrong(mistake, same(got, other), told, *hints)
-            wrong("rounded", same(got, complete(rank)), "nearly that: it was rounded", "In which type do they travel?")
+            wrong("rounded", same(got, complete(rank)), "nearly right, but rounded",
+                  "In which type do you send them?")
             wrong("other-gradients", True, _in_words(got, ranks),
-                  "Follow one tensor from hop to hop: where does it begin, who adds what to it, and where does it end?",
-                  "In step s a rank has the keys of owner (comm.rank - step) % comm.size; N hops bring them home.")
+                  "Follow one tensor. Where does it start, which ranks add to it, and where does it end?",
+                  "In step s a rank has the keys of owner (comm.rank - step) % comm.size; after N hops they are back.")
     for rank, seen in enumerate(observations):
         wrong, owners = rows(rank), [(rank - step) % ranks for step in range(ranks)]
         wrong("too-many-bytes", seen["sent"] > ranks * size, f"{ranks} hops of {size} bytes at most",
-              f"{seen['sent']} bytes", "The values are right. What has to travel: every summand, or sums of them?",
-              "One tensor in each hop, to which everybody adds.")
+              f"{seen['sent']} bytes",
+              "The values are right, but you send too much: summands, or sums?",
+              "Send one tensor in each hop, and add every rank's summand to it.")
         wrong("keys-not-there", [owner for owner, _ in groupby(seen["asked"])] != owners,
               f"summand({'), summand('.join(map(str, owners))}), in this order", f"owners {seen['asked']}",
-              "The values are right, by keys that this rank does not have. Whose keys does it have in step s?",
-              "owner = (comm.rank - step) % comm.size. One hop is missing, after the last step.")
+              "The values are right, but for keys that this rank does not have. Whose keys does it have in step s?",
+              "owner = (comm.rank - step) % comm.size. One hop is missing after the last step.")
 
 
 def _in_words(got, ranks: int) -> str:
@@ -82,7 +85,7 @@ def _in_words(got, ranks: int) -> str:
     each = [(rank, owner) for owner in range(ranks) for rank in range(ranks)]
     often = factors(got, *(summand(*one) for one in each)) if len(each) <= got.numel() else None
     if often is None:
-        return "something else than such summands"
+        return "something else, not these summands"
     of_keys = {owner: [] for owner in range(ranks)}
     for (rank, owner), times in zip(each, often, strict=True):
         if abs(times) > 1e-6:

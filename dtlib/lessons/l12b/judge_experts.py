@@ -58,9 +58,9 @@ def judge_balance(observations) -> None:
         wrong = rows(rank)
         wrong("type", "error" in seen, "a loss: one number", seen.get("error"), "Return a tensor with one element.")
         wrong("detached", any(gradient is None for _, gradient in seen["seen"]),
-              "a loss with a gradient for the probabilities", "a number without one",
-              "The gate learns from this loss by its gradient. Where is it lost?",
-              "The share of choices has none; probabilities.mean(0) has, if nothing detaches it.")
+              "a loss with a gradient for the probabilities", "a number without a gradient",
+              "The gate learns from the gradient of this loss. Which line loses the gradient?",
+              "The share of choices has no gradient; probabilities.mean(0) has one, if no line detaches it.")
     ones = torch.ones(TOKENS, 1).double() * EXPERTS / TOKENS
     for rank, seen in enumerate(observations):
         factors = []
@@ -73,17 +73,17 @@ def judge_balance(observations) -> None:
             wrong = rows(rank, expected)
             if of_one and ranks > 1:
                 wrong("one-ranks-share", True, f"the share of rank {of_one[0]}'s choices, on all ranks",
-                      "All ranks use the same share now. Whose choices are in it?", _MEAN)
+                      "All ranks now use the same share. Which rank's choices does it count?", _MEAN)
             wrong("own-share", same(got, own) and not same(own, ones * of_all),
-                  "the share of this rank's choices alone",
-                  "Each rank may be in balance, and all together not: whose choices are to be counted?", _MEAN)
+                  "only the share of this rank's choices",
+                  "Each rank may be in balance, but not all ranks together. Whose choices must you count?", _MEAN)
             # The gradient may be right up to a factor, which says what is wrong (_judge_factors).
             factor = got.sum() / (ones * of_all).sum()
             if not same(got, factor * ones * of_all):
                 soft = sum(choices(each, top)[0].mean(0) for each in range(ranks)) / ranks
                 raise Wrong(*(("probabilities-twice",) if same(got, ones * soft) or same(got, 2 * ones * soft)
                             else ("other-gradient",)), rank, expected, "another gradient",
-                            "What is counted, and what is averaged? Shares of choices, and means of probabilities.",
+                            "Which values do you count? Use shares of choices, and means of probabilities.",
                             "experts * (share * probabilities.mean(0)).sum(), with the share of all ranks")
             factors.append(float(factor))
         _judge_factors(rank, factors, ranks)
@@ -93,31 +93,34 @@ def judge_balance(observations) -> None:
         share, probability = sum(share_of(c) for _, c in both) / ranks, sum(p.mean(0) for p, _ in both) / ranks
         if not abs(mean - EXPERTS * float((share * probability).sum())) < 1e-6:
             raise Wrong("other-value", 0, "a mean over ranks that is the loss of all tokens", f"{mean:.4g}",
-                        "The gradients are right, the value is not: what is added to it?")
+                        "The gradients are right, the value is not. Which term do you add?")
 
 
 def _judge_factors(rank: int, factors: list[float], ranks: int) -> None:
     """Recognise a mistake from the factors of the gradient, with one and with two choices per token."""
     known = {
-        (1, 2): ("of-tokens", "With two choices a token, there are twice as many choices as tokens.",
+        (1, 2): ("of-tokens",
+                 "With two choices per token, there are twice as many choices as tokens.",
                  "chosen.numel(), not len(chosen)"),
-        (ranks, ranks): ("summed", "Shares add up to one. And the sum of all ranks' shares?", _MEAN),
-        (1 / ranks, 1 / ranks): ("divided-twice", "The mean is taken. Who divides again?",
-                                 "op=dist.ReduceOp.AVG, and no more"),
-        (TOKENS, TOKENS): ("sum-of-probabilities", "A share is between 0 and 1. And a mean probability?",
+        (ranks, ranks): ("summed", "Shares add up to one. What is the sum of the shares of all ranks?", _MEAN),
+        (1 / ranks, 1 / ranks): ("divided-twice", "You already have the mean. Which line divides again?",
+                                 "op=dist.ReduceOp.AVG. Do not divide again."),
+        (TOKENS, TOKENS): ("sum-of-probabilities", "A share is between 0 and 1. Is your mean probability, too?",
                            "probabilities.mean(0)"),
-        (ranks / EXPERTS, ranks / EXPERTS): ("ranks-for-experts", "How many experts are there?",
-                                             "experts = probabilities.shape[1]; an expert need not have a rank."),
-        (1 / EXPERTS, 1 / EXPERTS): ("without-experts", "It is 1 where all experts get as much. What is missing?",
+        (ranks / EXPERTS, ranks / EXPERTS): ("ranks-for-experts",
+                                             "How many experts are there? The number of ranks may differ.",
+                                             "experts = probabilities.shape[1]; some experts may share a rank."),
+        (1 / EXPERTS, 1 / EXPERTS): ("without-experts",
+                                     "With equally many tokens per expert it must be 1. Which factor is missing?",
                                      "experts * (...).sum()"),
     }
     wrong = rows(rank, "experts * sum of share * mean probability")
-    times = f"{factors[0]:.3g} and {factors[1]:.3g} times as much, with one and two choices a token"
+    times = f"{factors[0]:.3g} and {factors[1]:.3g} times as much, with one and two choices per token"
     for found, (mistake, *hints) in known.items():
         wrong(mistake, found != (1, 1) and all(abs(a - b) < 1e-6 for a, b in zip(factors, found, strict=True)),
               times, *hints)
     wrong("other-factor", not all(abs(factor - 1) < 1e-6 for factor in factors),
-          times, "By what is divided, and how often?", "A share is choices of an expert / all choices.")
+          times, "By what do you divide, and how often?", "A share is the choices of an expert / all choices.")
 
 
 # Dispatching tokens
@@ -216,19 +219,19 @@ def judge_dispatch(observations) -> None:
         for rank, seen in enumerate(observations):
             (x, chosen), (got, sent) = everyones[rank][what], seen[what]
             wrong = rows(rank)
-            wrong("type", isinstance(got, str), f"{what}: {tuple(x.shape)}, a row a token", got,
-                  "Return one row for each token of this rank. Which ranks wait for the rows that arrived?",
-                  "A second all_to_all_single sends them back: received and sent change places.")
+            wrong("type", isinstance(got, str), f"{what}: {tuple(x.shape)}, one row per token", got,
+                  "Return one row for each token of this rank. Which ranks wait for the rows that you received?",
+                  "A second all_to_all_single sends them back: exchange received and sent.")
             right = torch.stack([expert_of(int(e))(row) for e, row in zip(chosen, x, strict=True)]) if len(x) else x
             if len(x) and not same(got, right, 1e-12):
-                _explain_dispatch(rank, f"{what}: of each token what its expert computes of it", got, right, x)
+                _explain_dispatch(rank, f"{what}: for each token the output of its expert", got, right, x)
             leave = int((chosen != rank).sum())
             arrive = sum(int((theirs == rank).sum()) for other, theirs in enumerate(chosen_by) if other != rank)
             most = (leave + arrive) * WIDTH * 8
             wrong("too-many-bytes", sent > most + SPARE,
-                  f"{what}: {most} bytes, {leave} rows that leave and {arrive} that go back", f"{sent} bytes",
-                  "The values are right. Which rows have to travel?",
-                  "all_to_all_single(out, rows, received, sent, ...): a number of rows for each rank, and zero is one.")
+                  f"{what}: {most} bytes, {leave} rows to other ranks and {arrive} rows back", f"{sent} bytes",
+                  "The values are right, but you send too much. Which rows must be sent?",
+                  "all_to_all_single(out, rows, received, sent, ...): the rows for each rank, which may be zero.")
 
 
 def _explain_dispatch(rank, expected, got, right, x) -> None:
@@ -237,23 +240,24 @@ def _explain_dispatch(rank, expected, got, right, x) -> None:
     lost = (got == 0).all(1) | (got == x).all(1)
     is_there = [(got - row).abs().amax(1).min() < 1e-6 for row in right]
     wrong = rows(rank, expected)
-    wrong("own-expert", same(got, expert_of(rank)(x)), "what this rank's expert computes of all of them",
-          "A token belongs to expert chosen[i], which is on rank chosen[i]: is it there when expert is called?",
-          "Sort the tokens by their expert, and all_to_all_single.")
-    wrong("unchanged", same(got, x), "the tokens as they were", "Who calls expert(rows)?")
+    wrong("own-expert", same(got, expert_of(rank)(x)), "the output of this rank's expert for all of them",
+          "A token belongs to expert chosen[i], on rank chosen[i]. Do you send the token there before the call?",
+          "Sort the tokens by their expert, then call all_to_all_single.")
+    wrong("unchanged", same(got, x), "the unchanged tokens", "Where do you call expert(rows)?")
     wrong("lost", bool(lost.any()) and all(same(c, r) for c, r in zip(got[~lost], right[~lost], strict=True)),
-          f"{int(lost.sum())} of {len(x)} tokens without an answer",
-          "How many rows does each rank get? Not as many as each other one.",
-          "Counts travel first: all_to_all_single of how many go where, and then of rows.")
-    wrong("rounded", same(got, right, 1e-2), "nearly that: it was rounded", "In which type do rows travel?",
-          "torch.empty(...) is float32: x.new_empty(...) has the type of x.")
+          f"{int(lost.sum())} of {len(x)} tokens without a result",
+          "How many rows does each rank receive? The numbers differ between ranks.",
+          "First send the numbers of rows with all_to_all_single, and then the rows.")
+    wrong("rounded", same(got, right, 1e-2), "nearly the right values, but rounded",
+          "In which type do you send the rows?", "torch.empty(...) is float32: x.new_empty(...) has the type of x.")
     wrong("not-in-order", all(is_there), "the right rows, in another order",
-          "Rows were sorted to be sent. Which token does the first that is back belong to?",
+          "You sorted the rows before you sent them. To which token does the first returned row belong?",
           "out[order] = back, with order = chosen.argsort(stable=True)")
-    wrong("no-number", bool(torch.isnan(got).any()), "NaN", "torch.empty has what was there: is all of it written?")
+    wrong("no-number", bool(torch.isnan(got).any()), "NaN",
+          "Do you overwrite all old values of torch.empty?")
     wrong("other-rows", True, "others",
-          "In which order do rows arrive, and in which do they go back? Play it with two tokens.",
-          "What arrives is sorted by rank; what goes back, too.")
+          "In which order do rows arrive, and in which order do you send them back? Try it with two tokens.",
+          "The received rows are sorted by rank. Send them back in the same order.")
 
 
 EXERCISES = {

@@ -32,7 +32,7 @@ def outer_played(ranks: int, mistake: str = "", rank: int = 0) -> list:
     return starts
 
 
-_FIRST = "dist.all_reduce(gradient, op=dist.ReduceOp.AVG, group=comm.group) is first; velocity is made of that."
+_FIRST = "First dist.all_reduce(gradient, op=dist.ReduceOp.AVG, group=comm.group); compute velocity from the result."
 
 
 def observe_outer(outer_step, comm):
@@ -56,28 +56,30 @@ def judge_outer(observations) -> None:
         if "error" in seen:
             raise Wrong("type", rank, f"two tensors of {COUNT} numbers: the new start, and the velocity", seen["error"],
                         "Return both: return start, velocity")
-    ranks, what = len(observations), f"Nesterov's step by the outer gradient, the same on all ranks, in {STEPS} rounds"
+    ranks, what = len(observations), f"Nesterov's step with the outer gradient, equal on all ranks, in {STEPS} rounds"
     right = outer_played(ranks)
     if ranks > 1 and all(
         close(s["starts"], outer_played(ranks, "own-parameters", r)) for r, s in enumerate(observations)
     ):
-        raise Wrong("own-parameters", 0, what, "ranks begin the next round in different places",
-                    "From where does the step go: from where the round began, or from where this rank is now?",
+        raise Wrong("own-parameters", 0, what, "ranks start the next round at different points",
+                    "Where do you step from: the start of the round, or the current parameters of this rank?",
                     "start - rate * (gradient + momentum * velocity)")
     if len(observations) > 1 and any(not close(seen["starts"], observations[0]["starts"]) for seen in observations):
-        raise Wrong("ranks-differ", 1, what, "ranks begin the next round in different places",
-                    "Which of the numbers are this rank's own: is the velocity made of them, or of their mean?",
+        raise Wrong("ranks-differ", 1, what, "ranks start the next round at different points",
+                    "Which values differ between ranks? Do you compute the velocity from them, or from their mean?",
                     _FIRST)
     step = "start - rate * (gradient + momentum * velocity)"
     hints = {
-        "sum": ("The gradient is the mean over ranks: who divides?", "op=dist.ReduceOp.AVG"),
-        "divided-twice": ("The gradient is the mean over ranks: who divides once more?", "op=dist.ReduceOp.AVG"),
-        "heavy-ball": ("That is momentum without Nesterov's look ahead.",
-            f"velocity = momentum * velocity + gradient comes first; then {step}, with the new velocity"),
-        "no-momentum": ("The velocity is computed: where is it used?", step),
-        "momentum-twice": ("The next call multiplies the velocity by momentum: what is returned now?",
-            "return ..., velocity, as it was computed"),
-        "wrong-way": ("The gradient is start - parameters: a gradient points uphill.", "start - rate * (...)"),
+        "sum": ("The gradient must be the mean over ranks. Which line divides?", "op=dist.ReduceOp.AVG"),
+        "divided-twice": ("The gradient is the mean already. Which line divides again?",
+                          "op=dist.ReduceOp.AVG"),
+        "heavy-ball": ("This is momentum without Nesterov's look-ahead. Which term is missing?",
+            f"First velocity = momentum * velocity + gradient; then {step}, with the new velocity"),
+        "no-momentum": ("You compute the velocity. Where do you use it?", step),
+        "momentum-twice": ("The next call multiplies the velocity by momentum. Which velocity do you return?",
+            "return ..., velocity, without further factors"),
+        "wrong-way": ("The gradient is start - parameters: it points uphill.",
+                      "start - rate * (...)"),
     }
     for rank, seen in enumerate(observations):
         if close(seen["starts"], right):
@@ -88,21 +90,21 @@ def judge_outer(observations) -> None:
         got, wanted = _in_gradients(seen["starts"], ranks), _in_gradients(right, ranks)
         first = [round(number, 4) for number in got[0]]
         of_one = [r for r in range(ranks) if not first and factors(as_tensor(seen["starts"][0]), gradient_of(r, 0))]
-        hint = "In round 1 velocity and gradient are the same: how often do rate and momentum act?"
+        hint = "In round 1 velocity and gradient are equal. How often do you use the rate and the momentum?"
         if of_one:
-            hint = f"Round 1 goes back along the gradient of rank {of_one[0]} alone: whose mean is it?"
+            hint = f"Round 1 uses only the gradient of rank {of_one[0]}. Which ranks must the mean include?"
         elif first == [round(number, 4) for number in wanted[0]]:
-            hint = "The first round is right. What is the velocity that the second one gets, and what becomes of it?"
+            hint = "The first round is right. Which velocity does the second round receive, and what do you do with it?"
         elif first == [round(RATES[0] * (1 + MOMENTUM) - 1, 4)]:
-            hint = "Is `start` still where the round began? Operations in place, such as all_reduce, change it."
+            hint = "Is `start` still the start of the round? Operations in place, such as all_reduce, change it."
         elif first == [round(RATES[0] * (1 + MOMENTUM) + 1, 4)]:
-            hint = "It goes once too often along the gradient: does it begin at `start`, or at a mean of parameters?"
+            hint = "You subtract the gradient once too often. Do you begin at `start`, or at a mean of parameters?"
         wrong("other-step", True, f"{what}: {_told(wanted)}", _told(got) if got[0] + got[1] else "another step",
               hint, f"velocity = momentum * velocity + gradient; start = {step}")
     differ = [r for r, seen in enumerate(observations) if not close([seen["velocity"]], [observations[0]["velocity"]])]
     if differ:
-        raise Wrong("own-velocity", differ[0], "the same velocity on all ranks", "another one than rank 0's",
-                    "The starts are right, as a mean hides it. Which velocity would a checkpoint of rank 0 have?",
+        raise Wrong("own-velocity", differ[0], "the same velocity on all ranks", "a different velocity than rank 0",
+                    "The starts are right, because you average them. Which velocity is in rank 0's checkpoint?",
                     _FIRST)
 
 
@@ -117,8 +119,8 @@ def _in_gradients(starts, ranks: int) -> tuple[list, list]:
 
 def _told(numbers) -> str:
     one, two = ([f"{round(number, 9) + 0:.3g}" for number in each] for each in numbers)
-    second = f"; round 2 {two[0]} times its gradient and {two[1]} times that of round 1" if two else ""
-    return f"round 1 goes back {one[0]} times the gradient{second}" if one else "no gradient of all ranks"
+    second = f"; round 2 {two[0]} times its gradient and {two[1]} times the gradient of round 1" if two else ""
+    return f"round 1 subtracts {one[0]} times the gradient{second}" if one else "no gradient of all ranks"
 
 
 EXERCISES = {"outer-fix": Exercise("outer_step", observe_outer, judge_outer, any_size=True)}

@@ -103,28 +103,36 @@ def of_top_k(fraction: float) -> dict:
         return [w * largest_of(wanted[0], fraction).ne(0) for w in wanted]
 
     return {
-        "k-rounded": ({"send": floor}, f"{fraction} of {COUNT} are {fraction * COUNT:g} elements. How many are sent?",
+        "k-rounded": ({"send": floor},
+                      f"{fraction} of {COUNT} are {fraction * COUNT:g} elements. How many do you send?",
                       "k = math.ceil(fraction * len(gradient)): round up."),
-        "by-gradient": ({"send": largest, "sent_of": by_gradient}, "What was kept grows. When is such a place sent?",
-            "Choose places by (gradient + kept).abs(), not by the gradient alone."),
-        "rank-0-places": ({"send": largest, "sent_of": by_rank_0}, "Whose largest elements do other ranks send?",
-                          "Each rank chooses its own places, and all_gather tells them to the others."),
+        "by-gradient": ({"send": largest, "sent_of": by_gradient},
+                        "The kept part grows. When do you send such a position?",
+                        "Select positions by (gradient + kept).abs(), not by the gradient alone."),
+        "rank-0-places": ({"send": largest, "sent_of": by_rank_0}, "Which rank's largest elements does each rank send?",
+                          "Each rank selects its own positions, and all_gather sends them to the other ranks."),
         "others-dropped": ({"send": largest, "feedback": "others' too"},
-                           "An element that another rank has sent, and this one has not: who keeps it?",
+                           "Another rank sent an element, and this rank did not. Which rank must keep it?",
                            "wanted.index_fill(0, places, 0), with this rank's own places."),
-        "overwritten": ({"send": largest, "mean_of": overwritten}, "Two ranks may send the same place: and then?",
+        "overwritten": ({"send": largest, "mean_of": overwritten},
+                        "Two ranks may send one position: what happens?",
                         "mean.index_add_(0, places, values / comm.size) adds; mean[places] = values overwrites."),
-        "own-places": ({"send": largest, "mean_of": at_own_places}, "Each rank has other places: who tells the others?",
-                       "all_gather the places, too."),
-        "unsigned": ({"send": largest, "mean_of": of_sizes}, "What travels: sizes, or values with their signs?",
+        "own-places": ({"send": largest, "mean_of": at_own_places},
+                       "Positions differ between ranks. Who sends them?",
+                       "all_gather the positions too."),
+        "unsigned": ({"send": largest, "mean_of": of_sizes},
+                     "Do you send values with their signs?",
                      "places = wanted.abs().topk(k).indices; values = wanted[places]"),
-        "smallest": ({"send": smallest}, "Which elements are worth their bytes: the largest in size, or the smallest?",
+        "smallest": ({"send": smallest},
+                     "Should you send the largest sizes, or the smallest?",
                      "wanted.abs().topk(k).indices"),
-        "by-senders": ({"send": largest, "mean_of": by_senders}, "Some ranks send nothing: are they in the mean, as 0?",
+        "by-senders": ({"send": largest, "mean_of": by_senders},
+                       "Does your mean include ranks that send nothing, as 0?",
                        "mean.index_add_(0, places, values / comm.size)"),
         "k-shared-out": ({"send": largest, "sent_of": k_shared_out}, "How many elements does each rank send?",
                          "k = math.ceil(fraction * len(gradient)), on each rank."),
-        "signed": ({"send": signed}, "Which is larger, -5 or 1? By size, not by sign.", "wanted.abs().topk(k).indices"),
+        "signed": ({"send": signed}, "Which is larger, -5 or 1? Compare absolute values.",
+                   "wanted.abs().topk(k).indices"),
     }
 
 
@@ -135,11 +143,11 @@ def judge_signs(observations) -> None:
         return [w.sign() * g.abs().mean() for w, g in zip(wanted, own, strict=True)]
 
     others = {
-        "gradient-scale": ({"send": signs_of, "sent_of": own_scale}, "Of which tensor is the mean size taken?",
+        "gradient-scale": ({"send": signs_of, "sent_of": own_scale}, "From which tensor do you compute the mean size?",
                            "wanted.sign() * wanted.abs().mean()"),
         "kept-sent-whole": ({"send": signs_of, "feedback": "beside"},
-                            "What was kept travels as it is: is that a bit for each number?",
-                            "Add it before signs are taken: wanted = gradient + kept, then wanted.sign()."),
+                            "You send the kept part unchanged. Is that one bit per number?",
+                            "Add it before you compute signs: wanted = gradient + kept, then wanted.sign()."),
     }
     _judge_feedback(observations, signs_of, others)
 
@@ -151,8 +159,8 @@ def judge_top_k(observations) -> None:
         _judge_bytes(seen, math.ceil(fraction * COUNT))
     for rank, (_, long) in enumerate(observations):
         rows(rank)("small-places", not long["at their places"], "the mean of 70,000 elements", "another one",
-                   f"With {COUNT} elements it is right. Has the type of the places numbers as large as 70,000?",
-                   "int16 ends at 32,767, and uint8 at 255: places travel as int32, or as int64, as topk gives them.")
+                   f"It is right with {COUNT} elements. Can the type of the positions store 70,000?",
+                   "int16 ends at 32,767, and uint8 at 255: send positions as int32, or as int64, the type of topk.")
     _judge_bytes([long for _, long in observations], FEW)
 
 
@@ -160,20 +168,20 @@ def _judge_bytes(seen, k: int) -> None:
     most = (len(seen) - 1) * k * (8 + 8)
     for rank, one in enumerate(seen):
         rows(rank)("too-many-bytes", one["bytes"] > most,
-                   f"at most {most} bytes for k = {k} on {len(seen)} ranks: places and values, by all_gather",
+                   f"at most {most} bytes for k = {k} on {len(seen)} ranks: positions and values, by all_gather",
                    f"{one['bytes']} bytes",
-                   "The values are right. What travels: k elements, or all, zeros and those of the same size, too?",
-                   "Two all_gathers of k elements each: places, and wanted[places]. Then index_add_ into zeros.")
+                   "The values are right. Do you send k elements, or all, or also zeros and equal values?",
+                   "Two all_gathers of k elements each: positions, and wanted[places]. Then index_add_ into zeros.")
 
 
 def _judge_feedback(observations, send, others=None) -> None:
     for rank, seen in enumerate(observations):
         wrong = rows(rank)
-        wrong("type", "error" in seen, f"two tensors of {COUNT} numbers: the mean, and what is kept", seen.get("error"),
-              "Return both: return mean, kept")
-        wrong("kept-is-gradient", "shared" in seen, "what is kept, in memory of its own",
+        wrong("type", "error" in seen, f"two tensors of {COUNT} numbers: the mean, and the kept part",
+              seen.get("error"), "Return both: return mean, kept")
+        wrong("kept-is-gradient", "shared" in seen, "the kept part, in separate memory",
               "the gradient that was passed",
-              "The next backward pass writes its gradient into that tensor: what is kept then?",
+              "The next backward pass writes its gradient into this tensor. What happens to the kept part?",
               "wanted = gradient + kept is a new tensor; += writes into the caller's.")
     ranks = len(observations)
     right = played(send, ranks)
@@ -181,55 +189,56 @@ def _judge_feedback(observations, send, others=None) -> None:
         if not close(seen["means"], right["means"]):
             _explain(rank, seen, send, ranks, others or {})
     if not close(observations[0]["kept"], right["kept"]):
-        raise Wrong("kept", 0, "what was wanted, less what was sent", "something else, which the last step would need",
-                    "What is kept after the last step belongs to the next one.", "kept = gradient + kept - sent")
+        raise Wrong("kept", 0, "the wanted values minus the sent values", "something else",
+                    "The next step needs the part that is kept after the last step.", "kept = gradient + kept - sent")
 
 
 def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
-    got, what = seen["means"], f"the mean over {ranks} ranks of what each sends, with feedback, {STEPS} times"
+    got, what = seen["means"], f"the mean over {ranks} ranks of their sent values, with feedback, {STEPS} times"
     wrong = rows(rank, what)
     for factor, mistake in ((ranks, "sum"), (1 / ranks, "divided-twice")):
         wrong(mistake, close(got[:1], [[factor * x for x in played(send, ranks)["means"][0]]]),
-              f"{factor:.3g} times as much", "Who divides by the ranks, and how often?")
+              f"{factor:.3g} times as much", "Which line divides by the number of ranks, and how often?")
     mistakes = {
-        "none": ("no-feedback", "In the second step: where is what was not sent in the first?",
-                 "wanted = gradient + kept, and send of that."),
-        "forgotten": ("forgets", "Something is kept for one step, and lost in the one after. From what is sent taken?",
-                      "kept = wanted - sent, with wanted = gradient + kept: what was kept before is in it."),
-        "of the mean": ("of-the-mean", "What did *this* rank send? The mean has others' numbers in it.",
-                        "kept = wanted - sent, before anything is averaged."),
-        "other sign": ("feedback-subtracted", "What was not sent is still wanted: is it added?",
+        "none": ("no-feedback", "Where do you use, in the second step, the part that was not sent in the first?",
+                 "wanted = gradient + kept. Send a part of wanted."),
+        "forgotten": ("forgets", "The kept part is lost after one more step. From what do you subtract the sent part?",
+                      "kept = wanted - sent, with wanted = gradient + kept: it includes the old kept part."),
+        "of the mean": ("of-the-mean", "What did *this* rank send? The mean includes values of other ranks.",
+                        "kept = wanted - sent, before you average."),
+        "other sign": ("feedback-subtracted", "The part that was not sent is still wanted. Do you add it?",
                        "wanted = gradient + kept"),
-        "twice": ("kept-twice", "What was kept is in what is wanted already: how often is it kept now?",
+        "twice": ("kept-twice", "wanted already includes the kept part. How often do you keep it now?",
                   "kept = wanted - sent"),
-        "all": ("keeps-all", "What was sent must not be sent again.", "kept = wanted - sent"),
+        "all": ("keeps-all", "Sent values must not be sent again. What do you subtract?", "kept = wanted - sent"),
     }
     for feedback, (mistake, *hints) in mistakes.items():
-        wrong(mistake, close(got, played(send, ranks, feedback)["means"]), "right in the first step, and then others",
+        wrong(mistake, close(got, played(send, ranks, feedback)["means"]), "right in the first step, and wrong later",
               *hints)
     first = close(got[:1], played(send, ranks)["means"][:1])
     since = "after the first step" if first else "from the first step on"
     wrong("rounded", all(abs(a - b) <= 0.02 for ones, more in zip(got, played(send, ranks)["means"], strict=True)
-          for a, b in zip(ones, more, strict=True)), f"nearly that, {since}",
-          "In which type do values travel?", "They keep the type of the gradient; only places may have another.")
+          for a, b in zip(ones, more, strict=True)), f"nearly right, {since}",
+          "In which type do you send values?", "Use the gradient's type; only positions may differ.")
     for mistake, (settings, *hints) in others.items():
-        wrong(mistake, close(got, played(**settings, ranks=ranks, rank=rank)["means"]), f"others, {since}", *hints)
-    wrong("alone", close(got, _alone(send, rank)), "what this rank sends, alone", "Where do the others come in?")
+        wrong(mistake, close(got, played(**settings, ranks=ranks, rank=rank)["means"]), f"wrong, {since}", *hints)
+    wrong("alone", close(got, _alone(send, rank)), "only the values that this rank sends",
+          "Where do you use the other ranks' values?")
     if not first and (found := factors(as_tensor(got[0]), *(send(gradient_of(r, 0)) for r in range(ranks)))):
-        wrong("scaled", True, f"of rank {rank} {ranks * found[rank]:.3g} times what it should send, at first",
-              "With what is that which is sent multiplied?",
-              "Signs times wanted.abs().mean(), which is one number of each rank; of top-k, the values as they are.")
+        wrong("scaled", True, f"{ranks * found[rank]:.3g} times the right value for rank {rank}, in the first step",
+              "By what do you multiply the sent values?",
+              "Signs times wanted.abs().mean(), one number for each rank; for top-k, the unchanged values.")
     own, sent = gradient_of(rank, 0), send(gradient_of(rank, 0))
     # Right: kept = 1 * gradient - 1 * sent. Other factors are mistakes.
     keeps = factors(as_tensor(seen["kept"][0]), own, sent)
     if first and keeps and not same(as_tensor(keeps), as_tensor([1, -1])):
         raise Wrong(
-            "kept-otherwise", rank, f"{what}: kept of the first step is the gradient, less what was sent",
-            f"{keeps[0]:.2f} times the gradient, {keeps[1]:+.2f} times what was sent",
-            "What is wanted and was not sent is kept, all of it and with its sign: nothing is divided or forgotten.",
+            "kept-otherwise", rank, f"{what}: kept of the first step is the gradient minus the sent values",
+            f"{keeps[0]:.2f} times the gradient, {keeps[1]:+.2f} times the sent values",
+            "Keep all wanted values that were not sent, with their signs. Do you divide or drop some?",
             "kept = wanted - sent")
-    wrong("other-values", True, f"others, {since}",
-          "wanted = gradient + kept. Send of it what is to be sent; the rest of it is kept.")
+    wrong("other-values", True, f"wrong, {since}",
+          "wanted = gradient + kept. Send a part of it, and keep the rest.")
 
 
 def _alone(send, rank: int) -> list:

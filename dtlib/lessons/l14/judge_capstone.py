@@ -46,37 +46,37 @@ def judge_held(observations) -> None:
     raise Wrong("other-bytes", None,
                 f"{what}; {right_held(*CASES[at]) / own:.4g} for each of this rank's {own:,.0f} parameters",
                 f"{got:,.0f}; {got / own:.4g} for each",
-                "Which of the parts are shared out here, and among how many ranks?" if zero else
-                "ZeRO-0 shares nothing out. How many bytes has each parameter of gradients, and of states?",
-                "4 bytes of parameters, 4 of gradients, 8 of states, each divided by data from its stage on.")
+                "Which parts are sharded here, and among how many ranks?" if zero else
+                "ZeRO-0 shards nothing. How many bytes of gradients and states does each parameter need?",
+                "4 bytes of parameters, 4 of gradients, 8 of states. Divide each by data, from its stage on.")
 
 
 def _close(got, wanted: float) -> bool:
     return not isinstance(got, str) and abs(got - wanted) <= 1e-6 * wanted
 
 
-_STAGES = "From stage 1 on states, from 2 on gradients, from 3 on parameters."
+_STAGES = "From stage 1 on shard states, from 2 on gradients, from 3 on parameters."
 _OWN = "own = parameters / (tensor * pipe)"
 # Mistake -> (variants of wrong arguments, hints).
 OTHERS = {
     "over-all-ranks": ([{"ranks": ranks} for ranks in (
             lambda d, t, p: d * t * p, lambda d, t, p: d * t, lambda d, t, p: d * p, lambda d, t, p: t * p)],
-        "Which ranks have the same parameters to share out?",
-        "ZeRO shares out over the data axis alone: divide by data."),
+        "Which ranks have the same parameters, so that ZeRO can shard them?",
+        "ZeRO shards only over the data axis: divide by data."),
     "whole-model": ([{"own": lambda n, t, p: n}, {"own": lambda n, t, p: n, "ranks": lambda d, t, p: d * t * p}],
-        "What of the model does a rank have, before ZeRO?", _OWN),
+        "Which part of the model does a rank have, before ZeRO?", _OWN),
     "one-axis-cuts": ([{"own": lambda n, t, p: n / t}, {"own": lambda n, t, p: n / p}],
-        "Tensor ranks cut each layer, stages take some of the layers: what is left on a rank of both axes?", _OWN),
-    "twice-cut": ([{"own": lambda n, t, p: n / (t * p) ** 2}], "The parameters are divided twice.",
-        "own is already this rank's part."),
-    "not-shared": ([{"ranks": lambda d, t, p: 1}], "Which stage shares out what?", _STAGES),
+        "Tensor ranks cut each layer, stages divide the layers. What remains on a rank with both axes?", _OWN),
+    "twice-cut": ([{"own": lambda n, t, p: n / (t * p) ** 2}],
+                  "The parameters are divided twice. Which line divides again?", "own is already this rank's part."),
+    "not-shared": ([{"ranks": lambda d, t, p: 1}], "Which stage shards which states?", _STAGES),
     "one-stage-off": ([{"shared_from": (2, 1, 0)}, {"shared_from": (4, 3, 2)}],
-        "Which stage shares out states: 0, 1 or 2?", _STAGES),
+        "Which stage shards the optimizer states: 0, 1 or 2?", _STAGES),
     "other-stages": ([{"shared_from": (a, b, c)} for a in (1, 2, 3) for b in (1, 2, 3) for c in (1, 2, 3)],
-        "Each stage shares out one thing more: what does this one leave whole?", _STAGES),
-    "mixed-precision": ([{"parts": (2, 2, 12)}], "These are the bytes of mixed precision.",
+        "Each stage shards one more thing. Which part does this stage not shard?", _STAGES),
+    "mixed-precision": ([{"parts": (2, 2, 12)}], "These are the bytes of mixed precision. What does float32 need?",
         "In float32: 4, 4, and 8 for Adam's two states."),
-    "one-state": ([{"parts": (4, 4, 4)}], "12 bytes for each parameter: how many states has Adam?", "8 * own"),
+    "one-state": ([{"parts": (4, 4, 4)}], "12 bytes for each parameter: how many states does Adam have?", "8 * own"),
 }
 
 
@@ -117,10 +117,10 @@ TASKS = {
     "slow": (_PLANS, 6e6, 0.02e12, 0.002e12, 20e6),
     **{f"drawn {seed}": _drawn(seed) for seed in range(120)},
 }
-_TURNS = "How many turns has a step of p stages?", "micro_batches + stages - 1 turns"
-_SHARE = "How much of the model does a rank compute?", "A turn takes samples * sample / (stages * tensor)."
-_OF_A_STEP = ("Are messages and bytes those of a turn, of a micro-batch, or of a step?",
-              "messages and sent are of a whole step: they are added once, to the turns.")
+_TURNS = "How many turns does a step with p stages have?", "micro_batches + stages - 1 turns"
+_SHARE = "Which part of the model does a rank compute?", "A turn takes samples * sample / (stages * tensor)."
+_OF_A_STEP = ("Are messages and bytes numbers for a turn, a micro-batch, or a step?",
+              "messages and sent are for a whole step: add them once, not for each turn.")
 # Mistake -> factors of computation, latency and bytes, for m micro-batches, p stages and t tensor ranks.
 SECONDS = {
     "": (lambda m, p, t: (m + p - 1, 1, 1),),
@@ -130,22 +130,23 @@ SECONDS = {
     "whole-model-each": (lambda m, p, t: ((m + p - 1) * p * t, 1, 1), *_SHARE),
     "stages-compute-all": (lambda m, p, t: ((m + p - 1) * p, 1, 1), *_SHARE),
     "tensor-ranks-compute-all": (lambda m, p, t: ((m + p - 1) * t, 1, 1), *_SHARE),
-    "no-latency": (lambda m, p, t: (m + p - 1, 0, 1), "Many small messages, or one large one?",
-        "messages * latency belongs to a step."),
-    "no-bandwidth": (lambda m, p, t: (m + p - 1, 1, 0), "How long do the bytes take?",
-        "sent / bandwidth belongs to a step."),
+    "no-latency": (lambda m, p, t: (m + p - 1, 0, 1), "Does the plan send many small messages, or one large message?",
+        "messages * latency is the latency of a whole step."),
+    "no-bandwidth": (lambda m, p, t: (m + p - 1, 1, 0), "How long do the bytes take on the link?",
+        "sent / bandwidth is the time of a whole step."),
     "messages-alone": (lambda m, p, t: (0, 1, 1),
-        "Computing counts for nothing here: is it there, and are all parts seconds?", _SHARE[1]),
+        "The computation has no effect here. Do you add it, and do all parts have the unit seconds?", _SHARE[1]),
     "bytes-alone": (lambda m, p, t: (1e-13, 1e-13, 1),  # small factors break ties of bytes
-        "The bytes count for all of it here: how many seconds do so many bytes take?", "sent / bandwidth"),
-    "compute-alone": (lambda m, p, t: (m + p - 1, 0, 0), "What does the link cost?",
+        "The bytes are the whole time here. How many seconds do they take?", "sent / bandwidth"),
+    "compute-alone": (lambda m, p, t: (m + p - 1, 0, 0), "What is the time of the link?",
         "messages * latency + sent / bandwidth"),
     "messages-of-a-turn": (lambda m, p, t: [m + p - 1] * 3, *_OF_A_STEP),
     "latency-of-a-turn": (lambda m, p, t: (m + p - 1, m + p - 1, 1), *_OF_A_STEP),
     "messages-of-a-micro-batch": (lambda m, p, t: (m + p - 1, m, m), *_OF_A_STEP),
     "latency-of-a-micro-batch": (lambda m, p, t: (m + p - 1, m, 1), *_OF_A_STEP),
     "bytes-of-a-micro-batch": (lambda m, p, t: (m + p - 1, 1, m), *_OF_A_STEP),
-    "bits": (lambda m, p, t: (m + p - 1, 1, 8), "sent is in bytes, and so is the bandwidth.", "sent / bandwidth"),
+    "bits": (lambda m, p, t: (m + p - 1, 1, 8),
+             "sent is in bytes, bandwidth in bytes per second. Which factor is wrong?", "sent / bandwidth"),
 }
 
 
@@ -188,15 +189,16 @@ def observe_choice(choose, comm):
     return found
 
 
-_FITTING = "min(fitting, key=seconds, default=None), where fitting are those with plan['held'] <= limit"
+_FITTING = "min(fitting, key=seconds, default=None). fitting are the plans with plan['held'] <= limit"
 HINTS = {
-    "ignores-the-limit": ("Which of the plans fit at all?", "Leave out those with plan['held'] > limit."),
-    "below-the-limit": ("A plan that holds exactly the limit: does it fit?", "held <= limit"),
-    "looks-afterwards": ("The fastest of all may not fit. What of those that do?", _FITTING),
-    "the-first": ("Several plans fit. Which of them is chosen?", _FITTING),
-    "smallest": ("Which is wanted: the plan that holds least, or the shortest step?", _FITTING),
-    "overlapped": ("Is a step the sum of its parts, or the longest one?", "Nothing is hidden: add all three."),
-    "slowest": ("Which one is wanted, the longest or the shortest step?", "min(...)"),
+    "ignores-the-limit": ("Which plans fit?", "Omit plans with plan['held'] > limit."),
+    "below-the-limit": ("A plan needs exactly the limit. Does it fit?", "held <= limit"),
+    "looks-afterwards": ("The fastest of all plans may not fit. Which is the fastest that does?", _FITTING),
+    "the-first": ("Several plans fit. Which of them should you select?", _FITTING),
+    "smallest": ("Which plan should you select: the smallest memory, or the shortest step?", _FITTING),
+    "overlapped": ("Is a step the sum of its parts, or the longest part?",
+                   "No overlap: add all three."),
+    "slowest": ("Which one should you select, the longest or the shortest step?", "min(...)"),
     **{mistake: hints for mistake, (_, *hints) in SECONDS.items() if hints},
 }
 
@@ -209,12 +211,12 @@ def judge_choice(observations) -> None:
     at = next(number for number, (got, wanted) in enumerate(zip(seen, right, strict=True)) if got != wanted)
     plans, limit, *link = list(TASKS.values())[at]
     got, said = seen[at], repr(seen[at])
-    expected = f"{right[at]!r}" if right[at] else f"None: no plan holds {limit:,.0f} bytes or less"
+    expected = f"{right[at]!r}" if right[at] else f"None: no plan needs {limit:,.0f} bytes or less"
     wrong = rows(None, expected)
     if isinstance(got, list):
         wrong("type", True, got[0], "Return a name of plans, or None.", "min(fitting, key=seconds)")
     wrong("always-chooses", right[at] is None, repr(got),
-          "No plan holds that little, and yet one is returned: which condition let it through?",
+          "No plan fits, but your code returns one. Which condition is wrong?",
           "plan['held'] <= limit, and min(..., default=None)")
     wrong("never-chooses", all(each is None for each in seen), "None", "Return a name.", "min(fitting, key=seconds)")
     expected += _of(plans[right[at]], limit, link)
@@ -224,14 +226,15 @@ def judge_choice(observations) -> None:
     for mistake, hints in HINTS.items():
         wrong(mistake, seen == [right_choice(*task, mistake=mistake) for task in TASKS.values()], said, *hints)
     wrong("starts-at-a-number", got is None and list(TASKS)[at] == "slow", said,
-          "However long steps are, one is the shortest: from which number does it search?", "float('inf'), or min(...)")
-    wrong("other-choice", True, said, "Compute both plans by hand: which of the three parts differs?",
+          "All steps may be long. From which number does the search start?",
+          "float('inf'), or min(...)")
+    wrong("other-choice", True, said, "Compute both plans by hand. Which of the three parts differs?",
           "(micro_batches + stages - 1) * samples * sample / (stages * tensor) + messages * latency + sent / bandwidth")
 
 
 def _of(plan, limit, link) -> str:
     turns, latencies, of_bytes = (f"{1000 * part:.1f}" for part in _parts(plan, *link))
-    held = f"{plan['held']:,.0f} bytes where {limit:,.0f} are allowed"
+    held = f"{plan['held']:,.0f} bytes, but the limit is {limit:,.0f}"
     return f", of {held}: {turns} ms of turns, {latencies} of latency, {of_bytes} of bytes"
 
 

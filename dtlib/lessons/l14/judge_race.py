@@ -19,9 +19,9 @@ def observe_race(my_plan, comm):
         return {"type": f"{got!r:.60}"}
     fields = Plan.__dataclass_fields__
     if unknown := [name for name in got if name not in fields]:
-        return {"refused": f"{unknown[0]!r} is nothing of a plan: it has {', '.join(list(fields)[:9])}."}
+        return {"refused": f"{unknown[0]!r} is not a field of a plan. The fields are {', '.join(list(fields)[:9])}."}
     if texts := [name for name, value in got.items() if type(fields[name].default) is int and type(value) is not int]:
-        return {"refused": f"{texts[0]} is {got[texts[0]]!r}: give a whole number, without quotes."}
+        return {"refused": f"{texts[0]} is {got[texts[0]]!r}: write a whole number, without quotes."}
     try:
         plan = Plan(**{"batch": brief.BATCH, **got})
         brief.config(plan)
@@ -45,17 +45,17 @@ def judge_race(observations) -> Score:
               'return {"data": 4, "zero": 3}')
         wrong("cannot-be", "refused" in seen, f"a plan for {brief.RANKS} ranks and {brief.BATCH} samples",
               seen.get("refused"),
-              "Change the field that is named there.", "data x micro_batch divides 16; heads are 4, layers 4.")
+              "Change the field that the message names.", "data x micro_batch divides 16; heads are 4, layers 4.")
         if "ranks" in seen:
             wrong("other-task", True, f"axes that multiply to {seen['there']}, and a batch of {brief.BATCH}",
                   f"{seen['ranks']} ranks, a batch of {seen['batch']}: {seen['plan']}",
-                  "The batch stays 16: leave it out." if seen["ranks"] == seen["there"] else
-                  "data x tensor x pipe is the number of ranks. The task is made for four: lab.engines(4).")
+                  "The batch must stay 16: omit it." if seen["ranks"] == seen["there"] else
+                  "data x tensor x pipe is the number of ranks. The task needs four: lab.engines(4).")
     most = max(seen["held"] for seen in observations)
     if most > brief.LIMIT:
         rank = next(rank for rank, seen in enumerate(observations) if seen["held"] == most)
         raise Wrong("over-the-limit", rank, f"at most {brief.LIMIT:,} bytes of model states", f"{most:,} bytes",
-                    "A higher stage of ZeRO, or more stages or tensor ranks, hold less.",
+                    "A higher stage of ZeRO, more pipeline stages or more tensor ranks need less memory.",
                     "ZeRO-3 on data 4, or ZeRO-1 on data 2 with pipe 2.")
     took = observations[0]["ms"]
     par = 1000 * brief.predicted(brief.MESHES["pipe 4"], SAMPLE)
@@ -63,8 +63,9 @@ def judge_race(observations) -> Score:
     score = Score(round(took, 1), round(par, 1), "ms", words)
     if took > 1.001 * par:
         raise Wrong("over-par", 0, f"at most {par:.0f} ms a step", f"{took:.0f} ms",
-                    "Where do the seconds go: turns, messages, bytes? The cell above says so of any plan.",
-                    "On a slow link activations are cheaper than parameters: a pipeline, and short turns.", score=score)
+                    "Which part takes most time: turns, messages or bytes? The cell above shows it.",
+                    "On a slow link activations are cheaper than parameters: use a pipeline, and short turns.",
+                    score=score)
     return score
 
 
