@@ -8,9 +8,11 @@ import pytest
 from dtlib import pi
 from dtlib.errors import DtlibError
 from dtlib.lab import lesson_files
-from dtlib.lab.checks.exercise import EXERCISES, Verdict, Wrong, exercise_files, html, rows
+from dtlib.lab.checks.exercise import EXERCISES, Wrong, exercise_files, rows
 from dtlib.lab.checks.judging import judge_on_this_rank
 from dtlib.lab.checks.solutions import source_of
+from dtlib.lab.checks.verdict import Verdict
+from dtlib.lab.checks.verdict_view import html
 from dtlib.lab.lesson_files import module_of, notebooks
 from dtlib.lessons.l03.judge_hangs import HANGS
 from tests.cases import for_each

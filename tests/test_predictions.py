@@ -8,7 +8,7 @@ import nbformat
 import pytest
 
 from dtlib.errors import DtlibError
-from dtlib.lab.checks import exercise, predictions
+from dtlib.lab.checks import predictions, verdict_view
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.lab.checks.predictions import assigns, measured_names, predict, require_all_right
 from dtlib.lab.lesson_files import notebooks
@@ -108,11 +108,11 @@ def test_an_outcome_has_a_sign_and_a_colour_where_there_is_a_page(monkeypatch):
     shown = []
     monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=True))
     monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data))
-    exercise.show_sentence(True, "You predicted 3 < 4: right.")
-    exercise.show_sentence(False, "You predicted 3: not right.")
+    verdict_view.show_sentence(True, "You predicted 3 < 4: right.")
+    verdict_view.show_sentence(False, "You predicted 3: not right.")
     right, wrong = (data["text/html"] for data in shown)
-    assert exercise.PASSED in right and "&#10003;" in right and "3 &lt; 4: right." in right
-    assert exercise.NOT_YET in wrong and "&#10003;" not in wrong and "not right." in wrong
+    assert verdict_view.PASSED in right and "&#10003;" in right and "3 &lt; 4: right." in right
+    assert verdict_view.NOT_YET in wrong and "&#10003;" not in wrong and "not right." in wrong
     assert shown[0]["text/plain"] == "You predicted 3 < 4: right."
 
 

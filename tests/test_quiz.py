@@ -10,7 +10,8 @@ from dtlib import lab
 from dtlib.errors import DtlibError
 from dtlib.lab import course
 from dtlib.lab.checks import judging, progress, questions, quiz
-from dtlib.lab.checks.exercise import Score, Verdict
+from dtlib.lab.checks.exercise import Score
+from dtlib.lab.checks.verdict import Verdict
 from dtlib.lab.lesson_files import notebooks
 from dtlib.lab.tables import WIDEST
 from dtlib.lessons.l07.judge_puzzle import EXERCISES as PUZZLES

@@ -23,8 +23,8 @@ import pytest
 from dtlib.cli import main
 from dtlib.errors import DtlibError
 from dtlib.lab.checks import judging, quiz
-from dtlib.lab.checks.exercise import Verdict
 from dtlib.lab.checks.predictions import predict
+from dtlib.lab.checks.verdict import Verdict
 from dtlib.lab.engines.live_view import LiveView
 from dtlib.wall import learner_state, room, secrets_file, server
 from dtlib.wall import notebook as reports

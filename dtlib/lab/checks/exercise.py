@@ -1,4 +1,4 @@
-"""Predictions, exercises and verdicts, and where exercises are found; for all lessons.
+"""Predictions and exercises, and where exercises are found; for all lessons.
 
 An exercise belongs to its lesson's folder: ``judge_*.py`` is imported when the exercise is needed.
 ``lab.check("mine.py")`` uses an instructor's own file, which defines it as ``EXERCISE``.
@@ -6,13 +6,11 @@ An exercise belongs to its lesson's folder: ``judge_*.py`` is imported when the 
 The tests contain plausible wrong answers (``wrong_*.py``), and prove that each is rejected for its own reason.
 """
 
-import builtins
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from html import escape
 from numbers import Number
 from pathlib import Path
 from runpy import run_path
@@ -20,7 +18,6 @@ from typing import NamedTuple
 
 from dtlib.errors import DtlibError
 from dtlib.lab import lesson_files
-from dtlib.lab.tables import fold
 
 
 @dataclass(frozen=True)
@@ -168,72 +165,6 @@ def known(name: str) -> str:
 
 
 @dataclass
-class Verdict:
-    """The verdict that all ranks agree on.
-
-    ``rank`` is the lowest rank with a mistake; None if the answer passed, or if the mistake belongs to no rank.
-    ``ranks`` is the number of ranks on which it was judged: 0 for an exercise without ranks.
-    """
-
-    exercise: str
-    judged: str
-    ranks: int
-    rank: int | None = None
-    mistake: str = ""
-    expected: str = ""
-    got: str = ""
-    hints: tuple = ()
-    score: str = ""  # text of the score, if the exercise has one
-    scored: tuple[float, float, str] | tuple[()] = ()  # value, par, unit of a score that is recorded
-    picture: object = ""
-    code: str = ""  # fingerprint of the answer
-    note: str = ""  # what a learner should know about this judgement
-
-    @property
-    def passed(self) -> bool:
-        """Whether the answer is right."""
-        return not self.mistake
-
-    def text(self, attempt: int = 0) -> str:
-        """Return the text for the learner; later attempts get plainer hints."""
-        lines = [self.what_was_judged() + (f"\n\n{self.picture}\n" if self.picture else ""), self.outcome()]
-        return "\n".join(lines + [f"  {name + ':':9} {value}" for name, value in self.details(attempt)])
-
-    def what_was_judged(self) -> str:
-        """Return the line that names the judged answer and the number of ranks."""
-        return f"Judged on {self.ranks} ranks: {self.judged}" if self.ranks else f"Judged: {self.judged}"
-
-    def outcome(self) -> str:
-        """Return the line that says whether the answer passed."""
-        if self.passed:
-            few = " So few ranks hide mistakes: check it with lab.engines(3) too." if 0 < self.ranks < 3 else ""
-            return f"Passed: {self.exercise}.{few}{self._score()}"
-        return f"Not yet: {self.exercise}{'' if self.rank is None else f', on rank {self.rank}'}."
-
-    def details(self, attempt: int = 0) -> list[tuple[str, str]]:
-        """Return (name, text) for what was expected, what was found, and the hint of this attempt."""
-        note = [("note", self.note)] * bool(self.note)
-        if self.passed:
-            return note
-        hints = [("hint", self.hints[min(attempt, len(self.hints) - 1)])] if self.hints else []
-        return [*note, ("expected", self.expected), ("got", self.got), *hints]
-
-    def without_code(self) -> str:
-        """Return one sentence about the mistake for other readers, without a line or value of the learner's answer."""
-        if self.passed:
-            return ""
-        says = self.hints[0] if self.hints else self.expected
-        # The error message and the hint contain lines of the learner's code.
-        if self.mistake == "raised":
-            kind = self.got.partition(":")[0]
-            says = f"{kind if hasattr(builtins, kind) else 'An error'} was raised."
-        return says if self.rank is None else f"Rank {self.rank}: {says}"
-
-    def _score(self) -> str:
-        return f" {self.score}" if self.score else ""
-
-
-@dataclass
 class Problem:
     """The reason why a rank has no observation; the fields are the arguments of ``Wrong``."""
 
@@ -242,67 +173,3 @@ class Problem:
     expected: str
     got: str
     hints: tuple
-
-
-# Verdicts as the learner sees them: a coloured block that also says the outcome with words and a sign.
-
-PASSED, NOT_YET = "#009E73", "#D55E00"  # colours of the ranks' palette, safe for any colour vision
-
-
-def show(verdict: Verdict, attempt: int, solution: str = "") -> None:
-    """Display a verdict as a block in a notebook; print its text elsewhere.
-
-    ``solution`` is folded in the block; the text says how to see it.
-    """
-    text = verdict.text(attempt)
-    if solution:
-        text += f'\n  solution: lab.solution("{verdict.exercise}") shows one.'
-    _show(text, lambda: html(verdict, attempt, solution))
-
-
-def show_sentence(right: bool, text: str) -> None:
-    """Display one sentence as a coloured block in a notebook; print it elsewhere."""
-    _show(text, lambda: f"{_block(right)} {escape(text)}</div>")
-
-
-def _show(text: str, html) -> None:
-    from IPython import get_ipython
-    from IPython.display import display
-
-    from dtlib.world import in_engine
-
-    if in_engine():
-        print(text)  # the notebook folds the output of ranks (engines/outputs.py)
-    elif getattr(get_ipython(), "kernel", None) is None:
-        print(fold(text))
-    else:
-        display({"text/plain": fold(text), "text/html": html()}, raw=True)
-
-
-def html(verdict: Verdict, attempt: int, solution: str = "") -> str:
-    """Return a verdict as an HTML block."""
-    words, _, rest = verdict.outcome().partition(": ")
-    rows = "".join(
-        f'<tr><td style="text-align:left;vertical-align:top;opacity:.75">{name}</td>'
-        f'<td style="text-align:left">{_pre(value)}</td></tr>'
-        for name, value in verdict.details(attempt)
-    )
-    picture = verdict.picture
-    return (
-        f"{_block(verdict.passed)} <b>{words}:</b> {escape(rest)}"
-        + (f'<table style="margin:.3em 0">{rows}</table>' if rows else "")
-        + (picture._repr_html_() if hasattr(picture, "_repr_html_") else _pre(str(picture)) if picture else "")
-        + (f"<details><summary>Show a solution</summary>{_pre(solution)}</details>" if solution else "")
-        + f'<div style="opacity:.75">{_pre(verdict.what_was_judged())}</div></div>'
-    )
-
-
-def _block(right: bool) -> str:
-    """Return the start of a block: its colour, and a sign for readers who cannot see the colour."""
-    colour, sign = (PASSED, "&#10003;") if right else (NOT_YET, "&#8635;")
-    return f'<div style="border-left:6px solid {colour};background:{colour}1A;padding:.4em .8em"><b>{sign}</b>'
-
-
-def _pre(text: str) -> str:
-    style = "margin:0;white-space:pre-wrap;word-break:normal;background:none;color:inherit"
-    return f'<pre style="{style}">{escape(text)}</pre>'

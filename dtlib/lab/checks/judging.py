@@ -20,9 +20,11 @@ from dataclasses import asdict, replace
 
 from dtlib.errors import DtlibError, WaitTimeout
 from dtlib.lab import course, last_outputs
-from dtlib.lab.checks.exercise import EXERCISES, Exercise, Problem, Score, Verdict, Wrong, exercise_files, known, show
+from dtlib.lab.checks.exercise import EXERCISES, Exercise, Problem, Score, Wrong, exercise_files, known
 from dtlib.lab.checks.predictions import assigns, without_magic
 from dtlib.lab.checks.solutions import source_of
+from dtlib.lab.checks.verdict import Verdict
+from dtlib.lab.checks.verdict_view import show
 from dtlib.lab.engines.live_view import ranks_in_words
 from dtlib.lab.hooks import report
 from dtlib.world import in_engine

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from dtlib.errors import DtlibError
 from dtlib.lab import course, lesson_files
-from dtlib.lab.checks.exercise import Prediction, show_sentence
+from dtlib.lab.checks.exercise import Prediction
+from dtlib.lab.checks.verdict_view import show_sentence
 from dtlib.lab.engines.extension import magic_first
 from dtlib.lab.hooks import report
 from dtlib.lab.tables import fold

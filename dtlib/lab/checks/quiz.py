@@ -5,8 +5,8 @@ Teachers can edit the questions, which are text files (questions.py).
 
 from dtlib.errors import DtlibError
 from dtlib.lab import course
-from dtlib.lab.checks.exercise import NOT_YET, PASSED
 from dtlib.lab.checks.questions import Option, Quiz, as_html, quizzes
+from dtlib.lab.checks.verdict_view import NOT_YET, PASSED
 from dtlib.lab.hooks import report
 from dtlib.lab.tables import fold
 from dtlib.world import in_engine
