@@ -65,13 +65,13 @@ def serve_hub(extra: list[str]) -> int:
     if importlib.util.find_spec("jupyterhub") is None:
         raise DtlibError("--hub needs JupyterHub, which is not installed here: pip install 'dtlib[hub]'.")
     if TOLD_BY_A_HUB not in os.environ:
-        raise DtlibError("A hub starts --hub for each learner (docs/how-to/run_a_hub.md): leave --hub away.")
+        raise DtlibError("A hub starts --hub for each learner (docs/how-to/run_a_hub.md): leave --hub out.")
     home = Path.home() / COURSE
     try:
         home.mkdir(mode=0o700, exist_ok=True)
         os.chdir(home)
     except OSError as problem:
-        raise DtlibError(f"{home} cannot be used for the course ({problem.strerror}): rename what is there.") from None
+        raise DtlibError(f"{home} cannot be used for the course ({problem.strerror}): rename that file.") from None
     return _become("jupyterhub.singleuser", False, [f"--ServerApp.default_url={FIRST_PAGE}", *extra])
 
 

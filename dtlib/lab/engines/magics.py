@@ -172,7 +172,7 @@ class RankMagics(ParallelMagics):
             return ["Reset was pressed: the ranks are back in step."]
         counts = self.engines.ask(in_step.counts, seconds=ANSWER_SECONDS)
         if counts is None:
-            return ["Some ranks do not say whether they are in step: run %px dtlib.reset() before they go on."]
+            return ["Some ranks do not report whether they are in step: run %px dtlib.reset() before they continue."]
         names = in_step.differing(counts)
         if not names:
             return []
