@@ -81,7 +81,7 @@ def scatter_tokens(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     """
     if x.dim() < 2 or x.shape[-2] % comm.size:
         raise DtlibError(
-            f"Sequence parallelism cuts (..., tokens, width) into {comm.size} equal slices of tokens, and this is "
+            f"Sequence parallelism cuts (..., tokens, width) into {comm.size} equal slices of tokens, but this is "
             f"{tuple(x.shape)}: pad the tokens."
         )
     return _one_of_a_pair(x, comm, _tokens_of_the_sum, gather_tokens)
@@ -152,7 +152,7 @@ def whole_of(slice_: torch.Tensor, comm: Communicator, count: int, dim: int = -1
 def with_operations(comm: Communicator) -> Communicator:
     if not hasattr(comm, "all_reduce"):
         raise DtlibError(
-            f"comm={comm!r:.60} lacks dtlib's operations: make a communicator of it once, with "
-            "dtlib.comm.as_communicator(comm), and pass that."
+            f"comm={comm!r:.60} lacks dtlib's operations: create a communicator from it once, with "
+            "dtlib.comm.as_communicator(comm), and pass this."
         )
     return comm
