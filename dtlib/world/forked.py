@@ -100,7 +100,7 @@ def _receive_streams(connection) -> list[int]:
     for _, _, body in control:
         handles.frombytes(body)
     if data != b"g" or len(handles) != 3:
-        raise ValueError("this is no launcher")
+        raise ValueError("this is not a launcher")
     # Away from 0, 1, 2, which they take the place of.
     return [_above_two(handle) for handle in handles]
 

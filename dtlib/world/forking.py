@@ -33,18 +33,18 @@ ROOM = 4000  # bytes in the arguments of a zygote for what `ps` shall show of it
 def why_not(mpiexec: str) -> str:
     """Why this ``mpiexec`` cannot have ranks forked here; empty where it can."""
     if os.environ.get(VARIABLE) == "off":
-        return f"{VARIABLE}=off asks for that"
+        return f"because of {VARIABLE}=off"
     if sys.platform != "linux":
         return "only Linux can fork them safely"
     if not mpiexec_inside(mpiexec):
-        return "they may be on several nodes"
+        return "they may use several nodes"
     if gpu_names():
         return "they use GPUs"
     try:
         program = compiled("launcher.c")
     except DtlibError as problem:
         return str(problem)
-    return "" if os.access(program, os.X_OK) else f"{program} is on a disk that allows no programs"
+    return "" if os.access(program, os.X_OK) else f"{program} is on a disk without permission to execute programs"
 
 
 def launcher(mpiexec: str) -> list[str]:

@@ -104,7 +104,7 @@ def library() -> str:
         DtlibError: where it cannot be had; the sentence says why.
     """
     if sys.platform != "linux":
-        raise DtlibError("only Linux can put a library in front of mpiexec")
+        raise DtlibError("only Linux can load a library into mpiexec")
     path = str(compiled("loopback.c", "-shared", "-fPIC"))
     try:
         ctypes.CDLL(path)  # on a disk that allows no programs it fails here, and not in front of the learner
