@@ -181,7 +181,7 @@ class ContextParallel(nn.Module):
             )
         if self._running[-1] and not torch.is_grad_enabled():
             raise DtlibError(
-                "ContextParallel: attention runs without gradients in a module that was called with them, as in "
+                "ContextParallel: attention runs without gradients in a module that was called with them, as by "
                 "checkpoint(function, use_reentrant=True): pass use_reentrant=False, and a module as the function."
             )
         self._calls += 1
