@@ -79,6 +79,7 @@ lint: .venv/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tools.prose
 	$(BIN)/python -m pytest -q -m lint $$(grep -l mark.lint tests/test_*.py)
 
 # The lock: every version that `make lab` installs, for all systems. Run it after a change of pyproject.toml; UPGRADE=1

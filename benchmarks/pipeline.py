@@ -25,8 +25,8 @@ from dtlib.parallel.pipeline import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleZeroBubbleH1,
+    defer_weight_gradients,
     plain,
-    weights_later,
 )
 from dtlib.parallel.pipeline.linear import defer, weights_at_once
 
@@ -173,7 +173,7 @@ def _seconds_of_actions(seconds: float, repeats: int) -> dict:
         moments.append([time.perf_counter()])
         output = stage(torch.zeros(1, 1024, requires_grad=True))
         moments[-1].append(time.perf_counter())
-        with weights_later() as halves:
+        with defer_weight_gradients() as halves:
             output.backward(torch.ones_like(output))
         moments[-1].append(time.perf_counter())
         halves[0]()

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.compare import Row, row
 from benchmarks.peers import deepspeed_is_installed
 from dtlib.recovery import Run, supervise
-from dtlib.recovery.journal import seconds_to_go_on
+from dtlib.recovery.journal import recovery_seconds
 
 RANKS = 0  # it starts them itself
 REPEATS = 3  # each starts some forty processes that import torch
@@ -52,4 +52,4 @@ def seconds_of(case: dict) -> float:
                 raise RuntimeError(f"{runs[0].said} {runs[0].output()}")
         else:
             runs = supervise(program, 4, folder, say=lambda sentence: None)
-    return seconds_to_go_on([event for run in runs for event in run.events])[0]
+    return recovery_seconds([event for run in runs for event in run.events])[0]

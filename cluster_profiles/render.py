@@ -18,7 +18,7 @@ TRAIN = {"torchrun": ["--runtime", "torch"], "deepspeed": ["--runtime", "deepspe
 
 
 def read_site() -> dict:
-    """What site.toml says.
+    """Return the settings of site.toml.
 
     Raises:
         ValueError: one sentence with its path and what is wrong in it.
@@ -37,7 +37,7 @@ def read_site() -> dict:
 
 
 def render(job: str, program: list[str] | None = None, site: dict | None = None) -> str:
-    """The script of ``jobs/<job>.sh`` for this site, which starts Python with ``program`` on every rank."""
+    """Return the script of ``jobs/<job>.sh`` for this site, which starts Python with ``program`` on every rank."""
     site = site or read_site()
     program = list(program or ["-m", "dtlib", "train", "vision", *TRAIN.get(job, [])])
     slots = [f"{host} slots={site['ranks_a_node']}" for host in site["hosts"]]

@@ -21,7 +21,7 @@ site = run_path(str(Path(__file__).parent / "render.py"))["read_site"]()
 
 
 def address_for_nodes() -> str:
-    """The IPv4 address of this machine that other nodes reach: that of site.toml's interface, else of its name."""
+    """Return this machine's IPv4 address for other nodes: of the interface in site.toml, else of the host name."""
     found = {
         name: [entry.address for entry in entries if entry.family == socket.AF_INET]
         for name, entries in psutil.net_if_addrs().items()

@@ -1,13 +1,13 @@
-"""Distributed deep learning that you can read: CONTRIBUTING.md has the layers.
+"""Distributed deep learning that you can read: CONTRIBUTING.md lists the layers.
 
-``import dtlib`` is lazy: it loads neither torch nor MPI, so that ``dtlib doctor`` runs where one of
-them is broken.
+``import dtlib`` loads neither torch nor MPI, so ``dtlib doctor`` runs even if one of the two is broken.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # under these names a type checker finds them, too
+# For type checkers, which cannot follow the lazy imports below.
+if TYPE_CHECKING:
     from dtlib.comm import Communicator as Communicator
     from dtlib.errors import DtlibError as DtlibError
     from dtlib.measure.memory import memory as memory

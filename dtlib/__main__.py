@@ -5,12 +5,15 @@ import sys
 
 
 def main() -> int:
-    try:  # Ctrl-C may arrive while this still imports
+    """Run the ``dtlib`` command; return its exit status, 130 after Ctrl-C."""
+    # Inside `try`, because Ctrl-C may arrive during the import.
+    try:
         from dtlib import cli
 
         return cli.main()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would kill Python while it ends
+        # A second Ctrl-C would kill Python while it ends.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         return 130
 
 

@@ -26,39 +26,42 @@ UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, e
 
 class _Parser(argparse.ArgumentParser):
     def exit(self, status=0, message=None):
-        print(end="", flush=True)  # as in main
+        print(end="", flush=True)  # raises OSError here, not at exit, as in main
         super().exit(status, message)
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message}\n")  # one sentence; the usage is one --help away
+        self.exit(2, f"{self.prog}: {message}\n")  # without the usage, which --help prints
 
     def add_number(self, name: str, help: str, default: int | None = None, **limits: Any) -> None:
-        """An option that is a number (``errors.number``), written as 10000000, 10_000_000 or 1e7."""
+        """Add an option whose value is a number (``errors.number``), written as 10000000, 10_000_000 or 1e7."""
         self.add_argument(name, default=default, help=help, type=lambda text: number(name, read_number(text), **limits))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status. Prints ``DtlibError`` as one message, with status 2."""
     command, said, status = "dtlib", "", 2
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without ±
+        sys.stdout.reconfigure(errors="replace")  # the terminal may be unable to print ±
     try:
         try:
             if sys.stdout is None:
                 raise DtlibError("Standard output is closed, so nothing can be printed: use >/dev/null instead.")
             options = _options(arguments)
             command = f"dtlib {options.command}"
-            current_folder()  # mpiexec and JupyterLab need one
+            current_folder()  # raises if it was deleted, because mpiexec and JupyterLab need it
             status = _COMMANDS[options.command](options)
         except DtlibError as problem:
             said = str(problem)
-        print(end="", flush=True)  # what cannot be written is said now
+        print(end="", flush=True)  # raises OSError here, not at exit, if output cannot be written
     except OSError as problem:
         if problem.filename:
             said = f"{problem.filename} cannot be used ({problem.strerror}): name another, or free space."
-        elif problem.errno in UNWRITABLE:  # standard output; `| head` has seen enough
+        elif problem.errno in UNWRITABLE:
+            # Standard output cannot be written. EPIPE is no error: the reader, such as `| head`, has ended.
             status = 0 if problem.errno == errno.EPIPE else 2
             said = said or f"the output cannot be written ({problem.strerror}): write it elsewhere." * bool(status)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would try again when it ends
+            # Python flushes standard output again at exit, and would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         else:
             raise
     if said:
@@ -68,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     most = MOST_RANKS_PER_CORE * usable_cores()
-    some: dict[str, Any] = {"most": most, "why": f", {MOST_RANKS_PER_CORE} for each core here"}  # ranks
+    # Limits of all options that are a number of ranks.
+    some: dict[str, Any] = {"most": most, "why": f", {MOST_RANKS_PER_CORE} for each core here"}
     parser = _Parser(prog="dtlib", description="A workshop kit for distributed deep learning.")
     parser.add_argument("--version", action="version", version=f"dtlib {dtlib.__version__}")
     commands = parser.add_subparsers(dest="command", metavar=" | ".join(_COMMANDS))
@@ -189,7 +193,8 @@ def _pi_on_this_rank(options) -> int:
 
     comm = init().comm
     kernel = KERNELS[options.kernel]
-    kernel(0, 1)  # compiling is not counting
+    kernel(0, 1)  # compile before the time is taken
+    # The table shows the speed-up over one rank, so rank 0 first counts alone.
     alone = None
     if not options.json:
         comm.barrier()
@@ -222,7 +227,7 @@ def _train(options) -> int:
 
 def _plan(options) -> int:
     if options.measure:
-        from dtlib.training.measured import show
+        from dtlib.training.machine_fit import show
 
         return show()
     from dtlib.planner.command import run
@@ -239,10 +244,11 @@ def _browser(options) -> int:
 
 
 def _points_per_second_alone(kernel, points: int) -> float:
-    """Speed of one rank while the others wait: up to half a second's worth of the same points."""
+    """Measure the speed of one rank while the others wait, on a sample of the same points (about half a second)."""
     sample = min(points, 1000)
     while True:
-        for _ in range(2):  # a kernel may be compiled again for another size
+        # Twice, because the first call may compile the kernel for the new size.
+        for _ in range(2):
             began = time.perf_counter()
             kernel(0, sample)
             if (seconds := time.perf_counter() - began) <= 0.2:
@@ -256,7 +262,8 @@ def _pi_table(estimate, seconds: float, alone: float | None, ranks: int) -> str:
     from tabulate import tabulate
 
     rate = estimate.points / seconds
-    long_enough = seconds > 0.01  # below, starting together takes longer than counting
+    # In a shorter run the start of the ranks takes longer than counting.
+    long_enough = seconds > 0.01
     rows = [
         ("pi", f"{estimate.pi:.8f} ± {estimate.standard_error:.1g} (one standard error)"),
         ("inside", f"{estimate.inside:,} of {estimate.points:,} points"),

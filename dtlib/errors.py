@@ -1,4 +1,4 @@
-"""Errors for people: one sentence that says what is wrong and what to do. Numbers that make no sense are the same."""
+"""Errors of users, each with one sentence that says what is wrong and what to do; and checks of numbers."""
 
 from contextlib import suppress
 from numbers import Real
@@ -7,10 +7,9 @@ RESET = "Call dtlib.reset() on all ranks to go on."
 
 
 class DtlibError(Exception):
-    """A mistake that its maker can fix.
+    """An error that the user can fix.
 
-    In a notebook only the sentence is shown, without a traceback; the command line prints it and
-    exits with status 2.
+    A notebook shows only the sentence, without a traceback; the command line prints it and exits with status 2.
     """
 
     def _render_traceback_(self):
@@ -19,34 +18,36 @@ class DtlibError(Exception):
 
 
 class MissingName(DtlibError, AttributeError):
-    """A name of the counterpart that is not here."""
+    """A name of the counterpart library that dtlib does not have."""
 
 
 class CommunicationError(DtlibError):
-    """An operation of the communicator was called with something that it cannot carry."""
+    """An operation got arguments that it cannot use, ranks disagree about a call, or the communicator is broken."""
 
 
 class PeerFailed(DtlibError):
-    """A rank waited for one that will not arrive: it raised an error in this cell of the notebook, or its program has
-    ended."""
+    """A rank waited for a rank that will not arrive.
+
+    That rank's notebook cell has raised an error, or its program has ended.
+    """
 
 
 class WaitTimeout(DtlibError):
     """A rank waited longer than the communicator's ``time_limit``."""
 
 
-MOST = 10**15  # of any number, unless told otherwise
+MOST = 10**15  # default upper limit
 
 
 def number(
     name: str, value: object, least: float = 1, most: float = MOST, whole: bool = True,
     error: type[Exception] = DtlibError, why: str = "",
 ) -> float:  # fmt: skip
-    """Return a number if it is in a range, and whole unless told otherwise: then it is an int.
+    """Return ``value`` if it is a number in the range; as an int if ``whole``.
 
     Raises:
-        error: one sentence with the name, the value and the range, and ``why`` that is its end. Text, a list, true,
-            null, NaN, infinity and a number of 400 digits are in no range.
+        error: a sentence with the name, the value, the range, and ``why`` at its end. Text, lists, true, null, NaN,
+            infinity and numbers of 400 digits are refused.
     """
     if isinstance(value, Real) and not isinstance(value, bool):
         found: float = value  # type: ignore[assignment]  # mypy does not know that a float is Real
@@ -57,7 +58,7 @@ def number(
 
 
 def read_number(text: str) -> object:
-    """The number that somebody has typed, such as 10_000_000 or 1e7; text that is none stays text."""
+    """Return the number that a user typed, such as 10_000_000 or 1e7; other text is returned unchanged."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)

@@ -1,4 +1,4 @@
-"""Files that are written whole, and files that somebody else may have written."""
+"""Write files completely or not at all, and read files that other programs may have written."""
 
 import errno
 import io
@@ -19,18 +19,18 @@ from dtlib.errors import DtlibError
 K = TypeVar("K")
 
 
-def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write a file as a whole or not at all: a reader, and whoever kills this, finds the old file or the new one.
+def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """Write a file completely or not at all: readers find the old or the new file, even if this process is killed.
 
     Raises:
-        OSError: where it cannot be written; then the old file is as it was.
+        OSError: if the file cannot be written; the old file is unchanged.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            os.fsync(file.fileno())  # on a full disk some systems say so here first
+            os.fsync(file.fileno())  # some systems report a full disk only here
         os.replace(beside, path)
     except BaseException:
         with suppress(OSError):
@@ -42,8 +42,8 @@ def read_text(path: Path, most: int = 2**26) -> str:
     """Read a text file of at most ``most`` bytes; a pipe or a device is refused, because reading it may never end.
 
     Raises:
-        OSError: where there is no such file, or it cannot be read.
-        ValueError: for anything else than an ordinary file of that size with text in it.
+        OSError: if there is no such file, or if it cannot be read.
+        ValueError: if it is not text, or larger than ``most``.
     """
     with open(path, "rb", opener=opened_to_read) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
@@ -52,7 +52,10 @@ def read_text(path: Path, most: int = 2**26) -> str:
 
 
 def opened_to_read(path: str, flags: int = os.O_RDONLY) -> int:
-    """For ``open(..., opener=opened_to_read)``: what is no ordinary file is refused, as reading it may never end."""
+    """Open a regular file, for ``open(..., opener=opened_to_read)``.
+
+    Anything except a regular file is refused, because reading a pipe or a device may never end.
+    """
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -65,7 +68,7 @@ def read_json(path: Path, kind: type[K], most: int = 2**26) -> K:
 
     Raises:
         OSError: as ``read_text``.
-        ValueError: as ``read_text``, and for what is no JSON or of another kind.
+        ValueError: as ``read_text``, and if it is not JSON or of another kind.
     """
     try:
         found = json.loads(read_text(path, most))
@@ -78,7 +81,7 @@ def read_json(path: Path, kind: type[K], most: int = 2**26) -> K:
 
 @contextmanager
 def writing(path: str | Path, cure: str = "name another file") -> Iterator[None]:
-    """Around what writes to ``path``: an error of the system becomes a sentence with the path, its cause and a cure.
+    """Turn an OSError of the block into a DtlibError with ``path``, the cause and a cure.
 
     Raises:
         DtlibError: in place of an OSError.
@@ -89,17 +92,19 @@ def writing(path: str | Path, cure: str = "name another file") -> Iterator[None]
         raise DtlibError(f"{path} cannot be written ({problem.strerror}): {cure}.") from None
 
 
-def refuse_to_wait(path: str, flags: int) -> int:
-    """For ``open(..., opener=refuse_to_wait)``: a pipe that nobody reads is an OSError, and no wait for ever."""
+def open_nonblocking(path: str, flags: int) -> int:
+    """Open without waiting, for ``open(..., opener=open_nonblocking)``: a pipe without a reader raises OSError."""
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor
 
 
 @contextmanager
-def own_folder(name: str) -> Iterator[Path]:
-    """A temporary folder of this process, ``dtlib-NAME-...``. Those of processes of this user that were killed are
-    removed, if they are a minute old: a living one holds the lock of its own."""
+def private_temp_folder(name: str) -> Iterator[Path]:
+    """Yield a temporary folder of this process, ``dtlib-NAME-...``; remove folders that killed processes left behind.
+
+    Only folders of this user that are at least a minute old are removed. A running process holds a lock on its folder.
+    """
     import fcntl
 
     for left in Path(tempfile.gettempdir()).glob(f"dtlib-{name}-*"):
@@ -123,8 +128,8 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time write to a folder; on a disk that knows no locks this does nothing."""
-    import fcntl  # which Python in a browser does not have
+    """Hold the lock of a folder, so that one process at a time writes to it; without effect on disks without locks."""
+    import fcntl  # Python in a browser has no fcntl
 
     with _opened(folder) as descriptor:
         with suppress(OSError):
@@ -133,5 +138,5 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether this names a file in its folder, and none elsewhere, in letters that every disk takes."""
+    """Return True if this names a file in its own folder, with characters that every disk accepts."""
     return isinstance(name, str) and bool(re.fullmatch(r"(?!\.+$)[\w .-]{1,200}", name, re.ASCII))

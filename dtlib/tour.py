@@ -1,12 +1,12 @@
-"""``dtlib tour``: an exercise of each of lessons 00 to 08, solved and judged on MPI engines, without a browser."""
+"""``dtlib tour``: solve one exercise of each of lessons 00 to 08 on MPI engines and judge it, without a browser."""
 
 import shutil
 import time
 from pathlib import Path
 
-from dtlib.files import own_folder
+from dtlib.files import private_temp_folder
 from dtlib.lab import course
-from dtlib.lab.checks.checks import judge_on_this_rank
+from dtlib.lab.checks.judging import judge_on_this_rank
 from dtlib.lab.checks.predictions import without_magic
 from dtlib.lab.checks.solutions import cells_of
 from dtlib.lab.course import LEFT_BEHIND, PROFILE
@@ -18,17 +18,17 @@ STOPS = {
     "04 Data parallelism": "buckets-build", "05 Large batches": "warmup-fix", "06 ZeRO": "zero2-fix",
     "07 Pipelines": "1f1b-build", "08 Tensor and hybrid parallelism": "mlp-build",
 }  # fmt: skip
-WIDTHS = [32, 16, 30, 8, 7]  # of the table's columns
+WIDTHS = [32, 16, 30, 8, 7]  # of the table's columns, in characters
 
 
 def tour(ranks: int, profile: str | None = None) -> int:
-    """Run every stop on ``ranks`` engines and print a table of verdicts; returns 0 if all have passed, else 1.
+    """Run all exercises on ``ranks`` engines and print a table of verdicts; return 0 if all have passed, otherwise 1.
 
-    Without a ``profile`` it works on a copy of the course's: the engines of open notebooks are left alone.
+    Without a ``profile`` it uses a copy of the course's profile, so engines of open notebooks are left alone.
     """
     from tabulate import tabulate
 
-    with own_folder("tour") as folder:
+    with private_temp_folder("tour") as folder:
         if profile is None:
             profile = folder / PROFILE.name
             left_behind = shutil.ignore_patterns(*LEFT_BEHIND)
@@ -37,7 +37,7 @@ def tour(ranks: int, profile: str | None = None) -> int:
             engines = engine_set.engines(ranks, profile=profile)
             rows = [_row(engines, *stop) for stop in STOPS.items()]
         finally:
-            if Path(profile, "ipcluster_config.py").is_file():  # else no engine has started there
+            if Path(profile, "ipcluster_config.py").is_file():  # otherwise no engine has started there
                 engine_processes.end(Record(Path(profile)))
     print()
     head = ("lesson", "exercise", f"on {ranks} MPI engines", "passed", "seconds")
@@ -55,7 +55,10 @@ def _row(engines, lesson: str, exercise: str) -> tuple[str, ...]:
 
 
 def solved_and_judged(exercise: str, cells: list[str]) -> tuple[bool, str]:
-    """On a rank: run the cells that solve an exercise, and have all ranks judge the answer."""
+    """Run the cells that solve an exercise, and judge the answer together with the other ranks.
+
+    Returns whether it passed, and the verdict's text. Called on each rank.
+    """
     names: dict = {"__name__": "__main__"}
     for cell in cells:
         exec(without_magic(cell), names)

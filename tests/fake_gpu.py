@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from dtlib.gradients.local_gradient import GoneGradient
+from dtlib.gradients.local_gradient import FreedGradient
 
 
 class BackendModule(_DummyBackendModule):
@@ -83,7 +83,7 @@ def with_kind(kind):
 
 
 def placeholder(kind, parameter):
-    """``GoneGradient.like`` on the device."""
+    """``FreedGradient.like`` on the device."""
     return with_kind(kind)(
         torch.sparse_coo_tensor(size=parameter.shape, dtype=parameter.dtype, device=CPU, check_invariants=True)
     )
@@ -360,7 +360,7 @@ def fake_gpu():
             stack.enter_context(patch.object(torch.cuda, name, function))
         stack.enter_context(patch.object(torch, "from_dlpack", from_dlpack))
         stack.enter_context(patch.object(threading.Thread, "run", run_in_mode))
-        stack.enter_context(patch.object(GoneGradient, "like", classmethod(placeholder)))
+        stack.enter_context(patch.object(FreedGradient, "like", classmethod(placeholder)))
         stack.enter_context(Mode())
         try:
             yield GPU

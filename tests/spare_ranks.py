@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import dtlib
 from dtlib import recovery
-from dtlib.lessons.l11b.training import OPTIONS, PARAMETERS, Accidents, make, with_accidents
+from dtlib.lessons.l11b.training import OPTIONS, PARAMETERS, PlannedFaults, make, with_accidents
 from dtlib.recovery.shrink import shrunk
 
 WAYS = {"memory": recovery.train_and_commit, "shrink": recovery.train_and_shrink}
@@ -27,7 +27,7 @@ WAYS = {"memory": recovery.train_and_commit, "shrink": recovery.train_and_shrink
 def train(options: dict, team, rank: int, folder: Path, journal) -> None:
     folder.mkdir(exist_ok=True)
     faults = [fault | {"rank": rank if fault["rank"] == team.rank else -1} for fault in options["faults"]]
-    replica = with_accidents(recovery.Replica(*make(options)), options, Accidents(faults, rank, folder, journal))
+    replica = with_accidents(recovery.Replica(*make(options)), options, PlannedFaults(faults, rank, folder, journal))
     team = WAYS[options["by"]](replica, team, options["steps"], tell=journal)
     if team.rank == 0:
         save_file(dict(replica.model.state_dict()), folder / PARAMETERS, {"losses": json.dumps(replica.losses)})
@@ -36,7 +36,7 @@ def train(options: dict, team, rank: int, folder: Path, journal) -> None:
 def main() -> None:
     folder, world = Path(sys.argv[2]), dtlib.init()
     everybody, journal = world.comm, recovery.Journal(folder, world)
-    with journal.last_words():
+    with journal.log_outcome():
         for number, options in enumerate(json.loads(sys.argv[1])):
             takes_part = everybody.rank < options["ranks"]
             team = everybody.split(int(takes_part))

@@ -16,7 +16,7 @@ from dtlib.comm.waiting import KEPT
 from dtlib.gradients import reducer
 from dtlib.gradients.reducer import GradientShard
 from dtlib.lab import digits
-from dtlib.measure.held import held
+from dtlib.measure.buffers import held
 from dtlib.measure.live import Live
 from dtlib.measure.storages import Storages
 from dtlib.parallel.data import DataParallel
@@ -127,7 +127,7 @@ NUMBERS = 64  # bytes: losses, flags of parameters, and messages about them have
 def nothing_arrives_early(patch):
     """Between waits no message moves, and what is sent stays until it is waited for: the most that can be alive. (An
     all-reduce begins at once, and is over if its messages are there: that of stage 0 needs a slow network.)"""
-    patch.setattr(reducer, "move_on", lambda: None)
+    patch.setattr(reducer, "poll_pending", lambda: None)
     take = GradientShard.take
 
     def kept(kind):

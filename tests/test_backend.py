@@ -694,7 +694,7 @@ def test_a_program_of_torchs_runs_as_it_is(tmp_path, backend):
 
 
 def test_without_mpi_and_with_another_rank_it_is_refused(tmp_path):
-    from dtlib.backend import starting
+    from dtlib.backend import process_groups
 
     script = tmp_path / "train.py"
     script.write_text('import torch.distributed as dist, dtlib.backend; dist.init_process_group("dtlib")')
@@ -706,7 +706,7 @@ def test_without_mpi_and_with_another_rank_it_is_refused(tmp_path):
     ran = subprocess.run([sys.executable, "-m", "dtlib.backend", "nowhere.py"], capture_output=True, text=True)
     assert ran.returncode == 1 and ran.stderr.startswith("nowhere.py: mpiexec -n RANKS python -m dtlib.backend PROGRAM")
     with pytest.raises(DtlibError, match="world_size is 7, and MPI started this process as rank 0 of 1: leave"):
-        starting.rendezvous("dtlib://?rank=0&world_size=7")
+        process_groups.rendezvous("dtlib://?rank=0&world_size=7")
 
 
 @on_ranks(2)

@@ -2,7 +2,7 @@
 
 from unittest.mock import patch
 
-from dtlib.lab.checks.checks import judge_on_this_rank
+from dtlib.lab.checks.judging import judge_on_this_rank
 from dtlib.lessons.l14 import brief
 from dtlib.planner.exact import of_decoder
 from tests.ranks import on_ranks

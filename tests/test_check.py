@@ -8,8 +8,8 @@ import pytest
 from dtlib import pi
 from dtlib.errors import DtlibError
 from dtlib.lab import lesson_files
-from dtlib.lab.checks.checks import judge_on_this_rank
-from dtlib.lab.checks.exercise import EXERCISES, Verdict, Wrong, homes, html, rows
+from dtlib.lab.checks.exercise import EXERCISES, Verdict, Wrong, exercise_files, html, rows
+from dtlib.lab.checks.judging import judge_on_this_rank
 from dtlib.lab.checks.solutions import source_of
 from dtlib.lab.lesson_files import module_of, notebooks
 from dtlib.lessons.l03.judge_hangs import HANGS
@@ -26,8 +26,11 @@ from tests.wrong_answers.cases import judged_soon
 
 
 def test_every_exercise_is_found_at_its_home_and_no_home_has_one_more():
-    at_home = {home: set(module_of(home).EXERCISES) for home in homes().values()}
-    assert at_home == {home: {name for name in homes() if homes()[name] == home} for home in homes().values()}
+    at_home = {home: set(module_of(home).EXERCISES) for home in exercise_files().values()}
+    assert at_home == {
+        home: {name for name in exercise_files() if exercise_files()[name] == home}
+        for home in exercise_files().values()
+    }
     judges = {path for path in (ROOT / "dtlib" / "lessons").rglob("*.py") if "\nEXERCISES = " in path.read_text()}
     assert len(judges) == len(at_home) and "no such exercise" not in EXERCISES
 
@@ -36,11 +39,11 @@ def test_every_exercise_is_found_at_its_home_and_no_home_has_one_more():
 def test_a_judge_that_fails_is_told_on_all_ranks(world):
     """Rank 0 alone judges; whoever waits for its verdict hears of it."""
     from dtlib.errors import DtlibError
-    from dtlib.lab.checks import checks
+    from dtlib.lab.checks import judging
 
     exercise = dataclasses.replace(EXERCISES["first-sum"], judge=lambda observations: 1 / 0)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DtlibError, match="ZeroDivisionError: division by zero"):
-        patch.setattr(checks, "EXERCISES", {"first-sum": exercise})
+        patch.setattr(judging, "EXERCISES", {"first-sum": exercise})
         judge_on_this_rank("first-sum", {"total": 1})
 
 
@@ -149,7 +152,7 @@ def test_right_answers_pass(world):
     answers |= {"ring_all_reduce": ring_by_split, "my_all_reduce": ring_by_split, "explained": EXPLAINED}
     answers |= {"golf": golf_right} | RIGHT_RATES | RIGHT_PUZZLES
     with_own_tests = {*RIGHT_TO_LESSON_04, *RIGHT_TO_LESSON_06, "fit-it", *RIGHT_TO_LESSON_07, *RIGHT_TO_LESSON_08}
-    for exercise, home in homes().items():
+    for exercise, home in exercise_files().items():
         if exercise not in with_own_tests and home.parent.name < "l09":  # later lessons have some, too
             verdict = judge_on_this_rank(exercise, answers)
             alone = exercise == "noise-scale" and world.size == 1  # which says so
@@ -476,7 +479,7 @@ def test_memory_is_found_wherever_it_is_kept():
     """On a function, in a closure, behind a view, as a gradient, and in a tensor that was there before."""
     import torch
 
-    from dtlib.lab.checks.held import Snapshot, nbytes
+    from dtlib.lab.checks.answer_memory import Snapshot, nbytes
 
     old, untouched, weight = torch.zeros(100), torch.zeros(1000), torch.nn.Parameter(torch.zeros(10))
     untouched.add_(1)
@@ -525,7 +528,7 @@ class KeepsNoTensors:
 def test_memory_that_is_no_tensor_is_found_too():
     import torch
 
-    from dtlib.lab.checks.held import Snapshot, nbytes
+    from dtlib.lab.checks.answer_memory import Snapshot, nbytes
 
     for _ in range(2):  # what the first one has left on the class is not new
         with Snapshot(KeepsNoTensors) as before:
@@ -708,19 +711,19 @@ def test_a_verdict_says_in_words_and_with_a_sign_how_it_went():
 
 
 def test_another_answer_begins_with_the_first_hint(capsys):
-    from dtlib.lab.checks import checks
+    from dtlib.lab.checks import judging
 
-    checks._tries.pop("pi-streams", None)
-    checks._failed.pop("pi-streams", None)
+    judging._tries.pop("pi-streams", None)
+    judging._failed.pop("pi-streams", None)
     hints, offers = [], []
     for code, mistake in (("a", "gap"), ("a", "gap"), ("b", "missing"), ("b", "gap"), ("b", "overlap"), ("b", "gap")):
-        checks._tell(Verdict("pi-streams", "f", 3, 1, mistake, "all", "some", ("1", "2", "3"), code=code))
+        judging._tell(Verdict("pi-streams", "f", 3, 1, mistake, "all", "some", ("1", "2", "3"), code=code))
         said = capsys.readouterr().out
         hints.append(re.search(r"hint: +(\d)", said)[1])
         offers.append('lab.solution("pi-streams") shows one' in said)
     assert hints == ["1", "2", "1", "2", "3", "3"]
     assert offers == [False, False, True, True, True, True]
-    checks._tell(Verdict("pi-streams", "f", 3, code="c"))
+    judging._tell(Verdict("pi-streams", "f", 3, code="c"))
     assert "solution" not in capsys.readouterr().out, "an answer that passed needs none"
 
 
@@ -744,7 +747,7 @@ def test_every_exercise_has_a_solution_to_show():
 def test_an_answer_is_known_by_its_code_or_value():
     import torch
 
-    from dtlib.lab.checks.checks import fingerprint
+    from dtlib.lab.checks.judging import fingerprint
 
     def one(x):
         return x + 1
@@ -782,7 +785,7 @@ def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):
 
     import torch
 
-    from dtlib.lab.checks.checks import told
+    from dtlib.lab.checks.judging import told
 
     names, source = {"torch": torch}, f"def answer(points):\n    return {error}\n"
     linecache.cache["<cell>"] = len(source), None, source.splitlines(True), "<cell>"

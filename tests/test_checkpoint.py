@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import nn
 
 from dtlib import checkpoint
-from dtlib.checkpoint import CheckpointError, folder, holdings, load, save
+from dtlib.checkpoint import CheckpointError, folder, load, local_shards, save
 from dtlib.gradients.precision import MasterWeights
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer
@@ -186,7 +186,7 @@ def test_masters_that_were_not_saved_get_the_values(world, stage, tmp_path):
     plain = build("plain", torch.bfloat16, 3)
     save(tmp_path, plain, plain_sgd(plain), world.comm)
     run = Run(stage, world.comm, "plain", "sgd", torch.bfloat16, seed=7).load(tmp_path)
-    for holding in holdings.holdings_of(run.model, run.optimizer, run.masters, world.comm):
+    for holding in local_shards.local_shards_of(run.model, run.optimizer, run.masters, world.comm):
         before = dict(plain.named_parameters())[holding.name].detach().reshape(-1)
         before = before[holding.slice.start : holding.slice.stop]
         assert torch.equal(holding.value.reshape(-1), before)
@@ -316,7 +316,7 @@ def test_settings_of_groups_come_back(world, stage, tmp_path):
     run.optimizer.param_groups[1].update(lr=0.125, betas=(0.5, 0.75), foreach=True)
     run.save(tmp_path)
     again = Run(stage, world.comm, "plain", "adamw", groups=2).load(tmp_path)
-    for optimizer in {again.optimizer, holdings.local(again.optimizer)}:
+    for optimizer in {again.optimizer, local_shards.local(again.optimizer)}:
         assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.125]
         assert optimizer.param_groups[1]["betas"] == (0.5, 0.75)
         assert optimizer.param_groups[1]["foreach"] is None, "how this machine computes stays as it is"
@@ -454,7 +454,7 @@ def test_a_full_disk_at_the_index_leaves_the_folder_as_it_was(world, tmp_path):
     save(tmp_path, model, comm=world.comm)
     files = set(os.listdir(tmp_path))
     world.comm.barrier()  # before another rank writes again
-    with patch.object(folder, "write_whole", side_effect=OSError(28, "No space left on device")):
+    with patch.object(folder, "write_atomically", side_effect=OSError(28, "No space left on device")):
         assert "No space left" in refusal(save, tmp_path, model, comm=world.comm)
     world.comm.barrier()
     assert set(os.listdir(tmp_path)) == files
@@ -623,8 +623,8 @@ def test_a_pointer_that_cannot_be_read_is_refused(world, tmp_path):
         if world.rank == 0:
             damage(path)
         world.comm.barrier()
-        assert "makes no sense" in refusal(checkpoint.pointed_to, path, world.comm)
-    assert checkpoint.pointed_to(tmp_path / "none", world.comm) is None
+        assert "makes no sense" in refusal(checkpoint.read_latest, path, world.comm)
+    assert checkpoint.read_latest(tmp_path / "none", world.comm) is None
 
 
 def refused_and_unchanged(world, expected, path, model, make_optimizer=None):

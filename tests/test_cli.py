@@ -343,9 +343,10 @@ def test_a_tour_that_is_interrupted_leaves_nothing(workshop_folder, seconds):
     for _ in range(30):  # Python drops the signal where it meets a callback of its own, as in the middle of an import
         with contextlib.suppress(subprocess.TimeoutExpired):
             os.killpg(tour.pid, signal.SIGINT)
-            assert tour.wait(3) == 130
+            tour.wait(3)
             break
-    assert tour.returncode == 130
+    # On a busy machine Python may still be starting after half a second, and ends in its own way.
+    assert tour.returncode == 130 or (tour.returncode == -signal.SIGINT and seconds == 0.5)
     _, alive = psutil.wait_procs(started, timeout=60)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 

@@ -564,10 +564,10 @@ def test_who_gets_its_core_back_late_naps_for_a_while_and_then_yields_again(monk
     monkeypatch.setattr(waiting, "os", SimpleNamespace(sched_yield=lambda: passes("yield", takes[0])))
     monkeypatch.setattr(waiting, "_naps_until", 0.0)
     for takes[0] in (0.0, waiting.ELBOWED_SECONDS / 2, 2 * waiting.ELBOWED_SECONDS, 0.0, 0.0):
-        waiting.let_go()
+        waiting.yield_core()
     assert done == ["yield"] * 3 + ["nap"] * 2
     now[0] += waiting.AVOID_SECONDS
-    waiting.let_go()
+    waiting.yield_core()
     assert done[-1] == "yield"
 
 
@@ -575,11 +575,11 @@ def test_a_hook_looks_several_times_and_no_more_once_all_is_done(monkeypatch):
     looks, enough = [], [3]
     monkeypatch.setattr(waiting, "advance_all", lambda: looks.append(1))
     monkeypatch.setattr(waiting, "idle", lambda: len(looks) >= enough[0])
-    waiting.move_on()
+    waiting.poll_pending()
     assert len(looks) == 3
     looks.clear()
     enough[0] = 1000
-    waiting.move_on()
+    waiting.poll_pending()
     assert len(looks) == waiting.LOOKS > 1
 
 

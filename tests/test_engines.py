@@ -15,7 +15,7 @@ import zmq
 from ipyparallel.controller.heartmonitor import HeartMonitor
 
 from dtlib.lab import course
-from dtlib.lab.engines import crowd, heartbeats, keeper, panel, starting
+from dtlib.lab.engines import heartbeats, keeper, panel, start_queue, starting
 from dtlib.lab.engines.rank_table import RankTable
 from dtlib.lab.engines.workshop import Record
 from dtlib.lab.server import SETTINGS
@@ -23,7 +23,7 @@ from dtlib.world import loopback
 from dtlib.world.machine import usable_cores
 from dtlib.world.processes import Process, listening
 from tests.cases import for_each
-from tests.conftest import make_workshop
+from tests.conftest import ROOT, make_workshop
 from tests.kernels import Notebook
 
 ENGINES = "from dtlib import lab; lab.engines({})"
@@ -310,10 +310,10 @@ def called(name, folder, count=1):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has names of processes that all can read")
 def test_starts_take_turns_with_those_that_began_before(tmp_path, monkeypatch):
     for name in ("WAITS", "STARTS"):  # no test beside this one has these
-        monkeypatch.setattr(crowd, name, f"{name} {os.getpid()}")
-    queue = crowd.Queue(at_once=1)
+        monkeypatch.setattr(start_queue, name, f"{name} {os.getpid()}")
+    queue = start_queue.Queue(at_once=1)
     with ExitStack() as opened:
-        names = (crowd.WAITS, crowd.STARTS, "mine")
+        names = (start_queue.WAITS, start_queue.STARTS, "mine")
         *_, (mine,) = [opened.enter_context(called(name, tmp_path)) for name in names]
         assert queue.before() == 0, "nobody began before this process"
         queue._me = Process.of(mine.pid)
@@ -321,17 +321,17 @@ def test_starts_take_turns_with_those_that_began_before(tmp_path, monkeypatch):
         queue.at_once = 3
         assert queue.before() == 0, "three may start at once"
         queue.at_once = 1
-        monkeypatch.setattr(crowd, "LONGEST_START", 0)
+        monkeypatch.setattr(start_queue, "LONGEST_START", 0)
         assert queue.before() == 1, "who starts for too long is passed over"
-        monkeypatch.setattr(crowd, "LONGEST_WAIT", -1)
+        monkeypatch.setattr(start_queue, "LONGEST_WAIT", -1)
         assert queue.before() == 0, "and nobody waits for ever"
 
 
 def test_time_limits_grow_with_the_load(monkeypatch):
     cores = usable_cores()
-    for load, times in ((0, 1), (cores, 1), (3 * cores, 3), (1000 * cores, crowd.MOST_PATIENCE)):
+    for load, times in ((0, 1), (cores, 1), (3 * cores, 3), (1000 * cores, start_queue.MOST_PATIENCE)):
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0, 0))
-        assert crowd.patience() == times
+        assert start_queue.load_factor() == times
 
 
 def test_heartbeats_slow_down_once_all_engines_are_there(monkeypatch):
@@ -349,7 +349,7 @@ def test_heartbeats_slow_down_once_all_engines_are_there(monkeypatch):
 
 def test_a_second_notebook_takes_over_and_the_last_one_ends_the_engines(notebooks, workshop_folder, tmp_path):
     first, second = notebooks("first.ipynb"), notebooks("second.ipynb")
-    with called(crowd.STARTS, tmp_path, crowd.Queue().at_once) as others:
+    with called(start_queue.STARTS, tmp_path, start_queue.Queue().at_once) as others:
         first.live = []
         meanwhile(lambda: "first" in str(first.live), lambda: [other.kill() or other.wait() for other in others])
         first.run(ENGINES.format(2))
@@ -643,3 +643,20 @@ def test_the_call_keeps_its_name_beside_the_room_of_that_name():
 
     assert [callable(lab.engines) for _ in range(2)] == [True, True]
     assert lab.engines.__module__ == "dtlib.lab.engines.engine_set"
+
+
+def test_a_reader_follows_a_cell_through_few_files(shared):
+    """The notebook's side of a %%px cell, as tests/test_walk.py counts the others: a number here may only fall."""
+    shared.run(ENGINES.format(3))
+    said = shared.run(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tests.test_walk import COUNTS, Walk\n"
+        "found = []\n"
+        "for repeat in range(5):\n"
+        "    with Walk() as one:\n"
+        "        get_ipython().run_cell_magic('px', '', 'x = 1')\n"
+        "    found.append([one.counts()[name] for name in COUNTS])\n"
+        "print('walk', *min(found))"
+    )
+    files, functions, lines, returns = map(int, said.split("walk ")[1].split()[:4])
+    assert 5 < files <= 10 and functions <= 25 and lines <= 122 and returns <= 7, said

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from dtlib.checkpoint import load, save
-from dtlib.checkpoint.holdings import holdings_of
-from dtlib.gradients.contract import Contract
+from dtlib.checkpoint.local_shards import local_shards_of
+from dtlib.gradients.preconditions import Preconditions
 from dtlib.gradients.tokens import mean_over_tokens
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.data.plain import DataParallelNaive
@@ -173,10 +173,10 @@ def test_wrong_axes_and_norms_are_refused(world):
     words = r"moe\.experts\..* is an expert's, and ranks \[0, 1\] have different ones"
     refuses(words, DataParallelNaive, block, comm)
     refuses("have different ones", ZeroOptimizer, block.parameters(), torch.optim.SGD, comm, stage=1, lr=0.1)
-    refuses("have different ones", Contract, "x", block, comm)
+    refuses("have different ones", Preconditions, "x", block, comm)
     plain_block = PlainMixture(WIDTH, [expert_of(comm.rank)], comm)
     words = "other ranks have others of that name: use the full class"
-    refuses(words, holdings_of, plain_block, None, None, comm)
+    refuses(words, local_shards_of, plain_block, None, None, comm)
     refuses("has a hook of its gradient", fully_shard, block, comm)  # that divides it
     for kind in (DataParallel, DataParallelNaive):
         words = "which share out experts, have others: average over both axes"

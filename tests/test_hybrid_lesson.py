@@ -6,8 +6,8 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, linear
 
-from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.exercise import EXERCISES
+from dtlib.lab.checks.judging import judge_on_this_rank
 from dtlib.lessons.l08 import figures as hybrid
 from dtlib.parallel.replicator import Replicator
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear

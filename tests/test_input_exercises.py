@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from dtlib.lab.checks.checks import judge_here, judge_on_this_rank
 from dtlib.lab.checks.exercise import EXERCISES
+from dtlib.lab.checks.judging import judge_here, judge_on_this_rank
 from dtlib.lessons.l09.judge_formats import cost
 from tests.lessons.l09.wrong_input import _Stream
 from tests.lessons.l09.wrong_resuming import Right

@@ -19,7 +19,7 @@ from dtlib import lab, schedule, theory  # noqa: F401  the cheat sheet's formula
 from dtlib.comm.communicator import Communicator
 from dtlib.errors import DtlibError
 from dtlib.lab import doctor_code
-from dtlib.lab.checks import checks
+from dtlib.lab.checks import judging
 from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.world.launch import start_ranks
 from tests.conftest import ROOT
@@ -44,8 +44,8 @@ def test_an_exercise_of_one_file_is_judged_as_the_guide_says(world):
     answers = (right, mine, of_three)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("largest.py").write_text(LISTINGS["largest.py"])
-        verdicts = {answer: checks.judge_on_this_rank("largest.py", {"largest": answer}) for answer in answers}
-        assert checks.judge_on_this_rank("largest.py", {}).mistake == "missing"
+        verdicts = {answer: judging.judge_on_this_rank("largest.py", {"largest": answer}) for answer in answers}
+        assert judging.judge_on_this_rank("largest.py", {}).mistake == "missing"
     assert verdicts[right].passed and verdicts[right].ranks == 3
     assert (verdicts[mine].mistake, verdicts[mine].rank) == ("own-number", 0) and len(verdicts[mine].hints) == 2
     assert verdicts[of_three].mistake == "other-size", "any_size=True, as the guide says"
@@ -56,15 +56,15 @@ def test_a_file_that_has_no_exercise_is_refused_and_offers_no_solution(tmp_path,
     (tmp_path / "empty.py").write_text("x = 1")
     for name, sentence in (("none.py", "put the exercise beside the notebook"), ("empty.py", "EXERCISE = Exercise(")):
         with pytest.raises(DtlibError, match=re.escape(sentence)):
-            checks.check(name)
+            judging.check(name)
     own = LISTINGS["largest.py"].replace("any_size=True", "needs_ranks=False").replace("comm.rank", "0")
     (tmp_path / "here.py").write_text(
         own.replace("def observe(answer, comm):", "def observe(answer, comm):\n    comm = None")
     )
-    monkeypatch.setattr(checks, "_names_of_the_notebook", lambda: {"largest": lambda comm, number: 7.0})
-    for _ in range(checks.TRIES + 2):  # after which the course's own offer a solution
-        checks.check("here.py")
-    assert capsys.readouterr().out.count("Not yet: here.py") == checks.TRIES + 2
+    monkeypatch.setattr(judging, "_names_of_the_notebook", lambda: {"largest": lambda comm, number: 7.0})
+    for _ in range(judging.TRIES + 2):  # after which the course's own offer a solution
+        judging.check("here.py")
+    assert capsys.readouterr().out.count("Not yet: here.py") == judging.TRIES + 2
 
 
 def test_a_model_of_one_file_trains_as_the_guide_says(tmp_path):

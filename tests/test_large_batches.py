@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dtlib.lab.checks.checks import judge_here, judge_on_this_rank
+from dtlib.lab.checks.judging import judge_here, judge_on_this_rank
 from dtlib.lessons.l05 import intervals
 from tests.cases import for_each
 from tests.lessons.l05.wrong_noise import right as scale_right

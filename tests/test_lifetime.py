@@ -40,7 +40,7 @@ def a_schedule(world):
 def test_checks_schedules_and_splits_leave_no_communicators(world, times):
     if world.size == 3:
         times = min(times, 60)  # where members of a split differ in number, which shows soon
-    from dtlib.lab.checks.checks import judge_on_this_rank
+    from dtlib.lab.checks.judging import judge_on_this_rank
 
     def lessons(times):
         for i in range(times):

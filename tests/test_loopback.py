@@ -50,7 +50,7 @@ def look(process, ranks=2):
 
 def test_ranks_that_dtlib_starts_and_their_mpiexec(tmp_path, monkeypatch):
     monkeypatch.delenv("OMPI_MCA_btl", raising=False)
-    if not loopback.mpiexec_inside(launch.find_mpiexec()):
+    if not loopback.starts_only_local_ranks(launch.find_mpiexec()):
         pytest.skip("mpiexec may have ranks to start on other machines here")
     try:
         loopback.library()
@@ -173,12 +173,12 @@ def test_whether_mpiexec_starts_ranks_here_alone(monkeypatch, tmp_path, told, in
     (tmp_path / "bin").mkdir()
     (tmp_path / "etc").mkdir()
     mpiexec = str(tmp_path / "bin" / "mpiexec")
-    assert loopback.mpiexec_inside(mpiexec) == inside
+    assert loopback.starts_only_local_ranks(mpiexec) == inside
     hosts = tmp_path / "etc" / "prte-default-hostfile"
     hosts.write_text("# none\n\n")
-    assert loopback.mpiexec_inside(mpiexec) == inside
+    assert loopback.starts_only_local_ranks(mpiexec) == inside
     hosts.write_text("# some\nn1 slots=4\n")
-    assert not loopback.mpiexec_inside(mpiexec)
+    assert not loopback.starts_only_local_ranks(mpiexec)
     assert loopback.closed(mpiexec) == [mpiexec]
 
 

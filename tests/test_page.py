@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtlib.browser import build, ranks, rooms, sources
+from dtlib.browser import build, pages, ranks, sources
 from dtlib.browser.simulated import tensors
 from dtlib.browser.simulated.cells import Ranks
 from dtlib.browser.svg import Picture
@@ -92,7 +92,7 @@ for name in {modules}:
     importlib.import_module(name).range = narrow
 """
 DRAW_ALL = (
-    "import json; from dtlib.browser import rooms; print(json.dumps({n: rooms.answer(n, {}) for n in rooms.NAMES}))"
+    "import json; from dtlib.browser import pages; print(json.dumps({n: pages.answer(n, {}) for n in pages.NAMES}))"
 )
 
 
@@ -116,7 +116,7 @@ def without_packages(folder, program):
 
 def test_rooms_need_the_files_of_the_page_alone_and_no_package(own_files):
     """Neither numpy nor torch nor MPI; and no number of more than 32 bits where a page has no room for it."""
-    here = {name: rooms.answer(name, {}) for name in rooms.NAMES}
+    here = {name: pages.answer(name, {}) for name in pages.NAMES}
     assert not any("mistake of the page" in shown for shown in here.values()), here
     assert json.loads(without_packages(own_files, narrow() + DRAW_ALL)) == here
 
@@ -142,16 +142,16 @@ def test_collectives_take_the_rounds_and_messages_of_the_formulas(operation, alg
 
 
 def test_what_cannot_be_is_said_in_a_sentence():
-    assert "take 8 micro-batches" in rooms.answer("schedule", {"schedule": "interleaved", "microbatches": "7"})
-    assert "choose one of gpipe" in rooms.answer("schedule", {"schedule": "other"})
-    assert "from 1 to 8" in rooms.answer("schedule", {"ranks": "99"}) and "There is no room" in rooms.answer("x", {})
+    assert "take 8 micro-batches" in pages.answer("schedule", {"schedule": "interleaved", "microbatches": "7"})
+    assert "choose one of gpipe" in pages.answer("schedule", {"schedule": "other"})
+    assert "from 1 to 8" in pages.answer("schedule", {"ranks": "99"}) and "There is no room" in pages.answer("x", {})
     for room, field, values, limits in (
         ("schedule", "ranks", ("2.5", "-1", "inf", "nan", "[2]", "", "9" * 400, "9" * 5000), "ranks is "),
         ("plan", "gpus", ("0", "1e9", "1.5", "-inf"), "GPUs is "),
         ("memory", "memory", ("much", "-1", "0", "nan", "9" * 400), "parameters, in billions is "),
     ):
         for value in values:
-            said = rooms.answer(room, {field: value})
+            said = pages.answer(room, {field: value})
             assert limits in said and "number from" in said and "mistake of the page" not in said, (value, said)
 
 
@@ -159,44 +159,44 @@ def test_memory_of_a_model_on_a_mesh_is_the_planners():
     from dtlib.planner import MODELS, Plan
     from dtlib.planner.memory import states
 
-    shown = rooms.answer("memory", {"model": "llama3-8b", "ranks": "8", "tensor": "2", "pipe": "4"})
+    shown = pages.answer("memory", {"model": "llama3-8b", "ranks": "8", "tensor": "2", "pipe": "4"})
     for stage in range(4):
         plan = Plan(data=8, tensor=2, pipe=4, batch=8, zero=stage, scheme="mixed_adam")
         held = states(MODELS["llama3-8b"], plan)
-        cells = "".join(rf"<td[^>]*>{held[kind]:,}</td>" for kind in rooms.room("memory").KINDS)
+        cells = "".join(rf"<td[^>]*>{held[kind]:,}</td>" for kind in pages.room("memory").KINDS)
         assert re.search(rf"<td[^>]*>{stage}</td>{cells}", shown), (stage, held)
-    assert "tensor is 3" in rooms.answer("memory", {"model": "llama3-8b", "tensor": "3"})
-    assert "7.5 billion" in rooms.answer("memory", {}) and "1.875 billion" in rooms.answer("memory", {"pipe": "4"})
+    assert "tensor is 3" in pages.answer("memory", {"model": "llama3-8b", "tensor": "3"})
+    assert "7.5 billion" in pages.answer("memory", {}) and "1.875 billion" in pages.answer("memory", {"pipe": "4"})
 
 
 def test_a_puzzle_that_is_judged_and_a_duel():
     for number, solved in enumerate(("F0-7 B0-7", "F0-3 B0-3 F4-7 B4-7"), start=1):
         order = "\n".join([solved] * 4)
-        shown = rooms.answer("puzzle", {"puzzle": str(number), "order": order, "pressed": "check"})
+        shown = pages.answer("puzzle", {"puzzle": str(number), "order": order, "pressed": "check"})
         assert ("Passed, level 1. Makespan 33, par 33" in shown) == (number == 1), shown
         assert shown.count("<rect") >= 64
-    assert "F0 F1" in rooms.room("puzzle").FORM[1].value and "wins" in rooms.answer("duel", {"pressed": "rank"})
+    assert "F0 F1" in pages.room("puzzle").FORM[1].value and "wins" in pages.answer("duel", {"pressed": "rank"})
 
 
 def test_exercises_are_the_lessons_with_their_judges():
-    for name in rooms.room("exercise")._named():
-        text, stub = rooms.room("exercise").task(name)
-        lesson = rooms.room("exercise")._named()[name][0]
+    for name in pages.room("exercise")._named():
+        text, stub = pages.room("exercise").task(name)
+        lesson = pages.room("exercise")._named()[name][0]
         found = sources.cells(f"{lesson}/exercises.py")
         at = next(at for at, (_, body) in enumerate(found) if body.startswith(f'lab.check("{name}")'))
         assert "solution" in found[at - 1][0] and text and "%" not in stub.split()[0]
         asked = {"exercise": name, "pressed": "check"}
-        assert f"Passed: {name}" in rooms.answer("exercise", {**asked, "code": f"import math\n{found[at - 1][1]}"})
-        assert "Not yet" in rooms.answer("exercise", {**asked, "code": stub})
-        assert "defines no" in rooms.answer("exercise", {**asked, "code": "1"})
-        assert "Nothing ran" in rooms.answer("exercise", {**asked, "code": "("})
+        assert f"Passed: {name}" in pages.answer("exercise", {**asked, "code": f"import math\n{found[at - 1][1]}"})
+        assert "Not yet" in pages.answer("exercise", {**asked, "code": stub})
+        assert "defines no" in pages.answer("exercise", {**asked, "code": "1"})
+        assert "Nothing ran" in pages.answer("exercise", {**asked, "code": "("})
 
 
 def test_letters_of_a_learner_stay_letters():
     picture = Picture(10, "<b>&", "<i>")
     picture.words(0, 0, "<script>")
     assert not {"<b>", "<i>", "<script>"} & set(picture.html().replace(">", "> ").split())
-    assert "<img" not in rooms.answer("duel", {"pressed": "rank", "orders": "<img src=x>: F0"})
+    assert "<img" not in pages.answer("duel", {"pressed": "rank", "orders": "<img src=x>: F0"})
 
 
 def test_a_missing_npm_is_one_sentence(tmp_path):
@@ -297,7 +297,7 @@ def test_every_room_shows_what_it_shows_here_in_light_and_dark_and_on_a_phone(si
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 15e6
     assert single.stat().st_size < 10e6
     screenshots = os.environ.get("DTLIB_SCREENSHOTS")
-    for name in rooms.NAMES:
+    for name in pages.NAMES:
         go(site, name)
         same = """([name, html]) => {
             const made = document.createElement("div");
@@ -305,7 +305,7 @@ def test_every_room_shows_what_it_shows_here_in_light_and_dark_and_on_a_phone(si
             made.innerHTML = html;
             shown.querySelectorAll("figure > button").forEach(button => button.remove());
             return made.innerHTML == shown.innerHTML }"""
-        assert site.evaluate(same, [name, rooms.answer(name, {})]), name
+        assert site.evaluate(same, [name, pages.answer(name, {})]), name
         grounds = set()
         for width, scheme in ((1280, "light"), (1280, "dark"), (390, "light")):
             site.set_viewport_size({"width": width, "height": 900})

@@ -375,7 +375,7 @@ def test_cuts():
 
 
 def test_a_linear_layer_in_two_halves():
-    from dtlib.parallel.pipeline import weights_later
+    from dtlib.parallel.pipeline import defer_weight_gradients
 
     torch.manual_seed(0)
     ours, x = Linear(3, 4).double(), torch.randn(2, 5, 3).double().requires_grad_()
@@ -384,7 +384,7 @@ def test_a_linear_layer_in_two_halves():
     whole = [p.grad.clone() for p in (*ours.parameters(), x)]
     ours.zero_grad()
     x.grad = None
-    with weights_later() as halves:
+    with defer_weight_gradients() as halves:
         ours(x).square().sum().backward()
     assert ours.weight.grad is None and torch.equal(x.grad, whole[2]) and len(halves) == 1
     halves[0]()
@@ -439,7 +439,7 @@ def test_gradients_within_a_layer_are_not_those_of_its_weights(world):
 
 
 def test_a_linear_layer_adds_to_gradients_where_nobody_watches():
-    from dtlib.parallel.pipeline.linear import weights_at_once, weights_later
+    from dtlib.parallel.pipeline.linear import defer_weight_gradients, weights_at_once
 
     torch.manual_seed(0)
     ours, plain = Linear(3, 4).double(), nn.Linear(3, 4).double()
@@ -453,7 +453,7 @@ def test_a_linear_layer_adds_to_gradients_where_nobody_watches():
         assert (mine.grad - other.grad).abs().max() <= 1e-12
     seen = []
     ours.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
-    with weights_later() as halves:
+    with defer_weight_gradients() as halves:
         ours(rows[0]).square().sum().backward()
     assert len(seen) == 1 and not halves, "a hook sees each gradient, when autograd has added it"
 

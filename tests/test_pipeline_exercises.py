@@ -3,8 +3,8 @@
 import pytest
 from torch.autograd.graph import get_gradient_edge
 
-from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.exercise import EXERCISES
+from dtlib.lab.checks.judging import judge_on_this_rank
 from dtlib.lab.lesson_files import notebooks
 from dtlib.parallel.pipeline import PipelineStage, ScheduleGPipe
 from tests.cases import for_each

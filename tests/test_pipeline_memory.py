@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import mse_loss
 
 from dtlib.measure.live import Live
-from dtlib.parallel.pipeline import Linear, PipelineStage, plain, weights_later
+from dtlib.parallel.pipeline import Linear, PipelineStage, defer_weight_gradients, plain
 from dtlib.parallel.pipeline.interpreter import AHEAD
 from dtlib.parallel.pipeline.linear import weights_at_once
 from dtlib.parallel.pipeline.stage import _recomputed
@@ -64,7 +64,7 @@ def passes_alone(module, is_first, is_last, forward, halved=False) -> dict[str, 
     gradient = torch.Size(()) if is_last else x.shape
 
     def backward(edge):
-        with weights_later() if halved else weights_at_once() as later:
+        with defer_weight_gradients() if halved else weights_at_once() as later:
             torch.autograd.backward(edge.pop(), torch.ones(gradient))
         halves.extend(later or ())
         x.grad = None

@@ -9,7 +9,7 @@ from dtlib.lab.tables import WIDEST
 from dtlib.lessons.l07 import explorer
 from dtlib.lessons.l07 import figures as pipelines
 from dtlib.measure.trace import Timeline, Trace
-from dtlib.parallel.pipeline import weights_later
+from dtlib.parallel.pipeline import defer_weight_gradients
 from dtlib.schedule import Simulation, draw, gpipe, interleaved, parse, simulate
 from tests.cases import for_each
 from tests.ranks import on_ranks
@@ -76,7 +76,7 @@ def test_an_emulated_stage_has_the_values_of_its_module(monkeypatch):
     out.square().sum().backward()
     assert slept == [0.5, 2.0, 2.0]
     assert torch.equal(stage.module.weight.grad, plain.weight.grad)
-    with weights_later() as halves:
+    with defer_weight_gradients() as halves:
         stage(x).sum().backward()
     assert slept[3:] == [0.5, 2.0]
     halves[0]()

@@ -11,7 +11,7 @@ import dtlib
 from dtlib.cli import main
 from dtlib.planner import Plan, PlanError
 from dtlib.planner.exact import of_rank
-from dtlib.training.measured import COEFFICIENTS, MESHES, RANKS, WIDTHS, amounts, engine_of, fitted, stages_of
+from dtlib.training.machine_fit import COEFFICIENTS, MESHES, RANKS, WIDTHS, amounts, engine_of, fitted, stages_of
 from tests.ranks import on_ranks
 
 PREDICTED = Path(__file__).with_name("laptop_plans.json")

@@ -10,7 +10,7 @@ import pytest
 from dtlib.errors import DtlibError
 from dtlib.lab.checks import exercise, predictions
 from dtlib.lab.checks.exercise import Prediction
-from dtlib.lab.checks.predictions import all_right, assigns, predict, runs_first
+from dtlib.lab.checks.predictions import assigns, measured_names, predict, require_all_right
 from dtlib.lab.lesson_files import notebooks
 from tests.books import made, stored
 from tests.cases import for_each
@@ -130,14 +130,14 @@ def test_a_guess_is_compared_below_the_cell_that_brings_the_figure(shell, capsys
     shell.run("predict('count', 5)")
     assert said() == "Noted: 5. The next run shows whether you are right.\n"
     with pytest.raises(DtlibError, match="count: not compared with any run"):
-        all_right()
+        require_all_right()
     shell.run("%%px\ndef f():\n    found = [1]\nprint(found)")  # another's name, and a use of it
     shell.run("%%px\nfound = [1]", success=False)
     assert said() == ""
     shell.run("%%px\nfound, other = [1], 2")  # of the ranks
     assert said() == "You predicted 5, and it came out as 3: not right. One a rank.\n"
     with pytest.raises(DtlibError, match="count: 5 was predicted, and it is 3"):
-        all_right()
+        require_all_right()
     shell.run("%%px\nfound = [1]")
     assert said() == "", "a guess is compared once"
     shell.run("predict('count', 2)")
@@ -152,7 +152,7 @@ def test_a_guess_is_compared_below_the_cell_that_brings_the_figure(shell, capsys
     assert said() == "You predicted 4, and it came out as 4: right.\n"
     predict("speed", 2)
     assert "came out as 1.4: not right." in said()
-    all_right()  # a speed of this computer is no mistake of a solution
+    require_all_right()  # a speed of this computer is no mistake of a solution
 
 
 def test_without_a_guess_a_run_reveals_nothing(shell, capsys):
@@ -162,7 +162,7 @@ def test_without_a_guess_a_run_reveals_nothing(shell, capsys):
     shell.run("found = [1, 1, 1]")
     assert capsys.readouterr().out == ""
     with pytest.raises(DtlibError, match="count: no guess; ten: no guess"):
-        all_right()
+        require_all_right()
 
 
 def test_the_next_cell_asks_for_a_guess_once(shell, capsys, monkeypatch):
@@ -239,7 +239,7 @@ def test_no_answer_or_hint_stands_in_a_learners_notebook(source):
         assert hints_of(known[name]), f"{name} has no hint"
         for hint in hints_of(known[name]):
             assert hint not in text, f"{name}: the notebook says its hint: {hint}"
-    names = {name for each in asked for name in runs_first(known[each])}
+    names = {name for each in asked for name in measured_names(known[each])}
     lists = {ast.unparse(node) for guess in solved.values() for node in ast.walk(guess) if isinstance(node, ast.List)}
     for cell in cells:
         for node in ast.walk(ast.parse(without_magic(cell))):
@@ -258,7 +258,7 @@ def test_one_cell_below_the_question_brings_the_figure(source, track):
     cells = code_of(source, "solved", track)
     for at, cell in enumerate(cells):
         for name in guesses_in(cell):
-            if needed := runs_first(predictions.predictions()[name]):
+            if needed := measured_names(predictions.predictions()[name]):
                 brings = [number for number, other in enumerate(cells) if assigns(without_magic(other), needed[0])]
                 assert len(brings) == 1 and brings[0] > at, f"{name}: `{needed[0]}` is assigned in cells {brings}"
 
@@ -278,7 +278,7 @@ def test_what_is_computed_is_what_the_solution_says():
                     guess = ast.literal_eval(guess)
                 except ValueError:
                     continue  # made of names; the build judges it
-                if not runs_first(prediction):
+                if not measured_names(prediction):
                     predictions._compare(name, guess, prediction.got())
                     assert predictions._outcomes[name] == "right", predictions._outcomes[name]
 

@@ -82,15 +82,15 @@ def count_lines(folder: Path) -> int:
 
 
 KNOWN = {
-    "backend/starting.py": {"torch.distributed.distributed_c10d._DistributedBackendOptions": 1},
-    "backend/stopped.py": {
+    "backend/process_groups.py": {"torch.distributed.distributed_c10d._DistributedBackendOptions": 1},
+    "backend/interrupted_modules.py": {
         "_check_reducer_finalized": 1,
         "_fsdp_param_groups": 2,
         "_get_fsdp_state": 1,
         "_remove_autograd_hooks": 1,
         "_training_state": 1,
     },
-    "checkpoint/holdings.py": {"_non_persistent_buffers_set": 1},
+    "checkpoint/local_shards.py": {"_non_persistent_buffers_set": 1},
     "comm/torch/backend_group.py": {"torch.distributed.distributed_c10d._world": 1},
     "comm/torch/process_group.py": {"torch.distributed.distributed_c10d._world": 1},
     "comm/torch/backend_work.py": {
@@ -99,7 +99,7 @@ KNOWN = {
         "torch.distributed._Work": 1,
     },
     "comm/torch/group_work.py": {"_get_backend": 1},
-    "gradients/contract.py": {"torch.autograd.Variable._execution_engine": 1},
+    "gradients/preconditions.py": {"torch.autograd.Variable._execution_engine": 1},
     "gradients/local_gradient.py": {"torch.Tensor._make_subclass": 1, "torch._C.DisableTorchFunctionSubclass": 1},
     "gradients/precision.py": {"_version": 4, "torch._foreach_mul_": 1},
     "gradients/reducer.py": {
@@ -110,7 +110,7 @@ KNOWN = {
     },
     "gradients/shard_info.py": {"_post_accumulate_grad_hooks": 1},
     "horovod/operations.py": {"_version": 1},
-    "lab/checks/held.py": {"_cdata": 1, "_version": 1},
+    "lab/checks/answer_memory.py": {"_cdata": 1, "_version": 1},
     "measure/live.py": {"_cdata": 5, "torch.utils._python_dispatch": 1, "torch.utils._pytree": 1},
     "measure/storages.py": {"_cdata": 1},
     "parallel/context/module.py": {
@@ -125,7 +125,7 @@ KNOWN = {
     },
     "parallel/data/batch_norm.py": {"_buffers": 1, "_modules": 2, "torch.nn.modules.batchnorm._BatchNorm": 2},
     "parallel/data/plain.py": {"torch.autograd.Variable._execution_engine": 1},
-    "parallel/pipeline/contract.py": {"torch.nn.modules.batchnorm._BatchNorm": 1},
+    "parallel/pipeline/checks.py": {"torch.nn.modules.batchnorm._BatchNorm": 1},
     "parallel/pipeline/cuts.py": {"torch.utils._pytree": 1},
     "parallel/pipeline/interpreter.py": {"torch.utils._pytree": 1},
     "parallel/pipeline/linear.py": {"_backward_hooks": 1, "_post_accumulate_grad_hooks": 1},
@@ -151,7 +151,7 @@ KNOWN = {
         "_forward_pre_hooks": 1,
     },
     "parallel/zero/plain.py": {"torch._C._current_graph_task_id": 1},
-    "parallel/zero/sharded/places.py": {"_buffers": 1, "_parameters": 2},
+    "parallel/zero/sharded/parameter_locations.py": {"_buffers": 1, "_parameters": 2},
     "parallel/zero/sharded/policy.py": {"torch.utils._pytree": 1},
     "parallel/zero/sharded/unit.py": {
         "_backward_hooks": 2,

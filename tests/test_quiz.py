@@ -9,7 +9,7 @@ import pytest
 from dtlib import lab
 from dtlib.errors import DtlibError
 from dtlib.lab import course
-from dtlib.lab.checks import checks, progress, questions, quiz
+from dtlib.lab.checks import judging, progress, questions, quiz
 from dtlib.lab.checks.exercise import Score, Verdict
 from dtlib.lab.lesson_files import notebooks
 from dtlib.lab.tables import WIDEST
@@ -194,7 +194,7 @@ def test_progress_and_scores_of_a_learner(learners_folder, capsys):
 
     over, at_par = "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7", "F0-7 B0-7"
     for puzzle in (over, at_par, over):
-        verdict = checks.judge_here("schedule-puzzle", {"puzzle": [puzzle] * 4})
+        verdict = judging.judge_here("schedule-puzzle", {"puzzle": [puzzle] * 4})
         assert verdict.passed == (puzzle == at_par) and verdict.scored[1:] == (33, "forward passes")
         course.scored(verdict.exercise, *verdict.scored, ranks=verdict.ranks)
     course.scored("byte-golf", 300, 400, "bytes", 3)
@@ -221,15 +221,15 @@ def test_progress_and_scores_of_a_learner(learners_folder, capsys):
 
 def test_a_score_is_kept_by_the_check_itself(monkeypatch):
     kept = []
-    monkeypatch.setattr(checks.course, "scored", lambda *score: kept.append(score))
-    monkeypatch.setattr(checks, "show", lambda *arguments: None)
-    monkeypatch.setattr(checks, "_tries", {})
-    checks._tell(checks._verdict("schedule-puzzle", [["F0-7 B0-7"] * 4], ("puzzle", "")))
-    checks._tell(Verdict("first-sum", "total", 3))
+    monkeypatch.setattr(judging.course, "scored", lambda *score: kept.append(score))
+    monkeypatch.setattr(judging, "show", lambda *arguments: None)
+    monkeypatch.setattr(judging, "_tries", {})
+    judging._tell(judging._verdict("schedule-puzzle", [["F0-7 B0-7"] * 4], ("puzzle", "")))
+    judging._tell(Verdict("first-sum", "total", 3))
     assert kept == [("schedule-puzzle", 33, 33, "forward passes", 0)]
     golf = {"right": 96, "images": 100, "unknown": [], "bytes": 70, "loads": 0}
     seen = [{"par": {**golf, "bytes": 60}, "mine": golf} for _ in range(3)]
-    verdict = checks._verdict("byte-golf", seen, ("golf", ""))
+    verdict = judging._verdict("byte-golf", seen, ("golf", ""))
     assert verdict.mistake == "over-par" and verdict.scored == (210, 180, "bytes") and not verdict.score
     assert isinstance(PUZZLES["schedule-puzzle"].judge([["F0-7 B0-7"] * 4]), Score)
-    assert checks._numbers("text") == ()
+    assert judging._numbers("text") == ()

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from dtlib.lab import reading, server
+from dtlib.lab import server, source_view
 from dtlib.lab.lesson_files import notebooks
 from dtlib.lab.tables import WIDEST
 from tests.conftest import ROOT
@@ -37,12 +37,12 @@ def _names(thing, in_parts):
 @pytest.mark.parametrize("strategy", LESSONS.values())
 def test_what_is_shown_is_what_runs(strategy, monkeypatch):
     shown = []
-    monkeypatch.setattr(reading, "display", lambda data, raw: shown.append(data["text/plain"]))
+    monkeypatch.setattr(source_view, "display", lambda data, raw: shown.append(data["text/plain"]))
     plain = importlib.import_module(f"dtlib.parallel.{strategy}.plain")
     classes = [thing for thing in vars(plain).values() if inspect.isclass(thing) and thing.__module__ == plain.__name__]
-    reading.read(plain)
-    reading.read(*classes or [plain.step])
-    reading.read_end(plain)
+    source_view.read(plain)
+    source_view.read(*classes or [plain.step])
+    source_view.read_end(plain)
     source = inspect.getsource(plain).replace("\\\\", "\\")  # as a docstring is read
     headings, texts = zip(*(text.split("\n\n", 1) for text in shown), strict=True)
     assert all(heading.startswith(f"dtlib/parallel/{strategy}/plain.py") for heading in headings)
@@ -94,45 +94,45 @@ LONG_LINES = {
 
 def test_the_text_of_a_listing_is_the_same_code_in_short_lines(monkeypatch):
     seen = []
-    monkeypatch.setattr(reading, "display", lambda data, raw: seen.append(data["text/plain"].split("\n\n", 1)[1]))
+    monkeypatch.setattr(source_view, "display", lambda data, raw: seen.append(data["text/plain"].split("\n\n", 1)[1]))
     shown = [thing for thing in listings() if not inspect.ismodule(thing)]
     for thing in shown:
-        reading.read(thing)
+        source_view.read(thing)
         assert meaning(seen[-1]) == meaning(inspect.getsource(thing)), seen[-1]
         assert max(map(len, seen[-1].splitlines())) <= WIDEST, seen[-1]
     assert len(shown) > 40
     long = "if x:  # " + "why " * 30 + "\n    pass\n"
-    assert reading._fold_code(long).startswith("# why why") and reading._fold_code(long).endswith(
+    assert source_view._fold_code(long).startswith("# why why") and source_view._fold_code(long).endswith(
         "why\nif x:\n    pass\n"
     )
     for end, line in LONG_LINES.items():
-        folded = reading._fold_code(f"    {line}\n")
+        folded = source_view._fold_code(f"    {line}\n")
         first, second = folded.splitlines()
         assert first.endswith(end) and max(len(first), len(second)) <= WIDEST, folded
         assert ast.dump(ast.parse(textwrap.dedent(folded))) == ast.dump(ast.parse(line)), folded
     value = f'words = """{"many words " * 10}"""'
-    assert ast.dump(ast.parse(reading._fold_code(value))) == ast.dump(ast.parse(value))
+    assert ast.dump(ast.parse(source_view._fold_code(value))) == ast.dump(ast.parse(value))
     plain = importlib.import_module("dtlib.parallel.data.plain")
-    reading.read(plain.DataParallelNaive.forward, plain.DataParallelBuckets)  # of two indentations
-    assert seen[-1].endswith(reading._fold_code(inspect.getsource(plain.DataParallelBuckets).strip("\n")))
+    source_view.read(plain.DataParallelNaive.forward, plain.DataParallelBuckets)  # of two indentations
+    assert seen[-1].endswith(source_view._fold_code(inspect.getsource(plain.DataParallelBuckets).strip("\n")))
 
 
 def test_what_stands_below_a_decorator_is_shown_with_its_own_file(monkeypatch):
     shown = []
-    monkeypatch.setattr(reading, "display", lambda data, raw: shown.append(data["text/plain"]))
-    reading.read(importlib.import_module("dtlib.parallel.context.plain").RingAttention.backward)
+    monkeypatch.setattr(source_view, "display", lambda data, raw: shown.append(data["text/plain"]))
+    source_view.read(importlib.import_module("dtlib.parallel.context.plain").RingAttention.backward)
     assert shown[0].startswith("dtlib/parallel/context/plain.py, lines ") and "d_scores" in shown[0]
 
 
 def test_code_has_the_colours_of_the_page_and_each_kind_has_one(monkeypatch):
     shown = []
-    monkeypatch.setattr(reading, "display", lambda data, raw: shown.append(data["text/html"]))
+    monkeypatch.setattr(source_view, "display", lambda data, raw: shown.append(data["text/html"]))
     for strategy in LESSONS.values():
         plain = importlib.import_module(f"dtlib.parallel.{strategy}.plain")
         classes = [thing for thing in vars(plain).values() if inspect.isclass(thing)]
-        reading.read(*[each for each in classes if each.__module__ == plain.__name__] or [plain.step])
+        source_view.read(*[each for each in classes if each.__module__ == plain.__name__] or [plain.step])
     scripts = ROOT / "notebooks" / "digits_serial.py", ROOT / "notebooks" / "digits_horovod.py"
-    reading.read_changes(*scripts)
+    source_view.read_changes(*scripts)
     assert shown[-1].count('<span class="gi">+') == 16 and shown[-1].count('<span class="gd">-') == 4
     html = "".join(shown)
     assert "color" not in html and 'class="highlight dtlib-code"' in html

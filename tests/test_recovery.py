@@ -19,7 +19,7 @@ from dtlib.lessons.l11b import fault_lab, figures
 from dtlib.lessons.l11b.training import PARAMETERS, alone
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.recovery import Replica, Run, journal, supervise
-from dtlib.recovery.journal import seconds_to_go_on
+from dtlib.recovery.journal import recovery_seconds
 from dtlib.world.launch import survives
 from tests.lessons.l11b import wrong_recovery
 from tests.ranks import on_ranks
@@ -282,7 +282,7 @@ def test_seconds_count_until_a_step_that_had_not_been_done_before():
     events = [{"at": at, "what": "step", "step": step, "ranks": 4 - (at > 6), "loss": 0.5} for at, step in steps]
     events.append({"at": 5.0, "what": "fault", "kind": "kill", "rank": 2})
     events.append({"at": 6.0, "what": "started", "rank": 0})
-    assert seconds_to_go_on(events) == [3.0]
+    assert recovery_seconds(events) == [3.0]
     name = figures.NAMES["checkpoint"]
     ordered = sorted(events, key=lambda event: event["at"])
     assert figures.times({"checkpoint": ordered}) == [(name, "3.00", "4 -> 3", 1)]

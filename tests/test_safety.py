@@ -14,7 +14,7 @@ import torch
 import dtlib
 from dtlib.comm import waiting
 from dtlib.comm.call import Call
-from dtlib.comm.watch import blame, board
+from dtlib.comm.watch import board, missing_ranks
 from dtlib.errors import CommunicationError, WaitTimeout
 from dtlib.world.launch import mpiexec_command, start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
@@ -30,7 +30,7 @@ def verifying(world):
     return world.comm
 
 
-def in_vain(comm):
+def that_gives_up(comm):
     """The same communicator, whose next wait is to end soon: what ranks did before has had all the time it wants."""
     comm.time_limit = 1
     return comm
@@ -64,8 +64,8 @@ def test_the_last_message_of_a_rank_that_is_over_is_received(monkeypatch, how):
 
     monkeypatch.setattr(board, "current", SimpleNamespace(rank=0, seen=dict, publish=lambda *place: None))
     monkeypatch.setattr(board, "cell", board.PROGRAM)
-    monkeypatch.setattr(blame, "over", over)
-    monkeypatch.setattr(waiting.in_vain, "ENDED_SECONDS", 0)
+    monkeypatch.setattr(missing_ranks, "ended_ranks", over)
+    monkeypatch.setattr(waiting.deadlock, "ENDED_SECONDS", 0)
     link = SimpleNamespace(all_done=lambda requests: bool(come), give_up=lambda requests: None, messages=0, bytes=0)
     comm = SimpleNamespace(
         _queue=waiting.Queue(), time_limit=None, on_board=True, verify=False, wire=None, simulated=False
@@ -146,7 +146,7 @@ def test_a_rank_that_never_comes_is_named_with_its_last_line(world, verify):
         with pytest.raises(
             WaitTimeout, match=r"Waited 1 s in all_reduce.*: rank 1 has not arrived; it last finished barr"
         ):
-            in_vain(comm).all_reduce(torch.ones(3))
+            that_gives_up(comm).all_reduce(torch.ones(3))
     all_here()
     back_to_work(world)
 
@@ -160,7 +160,7 @@ def test_a_rank_whose_program_raised_is_named_with_what_it_did_last(world):
             comm.all_reduce(torch.ones(3), "median")
     else:
         with pytest.raises(WaitTimeout, match=r": rank 2 has not arrived; it last finished broadcast\(from rank 1\)"):
-            in_vain(comm).all_reduce(torch.ones(3))
+            that_gives_up(comm).all_reduce(torch.ones(3))
     all_here()
     back_to_work(world)
 
@@ -171,9 +171,9 @@ def test_another_operation_without_comparison_ends_in_a_sentence_too(world):
     comm.verify = False
     with pytest.raises(WaitTimeout, match=r"they wait for one another: .*recv.*rank|rank . (has|is in|raised|waited)"):
         if world.rank == 0:
-            in_vain(comm).recv(torch.ones(1), 1)
+            that_gives_up(comm).recv(torch.ones(1), 1)
         else:
-            in_vain(comm).barrier()
+            that_gives_up(comm).barrier()
     back_to_work(world)
 
 
@@ -182,7 +182,7 @@ def test_two_receives_that_face_each_other_are_called_a_circle(world):
     comm = verifying(world)
     if world.rank < 2:
         with pytest.raises(WaitTimeout, match=r"they wait for one another: rank 0 in recv.*, rank 1 in recv"):
-            in_vain(comm).recv(torch.ones(1), 1 - world.rank)
+            that_gives_up(comm).recv(torch.ones(1), 1 - world.rank)
     back_to_work(world)
 
 

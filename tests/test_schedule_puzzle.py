@@ -7,8 +7,8 @@ from html import escape
 
 import pytest
 
-from dtlib.lab.checks.checks import judge_here, judge_on_this_rank
 from dtlib.lab.checks.exercise import EXERCISES, html
+from dtlib.lab.checks.judging import judge_here, judge_on_this_rank
 from dtlib.lab.lesson_files import notebooks
 from dtlib.lessons.l07 import judge_puzzle as puzzle
 from dtlib.schedule import Action, formulas, gpipe, one_f_one_b, simulate, zero_bubble_h1

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.exercise import EXERCISES
+from dtlib.lab.checks.judging import judge_on_this_rank
 from dtlib.lessons.l12 import axes, judge_context, judge_home, work
 from dtlib.lessons.l12b import judge_experts
 from dtlib.parallel.context import plain

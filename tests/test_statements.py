@@ -133,7 +133,7 @@ def given_away(cells) -> list[str]:
         if cell.cell_type != "code" or is_checked(cell):
             continue
         for name, guess in guesses_in(cell.source).items() if "lab.predict" in cell.source else ():
-            needed = set(predictions.runs_first(predictions.predictions()[name])) - HALF_OF_IT.get(name, set())
+            needed = set(predictions.measured_names(predictions.predictions()[name])) - HALF_OF_IT.get(name, set())
             found += [f"{name}: {one} is shown above" for one in sorted(needed & shown)]
             values = {value.value for value in getattr(guess, "values", [guess]) if isinstance(value, ast.Constant)}
             values -= BY_CHANCE.get(name, set())

@@ -20,7 +20,7 @@ from torch import nn
 
 import dtlib
 from dtlib.errors import DtlibError
-from dtlib.files import own_folder
+from dtlib.files import private_temp_folder
 from dtlib.parallel.pipeline import PipelineModule
 from dtlib.training.config import ConfigError, dictionary_of
 from dtlib.training.data import RankLoader
@@ -249,7 +249,9 @@ def test_a_config_that_is_none_is_refused_in_a_sentence(text, tmp_path):
 def test_folders_of_runs_that_were_killed_are_removed(tmp_path, monkeypatch):
     """A run that lives keeps its own, and so does anything else of that name: a link, a young one, another's."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    holds = "import sys, time; from dtlib.files import own_folder\nwith own_folder('x') as it: print(it, flush=True); "
+    holds = (
+        "import sys, time; from dtlib.files import private_temp_folder as f\nwith f('x') as it: print(it, flush=True); "
+    )
     others = []
     for _ in range(2):
         others.append(subprocess.Popen(
@@ -266,7 +268,7 @@ def test_folders_of_runs_that_were_killed_are_removed(tmp_path, monkeypatch):
     others[1].wait()
     for each in (living, dead, tmp_path / "mine", tmp_path / "dtlib-xy-1"):
         os.utime(each, (0, 0))
-    with own_folder("x") as mine:
+    with private_temp_folder("x") as mine:
         assert mine.parent == tmp_path and mine.stat().st_mode & 0o777 == 0o700
         assert living.is_dir() and not dead.exists()
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(

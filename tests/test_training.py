@@ -657,7 +657,7 @@ def test_the_engine_says_what_would_not_train(world):
 
 
 def test_others_frozen_objects_stay_frozen():
-    from dtlib.lab.checks.held import Snapshot
+    from dtlib.lab.checks.answer_memory import Snapshot
 
     gc.freeze()
     count = gc.get_freeze_count()

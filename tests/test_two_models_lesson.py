@@ -4,7 +4,7 @@ import math
 
 from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lab.drawing import Picture
-from dtlib.lab.engines import live
+from dtlib.lab.engines import live_view
 from tests.cases import for_each
 from tests.lessons.l10.wrong_two_models import RIGHT
 from tests.ranks import on_ranks
@@ -30,8 +30,8 @@ def test_a_curve_grows_in_one_picture_and_stays_below_the_output(monkeypatch):
         made.append(content)
         return Shown()
 
-    monkeypatch.setattr(live, "display", display)
-    view = live.LiveView(alone=False)
+    monkeypatch.setattr(live_view, "display", display)
+    view = live_view.LiveView(alone=False)
     view._watched, view._began, view._drawn = True, view._began - 9, view._drawn - 9
     reports = [{"curve": [2.0, 1.5], "progress": (64, 640, "samples"), "doing": "data are read"}, {}]
     view.show([0, 1], [True, True], ["", ""], reports)

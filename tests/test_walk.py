@@ -100,7 +100,7 @@ def walk(ask) -> dict:
     gc.collect()
     gc.freeze()
     gc.disable()  # what a collection ends would be walked through, too
-    with mock.patch.multiple(waiting, SPIN_SECONDS=10.0, crowded=False):
+    with mock.patch.multiple(waiting, SPIN_SECONDS=10.0, oversubscribed=False):
         for repeat in range(2 + REPEATS):
             comm.barrier()
             with Walk() as one:
@@ -176,17 +176,17 @@ def folder_of_a_learner():
 @contextmanager
 def answer_that_is_checked(world):
     """The first of lesson 00, as its cell runs on an engine."""
-    from dtlib.lab.checks import checks
+    from dtlib.lab.checks import judging
 
     total = torch.tensor(world.rank)
     world.comm.all_reduce(total)
     with (
         folder_of_a_learner(),
-        mock.patch.object(checks, "in_engine", lambda: True),
+        mock.patch.object(judging, "in_engine", lambda: True),
         mock.patch("dtlib.world.in_engine", lambda: True),
-        mock.patch.object(checks, "_names_of_the_notebook", lambda: {"total": total}),
+        mock.patch.object(judging, "_names_of_the_notebook", lambda: {"total": total}),
     ):
-        yield lambda: silently(checks.check, "first-sum")
+        yield lambda: silently(judging.check, "first-sum")
 
 
 @contextmanager

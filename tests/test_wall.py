@@ -22,11 +22,11 @@ import pytest
 
 from dtlib.cli import main
 from dtlib.errors import DtlibError
-from dtlib.lab.checks import checks, quiz
+from dtlib.lab.checks import judging, quiz
 from dtlib.lab.checks.exercise import Verdict
 from dtlib.lab.checks.predictions import predict
-from dtlib.lab.engines.live import LiveView
-from dtlib.wall import kept, known, room, server
+from dtlib.lab.engines.live_view import LiveView
+from dtlib.wall import learner_state, room, secrets_file, server
 from dtlib.wall import notebook as reports
 from tests.conftest import ROOT, make_workshop, wait_until
 from tests.test_browser import CONTRAST, SCREENSHOTS, browser  # noqa: F401
@@ -116,11 +116,11 @@ class Learner:
         self.state = {"alias": alias, "last": time.time() - ago}
 
     def did(self, ago, kind, **fields):
-        known.applied(self.state, time.time() - ago, kind, fields, os.getpid())
+        learner_state.applied(self.state, time.time() - ago, kind, fields, os.getpid())
         return self
 
     def message(self):
-        return known.message(self.state, time.time())
+        return learner_state.message(self.state, time.time())
 
 
 RING = "03_collectives_exercises-12"  # the cell in which ring-build is written
@@ -193,7 +193,7 @@ def test_a_learner_s_state_follows_what_happens():
     assert learner.message()["guesses"] == {"n": [4, True]}, "after the outcome there is no guess any more"
     learner.did(30, "quiz", quiz="03", number=0, letter="b").did(29, "quiz", quiz="03", number=0, letter="a")
     assert learner.message()["quizzes"] == {"03/0": "b"}
-    for number in range(known.MOST + 50):
+    for number in range(learner_state.MOST + 50):
         learner.did(20, "guess", name=f"{number}", guess="long" * 99, compared=True)
     assert len(json.dumps(learner.message())) < server.MOST_BYTES
     assert room.checked(json.loads(json.dumps(learner.message()))) == learner.message()
@@ -268,7 +268,7 @@ def test_nothing_is_sent_before_joining_and_neither_names_nor_code_after(learner
 
     def works():
         hints = (f"It happens in line 4, `my_code({learner})`.", "Call it.")
-        checks._tell(Verdict("ring-build", "def my_code():", 3, 1, "raised", "no error", "KeyError: 'my_code'", hints))
+        judging._tell(Verdict("ring-build", "def my_code():", 3, 1, "raised", "no error", "KeyError: 'my_code'", hints))
         predict("tree-broadcast", {"messages": 7, "rounds": 3})
         quiz.quiz("03", "a" * len(quiz.quizzes()["03"].questions))
 
@@ -417,7 +417,7 @@ def test_invented_names_are_forgotten():
     for minute in range(6):
         for number in range(30):
             message = Learner(f"{number}").message()
-            message["guesses"] = {f"guess {number} {minute} {n}": [1, False] for n in range(known.MOST)}
+            message["guesses"] = {f"guess {number} {minute} {n}": [1, False] for n in range(learner_state.MOST)}
             here.tell(f"{number}", room.checked(message), minute)
             for gone in range(100):
                 here.tell(f"{minute} {number} {gone}", message, minute)
@@ -456,13 +456,13 @@ def test_a_wall_that_ends_keeps_its_codes_alone(tmp_path, capsys):
 ])  # fmt: skip
 def test_damaged_codes_are_made_again(codes, tmp_path, monkeypatch):
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path))
-    path = kept.folder() / "8790.json"
+    path = secrets_file.folder() / "8790.json"
     if codes == "pipe":
         os.mkfifo(path)
     else:
         path.write_bytes(codes.replace(b"NOW", str(time.time()).encode()))
-    made = kept.secret_of(8790)
-    assert len(made["code"]) == 8 and kept.secret_of(8790) == made
+    made = secrets_file.secret_of(8790)
+    assert len(made["code"]) == 8 and secrets_file.secret_of(8790) == made
 
 
 @pytest.mark.parametrize("port", ["-1", "65536", "99999", "1.5", "x", "1" * 400])
@@ -555,5 +555,5 @@ def test_the_guide_says_what_is_sent_and_how_to_leave():
     guide = " ".join((ROOT / "docs" / "how-to" / "see_who_is_stuck.md").read_text().split())
     for word in ("dtlib wall", "lab.join(", "lab.leave()", reports.FILE, "services/wall"):
         assert word in guide, word
-    assert kept.SECRET_SECONDS == 24 * 3600 and "for a day" in guide
+    assert secrets_file.SECRET_SECONDS == 24 * 3600 and "for a day" in guide
     assert reports.JOINED_SECONDS == 12 * 3600 and "twelve hours" in guide

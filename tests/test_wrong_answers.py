@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from dtlib.lab.checks.checks import fingerprint, judge_here
-from dtlib.lab.checks.exercise import EXERCISES, homes
+from dtlib.lab.checks.exercise import EXERCISES, exercise_files
+from dtlib.lab.checks.judging import fingerprint, judge_here
 from tests.cases import run_cases
 from tests.ranks import on_ranks
 from tests.wrong_answers import recordings
@@ -38,7 +38,9 @@ def rejected_as_recorded(key):
         assert codes == {then["code"]}, changed
     verdict = verdict_on(key)
     assert verdict.mistake == case.mistake, verdict.text()
-    judged = homes()[case.exercise].parent.name < "l08" and verdict.mistake != "waited"  # whose hint is recorded
+    judged = (
+        exercise_files()[case.exercise].parent.name < "l08" and verdict.mistake != "waited"
+    )  # whose hint is recorded
     assert len(verdict.hints) >= 1 + judged and all(verdict.hints)
     assert (verdict.mistake, verdict.rank, verdict.ranks) == (then["mistake"], then["rank"], case.ranks)
     said = verdict.without_code()
@@ -54,7 +56,7 @@ def rejected_as_recorded(key):
 def test_what_an_instructor_may_say_to_them_is_made_of_them():
     page = instructor.page()
     assert instructor.FILE.read_text(encoding="utf-8") == page, "run python -m tools.instructor"
-    known = [exercise for exercise in homes() if f"\n### {exercise}\n" in page]
+    known = [exercise for exercise in exercise_files() if f"\n### {exercise}\n" in page]
     rows = [
         re.split(r" (?<!\\)\| ", line[2:-2]) for line in page.splitlines() if re.match(r"\| (?!the learner's)", line)
     ]

@@ -21,7 +21,7 @@ TMP = Path("/tmp")
 class Users:
     """``users = Users(hosts, "ada", "bob"); hosts.start("h1", users.as_user("ada", command))``.
 
-    ``homes`` are seen from outside under ``users.home("ada")``.
+    ``exercise_files`` are seen from outside under ``users.home("ada")``.
     """
 
     def __init__(self, hosts: Hosts, *names: str):

@@ -16,7 +16,7 @@ from typing import Any
 import nbformat
 
 from dtlib.browser import build as browser
-from dtlib.browser import rooms
+from dtlib.browser import pages
 from dtlib.errors import DtlibError
 from dtlib.lab.checks.questions import quizzes
 from tools import addresses, reference, slides
@@ -115,7 +115,7 @@ def _write(place: str, text: str) -> None:
 
 def _link_to_the_page(notebook: Path) -> None:
     """Put links to a notebook's rooms of the web page, and to its quiz there, below its first words."""
-    found = {name: rooms.room(name).TITLE for name in rooms.NAMES if notebook.stem == rooms.room(name).LESSON}
+    found = {name: pages.room(name).TITLE for name in pages.NAMES if notebook.stem == pages.room(name).LESSON}
     number = notebook.stem.partition("_")[0]
     if number in quizzes() and notebook.parent.name == "lectures":
         found[f"quiz={number}"] = "the quiz"

@@ -10,8 +10,8 @@ import re
 import tomllib
 from pathlib import Path
 
-from dtlib.lab.checks.checks import judge_rounds
-from dtlib.lab.checks.exercise import homes
+from dtlib.lab.checks.exercise import exercise_files
+from dtlib.lab.checks.judging import judge_rounds
 from dtlib.lab.checks.questions import quizzes
 from dtlib.lab.lesson_files import notebooks
 from tests.wrong_answers import recordings
@@ -84,14 +84,14 @@ def page() -> str:
     """The whole page, as Markdown: a table for each exercise, with one row for each question."""
     text, lesson = HEAD, ""
     asked = "".join(source.read_text(encoding="utf-8") for source in notebooks().values())
-    for exercise in sorted(homes(), key=lambda name: asked.index(f'lab.check("{name}")')):
+    for exercise in sorted(exercise_files(), key=lambda name: asked.index(f'lab.check("{name}")')):
         rows: dict[str, list[tuple[str, str]]] = {}
         for mistake, (verdict, name) in mistakes(exercise).items():
             if mistake not in ("missing", "other-size"):
                 rows.setdefault(question(verdict.hints), []).append((deed(name), shown(verdict.got)))
         if not rows:
             continue
-        number = homes()[exercise].parent.name[1:]
+        number = exercise_files()[exercise].parent.name[1:]
         if number != lesson:
             text, lesson = f"{text}\n## Lesson {number}\n", number
         text += f"\n### {exercise}\n\n| the learner's code | the check shows | ask |\n|---|---|---|\n"

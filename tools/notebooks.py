@@ -11,8 +11,8 @@ The short tracks (tracks.py) become notebooks of their own, with ``make workshop
 
     notebooks/source/tracks/two-hours/A_ranks.py -> workshop/two-hours/A_ranks.ipynb, solved/A_ranks.ipynb
 
-With ``--words`` outputs stay as they are stored, for sources of which no code has changed; what text says of them is
-checked again. That takes a second, and needs no ranks.
+With ``--words`` stored outputs stay if only text, comments and docstrings have changed. Cells of ``lab.read`` show the
+source as it is now, and statements about outputs are checked again. This takes a second, and needs no ranks.
 
 The links at a notebook's head and foot, and the minutes on the start page (its own source is
 notebooks/source/start.md), are navigation.py's.
@@ -24,14 +24,18 @@ and asserts what the text says of a run. Nor does a ``statement``, which asserts
 no output is stored beside words that it does not bear out.
 """
 
+import ast
 import re
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import jupytext
 import nbformat
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 
 from dtlib.errors import DtlibError
 from dtlib.lab import course
@@ -39,11 +43,12 @@ from dtlib.lab.checks.questions import quizzes
 from dtlib.lab.lesson_files import notebooks
 from dtlib.lab.tables import fold
 from tools import navigation, statements, tracks
+from tools.code_lines import DOCUMENTED
 from tools.navigation import name_of
 from tools.statements import STATEMENT
 from tools.tracks import TRACKS
 
-PREDICTIONS_ARE_RIGHT = "from dtlib.lab.checks import predictions\npredictions.all_right()"
+PREDICTIONS_ARE_RIGHT = "from dtlib.lab.checks import predictions\npredictions.require_all_right()"
 CLAIM = "claim"
 CHECKED = {CLAIM, STATEMENT}
 TAGS = {"solution", "stub", *CHECKED, "nbval-ignore-output", "raises-exception", *TRACKS}
@@ -151,15 +156,39 @@ def keep_outputs(book: nbformat.NotebookNode, stored: nbformat.NotebookNode) -> 
     """
     every, before = book.cells, tracks.code(stored.cells)
     book.cells = [cell for cell in every if not CHECKED & _tags(cell)]
-    if [cell.source for cell in tracks.code(book.cells)] != [cell.source for cell in before]:
+    if [_without_comments(cell) for cell in tracks.code(book.cells)] != [_without_comments(cell) for cell in before]:
         raise DtlibError("Its code is not that of the stored notebook: build it without --words.")
+    shell = InteractiveShell.instance()
     for cell, ran in zip(tracks.code(book.cells), before, strict=True):
         cell.outputs, cell.execution_count = ran.outputs, ran.execution_count
+        local = cell.source.removeprefix("%%px --local\n")
+        if not local.startswith("%"):
+            tree = ast.parse(local)
+            imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+            shell.run_cell(ast.unparse(ast.Module(imports, [])), silent=True)
+            if "lab.read" in local and len(tree.body) == len(imports) + 1:
+                with capture_output() as shown:
+                    shell.run_cell(local, silent=True)
+                for output, new in zip(cell.outputs, shown.outputs, strict=True):
+                    output.data = nbformat.from_dict(new.data)
         if asked := re.fullmatch(r'lab\.quiz\("(.+)"\)', cell.source):
             cell.outputs[-1].data["text/plain"] = quizzes()[asked[1]].text()
     if untrue := statements.problems([cell for cell in every if CLAIM not in _tags(cell)]):
         raise DtlibError("\n".join(["Sentences that their outputs do not bear out:", *untrue]))
     book.metadata["seconds"] = stored.metadata["seconds"]
+
+
+def _without_comments(cell) -> str:
+    """The code of a cell without comments and docstrings; all of it if its output may show it, as tracebacks do."""
+    magic, rest = re.fullmatch(r"(%%[^\n]*\n)?(.*)", cell.source, re.S).groups()
+    if "raises-exception" not in _tags(cell):
+        with suppress(SyntaxError):
+            tree = ast.parse(rest)
+            for node in ast.walk(tree):
+                if isinstance(node, DOCUMENTED[1:]) and ast.get_docstring(node) is not None:
+                    node.body[0] = ast.Pass()
+            return (magic or "") + ast.unparse(tree)
+    return cell.source
 
 
 def _clean(output) -> None:

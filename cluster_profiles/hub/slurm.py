@@ -18,7 +18,7 @@ site = run_path(str(Path(__file__).parents[1] / "render.py"))["read_site"]()
 
 
 def address() -> str:
-    """The IPv4 address at which nodes reach this machine: that of site.toml's interface, else of its name."""
+    """Return this machine's IPv4 address for other nodes: of the interface in site.toml, else of the host name."""
     for each in psutil.net_if_addrs().get(site["interface"], []):
         if each.family == socket.AF_INET:
             return each.address

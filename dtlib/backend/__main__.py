@@ -1,4 +1,4 @@
-"""``mpiexec -n 4 python -m dtlib.backend train.py ...``: run a torch program as it is on ranks of MPI.
+"""``mpiexec -n 4 python -m dtlib.backend train.py ...``: run an unchanged torch program on MPI ranks.
 
 Like torchrun, it sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process, and
 registers the backend. The program chooses its backend: ``init_process_group("dtlib")``, or ``"gloo"``.
@@ -13,9 +13,10 @@ from dtlib.errors import DtlibError
 
 
 def main() -> None:
+    """Set torch's environment variables, then run the program that the command line names."""
     if len(sys.argv) < 2 or not os.path.exists(sys.argv[1]):
         sys.exit(f"{' '.join(sys.argv[1:2]) or 'No program'}: mpiexec -n RANKS python -m dtlib.backend PROGRAM.py ...")
-    from dtlib.backend.starting import variables
+    from dtlib.backend.process_groups import variables
 
     try:
         told = variables()

@@ -1,14 +1,15 @@
 """The course in a web page, without an installation: ``make browser``, or ``dtlib browser``.
 
-build.py       a folder with Python for browsers (npm's pyodide), the files below and those of dtlib that they need; and
-               the same as one file
-rooms.py       the rooms of the page: what each asks, and where it is at home in the course
-fields.py      sliders, choices and texts, as HTML
-svg.py         pictures, with words for who does not see them
-schedule.py, puzzle.py, duel.py, steps.py, memory.py, plan.py, chart.py, quiz.py, words.py, ranks.py,
-exercise.py    a room each
-simulated/     ranks that take turns in one process, and what a learner's cell finds there
-site/          the page itself: HTML, CSS, and JavaScript that hands what is asked to Python, and shows what it answers
+The page consists of rooms. Each room is one form with one answer:
 
-Nothing is imitated in JavaScript: what a room shows is computed by the library's own files, unchanged.
+    build.py       write the page to a folder and to one file, with Python for browsers (npm's pyodide)
+    pages.py       list the rooms, and compute the answer of each
+    fields.py      sliders, choices and texts, as HTML
+    svg.py         pictures, with a text for readers who cannot see them
+    schedule.py, puzzle.py, duel.py, steps.py, memory.py, plan.py, chart.py, quiz.py, words.py, ranks.py,
+    exercise.py    one room each
+    simulated/     ranks that take turns in one process, for a learner's cell
+    site/          HTML, CSS, and JavaScript that sends a form to Python and shows the answer
+
+JavaScript computes no answers: the library's own files compute them, unchanged.
 """

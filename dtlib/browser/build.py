@@ -1,7 +1,7 @@
-"""``dtlib browser``: the page as a folder, which any web server can serve, and as one file that a double click opens.
+"""Write the page for ``dtlib browser``: as a folder for any web server, and as one file that opens by a double click.
 
-Python for browsers is the core of npm's package pyodide, without further packages. ``npm pack`` fetches it once; it is
-kept beside the folder.
+Python for browsers is the core of npm's package pyodide, without further packages. ``npm pack`` downloads it once, and
+the archive stays beside the folder.
 """
 
 import base64
@@ -18,9 +18,9 @@ from html import escape
 from pathlib import Path
 
 import dtlib
-from dtlib.browser import rooms
+from dtlib.browser import pages
 from dtlib.errors import DtlibError
-from dtlib.files import read_text, write_whole
+from dtlib.files import read_text, write_atomically
 from dtlib.lab import lesson_files
 from dtlib.lab.checks.questions import as_html
 from dtlib.lab.lesson_files import title
@@ -30,12 +30,12 @@ SHA256 = "66b7949e5a0cba2250b586d7e368bf12fb482800748d182c4618254b685ffaa0"
 RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 OWN = Path("browser/build.py")
 SITE = Path(__file__).parent / "site"
-# Of dtlib, what the rooms use; a test draws them all in a browser.
+# The files of dtlib that the rooms import. A test opens every room in a browser.
 CARRIED = (
     "__init__.py", "errors.py", "files.py", "browser/**/*.py", "schedule/*.py", "theory/*.py", "planner/*.py",
     *(f"comm/{name}.py" for name in ("__init__", "algorithms", "call", "mpi_collectives", "numbers", "selection")),
-    "comm/waiting.py", "lessons/l03/steps.py", "lessons/l03/turns.py",
-    *(f"comm/watch/{name}.py" for name in ("__init__", "blame", "board", "in_vain", "recorder")),
+    "comm/waiting.py", "lessons/l03/steps.py", "lessons/l03/simulated_network.py",
+    *(f"comm/watch/{name}.py" for name in ("__init__", "board", "deadlock", "missing_ranks", "recorder")),
     "lab/__init__.py", "lab/engines/__init__.py", "lab/checks/__init__.py", "lab/checks/exercise.py",
     "lab/checks/questions.py", "lessons/__init__.py",
     *(f"lab/{name}.py" for name in ("colours", "decision_chart", "drawing", "foreign", "lesson_files", "tables")),
@@ -46,11 +46,11 @@ CARRIED = (
 )  # fmt: skip
 
 
-MARK = '<meta name="generator" content="dtlib browser">'  # in site/index.html
+MARK = '<meta name="generator" content="dtlib browser">'  # must equal the line in site/index.html
 
 
 def run(folder: Path) -> int:
-    """``dtlib browser``."""
+    """Write the page, print paths and sizes, and return exit status 0."""
     folder, single = write(folder)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{folder}: {size / 1e6:.1f} MB, for a web server: python -m http.server --directory {folder}")
@@ -59,12 +59,13 @@ def run(folder: Path) -> int:
 
 
 def write(folder: Path, course: str = "") -> tuple[Path, Path]:
-    """Write the page to ``folder`` and, beside it, to one file; returns both. ``course`` is where the book's pages are
-    from there, such as ``../``: then rooms have links to their lessons.
+    """Write the page to ``folder`` and, beside the folder, to one HTML file; return both paths.
+
+    ``course`` is the relative address of the book's pages, such as ``../``. With it, rooms link to their lessons.
 
     Raises:
-        DtlibError: for a folder or a file with anything else than an earlier page, and where npm is missing, or does
-            not give the package.
+        DtlibError: if the folder or the file has other contents than an earlier page, if npm is missing, or if the
+            download fails.
     """
     folder = Path(os.path.abspath(folder))
     single = folder.with_name(f"{folder.name}.html")
@@ -78,18 +79,18 @@ def write(folder: Path, course: str = "") -> tuple[Path, Path]:
     with tarfile.open(package) as archive:
         for name in RUNTIME:
             opened = archive.extractfile(f"package/{name}")
-            assert opened is not None  # it is a file
+            assert opened is not None  # a regular file, so not None
             (folder / "pyodide" / name).write_bytes(opened.read())
     (folder / "dtlib.zip").write_bytes(_own_files())
     for name in ("page.css", "page.js", "worker.js"):
         shutil.copy(SITE / name, folder / name)
     (folder / "index.html").write_text(_page(course), encoding="utf-8")
-    write_whole(single, _as_one_file(folder))
+    write_atomically(single, _as_one_file(folder))
     return folder, single
 
 
 def _is_replaceable(taken: Path, page: Path) -> bool:
-    """Whether this is an empty folder, or has a page that was written here."""
+    """Return whether ``taken`` is an empty folder, or a page that this module wrote earlier."""
     if taken.is_dir() and not any(taken.iterdir()):
         return True
     with suppress(OSError, ValueError):
@@ -98,7 +99,11 @@ def _is_replaceable(taken: Path, page: Path) -> bool:
 
 
 def _package(beside: Path) -> Path:
-    """The file of npm's package, fetched where it is not there yet."""
+    """Return the path of npm's archive; download it if it is missing.
+
+    Raises:
+        DtlibError: if npm is missing or fails, or if the archive has another SHA-256 than expected.
+    """
     file = beside / f"pyodide-{PYODIDE}.tgz"
     beside.mkdir(parents=True, exist_ok=True)
     if not file.exists():
@@ -122,7 +127,7 @@ def _package(beside: Path) -> Path:
 
 
 def carried() -> list[Path]:
-    """The files of dtlib that the page has, from the package's folder."""
+    """Return the files of dtlib that the page contains, relative to the package's folder."""
     root = Path(dtlib.__file__).parent
     return sorted({path.relative_to(root) for pattern in CARRIED for path in root.glob(pattern)} - {OWN})
 
@@ -131,33 +136,34 @@ def _own_files() -> bytes:
     made, root = io.BytesIO(), Path(dtlib.__file__).parent
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in carried():
-            entry = zipfile.ZipInfo(f"dtlib/{path.as_posix()}")  # of no date: the same files, the same bytes
+            # A fixed date, so that equal files give equal bytes.
+            entry = zipfile.ZipInfo(f"dtlib/{path.as_posix()}")
             archive.writestr(entry, (root / path).read_bytes(), zipfile.ZIP_DEFLATED, 9)
     return made.getvalue()
 
 
 def _page(course: str) -> str:
-    """Every room with what it shows first, drawn here, so that there is something to see before Python has arrived."""
-    links = "\n".join(f'<a href="#{name}">{escape(rooms.room(name).TITLE)}</a>' for name in rooms.NAMES)
+    """Return the HTML page with every room's first answer, so that readers see something before Python is loaded."""
+    links = "\n".join(f'<a href="#{name}">{escape(pages.room(name).TITLE)}</a>' for name in pages.NAMES)
     page = (SITE / "index.html").read_text(encoding="utf-8")
     page = page.replace("<!-- links -->", links)
-    page = page.replace("<!-- rooms -->", "\n".join(_room(name, course) for name in rooms.NAMES))
+    page = page.replace("<!-- rooms -->", "\n".join(_room(name, course) for name in pages.NAMES))
     return page.replace('id="home" hidden', f'href="{course}start.html"') if course else page
 
 
 def _room(name: str, course: str) -> str:
-    where = rooms.room(name)
+    where = pages.room(name)
     fields = "\n".join(field.html(name) for field in where.FORM)
     return (
-        f'<form class="room" id="{name}"{" hidden" * (name != rooms.NAMES[0])}>\n<h2>{escape(where.TITLE)}</h2>\n'
+        f'<form class="room" id="{name}"{" hidden" * (name != pages.NAMES[0])}>\n<h2>{escape(where.TITLE)}</h2>\n'
         f"<p>{as_html(where.SAYS)} {_lesson(where.LESSON, course)}</p>\n"
-        f'<div class="fields">{fields}</div>\n<div class="answer" aria-live="polite">{rooms.answer(name, {})}</div>\n'
+        f'<div class="fields">{fields}</div>\n<div class="answer" aria-live="polite">{pages.answer(name, {})}</div>\n'
         "</form>"
     )
 
 
 def _lesson(notebook: str, course: str) -> str:
-    """Where a room is at home: a link in the book, words elsewhere."""
+    """Return a link to the room's lesson, or, without ``course``, the lesson's title and file."""
     if notebook == "start":
         return ""
     kind = "exercises" if notebook.endswith("_exercises") else "lectures"
@@ -168,10 +174,11 @@ def _lesson(notebook: str, course: str) -> str:
 
 
 def _as_one_file(folder: Path) -> str:
-    """The page with all that it loads in it: compressed, in letters."""
+    """Return the page with all files that it loads: compressed, and encoded as base64."""
     page = (folder / "index.html").read_text(encoding="utf-8")
     style = (folder / "page.css").read_text(encoding="utf-8")
     script = (folder / "page.js").read_text(encoding="utf-8")
+    # A page from file:// may not fetch files, so they are embedded.
     loaded = ["worker.js", "dtlib.zip", *(f"pyodide/{name}" for name in RUNTIME if not name.endswith(".json"))]
     parts = "\n".join(
         f'<script type="text/plain" data-part="{Path(name).name}">'

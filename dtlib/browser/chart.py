@@ -1,4 +1,4 @@
-"""The decision chart: which cut when."""
+"""The room with the decision chart: which parallelism to use when."""
 
 from dtlib.lab import decision_chart
 from dtlib.lab.tables import Table
@@ -9,6 +9,7 @@ FORM = ()
 
 
 def show() -> str:
+    """Return the chart as an HTML table."""
     rows = [tuple(cell.replace("\n", " ") for cell in branch) for branch in decision_chart.BRANCHES]
     title = "Answer from top to bottom. Go to the next question if the answer is no, or if the method is not enough"
     table = Table(rows, ("question", "yes, if", "then", "measured in"), title)

@@ -1,4 +1,4 @@
-"""The duel of schedules: orders of a class, a line each, at a price of a message that a slider sets."""
+"""The room in which the schedules of a class compete: one order per line, with a message cost that a slider sets."""
 
 from dtlib.browser.fields import Press, Slider, Text
 from dtlib.browser.schedule import drawn
@@ -20,6 +20,7 @@ FORM = (
 
 
 def show(message: float, orders: str, pressed: str = "") -> str:
+    """Return the ranking of all orders, with a picture of the winner, as HTML."""
     if not pressed:
         return sentence("Paste everybody's orders, then rank them.")
     everybody, refused = duel.ranked(orders, message)

@@ -1,4 +1,4 @@
-"""Exercises whose judges need no ranks: the lessons' own tasks, stubs, judges and hints."""
+"""The room with exercises that need no ranks: the lessons' own tasks, stubs, judges and hints."""
 
 from importlib import import_module
 
@@ -15,15 +15,19 @@ LESSONS = {"l05": "judge_rates", "l09": "judge_formats", "l11": "judge_scaling"}
 
 
 def _named() -> dict:
-    """Name of an exercise -> (its lesson's folder, the exercise)."""
+    """Map the name of each exercise to its lesson's folder and the exercise; leave out one that needs ranks."""
     return {name: (lesson, each) for lesson, judges in LESSONS.items()
             for name, each in import_module(f"dtlib.lessons.{lesson}.{judges}").EXERCISES.items()
-            if name != "efficiency-fix"}  # fmt: skip  # its ranks talk
+            if name != "efficiency-fix"}  # fmt: skip
 
 
 def task(name: str) -> tuple[str, str]:
-    """What is asked, and the cell that a learner begins with: both stand above the check in the lesson's exercises."""
+    """Return the text of an exercise and the cell from which a learner starts.
+
+    Both are the last ones before the check in the lesson's exercises.
+    """
     found = cells(f"{_named()[name][0]}/exercises.py")
+    # Find the check's cell, then the nearest stub above it, then the nearest text above the stub.
     at = next(at for at, (_, body) in enumerate(found) if body.startswith(f'lab.check("{name}")'))
     stub = max(each for each in range(at) if "stub" in found[each][0])
     text = max(each for each in range(stub) if "[markdown]" in found[each][0])
@@ -42,6 +46,7 @@ FORM = (
 
 
 def show(exercise: str, code: str, attempt: str, pressed: str = "") -> str:
+    """Return the text of an exercise and, after a press of ``check``, the verdict, as HTML."""
     asked, stub = task(exercise)
     said = f'<div class="said">{as_html(asked)}</div>'
     if pressed == "take":

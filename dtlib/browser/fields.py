@@ -1,4 +1,4 @@
-"""What a room asks: sliders, choices and texts. Each has a name, under which its value reaches the room."""
+"""The fields of a room's form: sliders, choices and texts. A field's name is the name of an argument of ``show``."""
 
 from dataclasses import dataclass
 from html import escape
@@ -8,7 +8,7 @@ from dtlib.errors import number, read_number
 
 @dataclass(frozen=True)
 class Number:
-    """A number that is typed; ``low`` and ``high`` are what makes sense."""
+    """An input for a number between ``low`` and ``high``."""
 
     name: str
     label: str
@@ -18,16 +18,21 @@ class Number:
     step: float = 1
 
     def read(self, text: str) -> float:
+        """Return the number in ``text``; raise an error if it is out of bounds."""
         return number(self.label, read_number(text), self.low, self.high, whole=self.step == 1)
 
     def html(self, room: str) -> str:
+        """Return the field as HTML."""
         where = f'id="{room}-{self.name}" name="{self.name}"'
         limits = f'min="{self.low}" max="{self.high}" step="any" value="{self.value:g}"'
         return _labelled(self, room, f'<input type="number" {where} {limits}>')
 
 
 class Slider(Number):
+    """A slider for a number between ``low`` and ``high``."""
+
     def html(self, room: str) -> str:
+        """Return the field as HTML."""
         where = f'id="{room}-{self.name}" name="{self.name}"'
         limits = f'min="{self.low:g}" max="{self.high:g}" step="{self.step:g}" value="{self.value:g}"'
         output = f'<output for="{room}-{self.name}">{self.value:g}</output>'
@@ -36,7 +41,7 @@ class Slider(Number):
 
 @dataclass(frozen=True)
 class Choice:
-    """``options`` maps values to what is shown of them."""
+    """A list to choose from; ``options`` maps values to labels."""
 
     name: str
     label: str
@@ -44,11 +49,13 @@ class Choice:
     options: dict
 
     def read(self, text: str) -> str:
+        """Return ``text``; raise ``ValueError`` if it is no option."""
         if text not in self.options:
             raise ValueError(f"{self.label} is {text!r}: choose one of {', '.join(self.options)}.")
         return text
 
     def html(self, room: str) -> str:
+        """Return the field as HTML."""
         options = "".join(
             f'<option value="{escape(value)}"{" selected" * (value == self.value)}>{escape(shown)}</option>'
             for value, shown in self.options.items()
@@ -58,7 +65,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Text:
-    """Lines that a learner writes; the browser keeps them. They are read when a button is pressed."""
+    """Lines that a learner writes. The browser saves them; the room reads them when a button is pressed."""
 
     name: str
     label: str
@@ -66,40 +73,45 @@ class Text:
     rows: int = 4
 
     def read(self, text: str) -> str:
+        """Return ``text`` unchanged."""
         return text
 
     def html(self, room: str) -> str:
+        """Return the field as HTML."""
         attributes = f'id="{room}-{self.name}" name="{self.name}" rows="{self.rows}" spellcheck="false" wrap="off"'
         return _labelled(self, room, f"<textarea {attributes}>{escape(self.value)}</textarea>")
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What the room itself keeps, such as the answers so far: not seen, and part of the address."""
+    """A hidden value that the room itself sets, such as the answers so far. It is part of the page's address."""
 
     name: str
     value: str = ""
 
     def read(self, text: str) -> str:
+        """Return ``text`` unchanged."""
         return text
 
     def html(self, room: str) -> str:
+        """Return the field as HTML."""
         return f'<input type="hidden" name="{self.name}" value="{escape(self.value)}">'
 
 
 @dataclass(frozen=True)
 class Press:
-    """A button; a room finds in ``pressed`` the name of the one that was pressed last."""
+    """A button. The room's argument ``pressed`` is the name of the button that was pressed last."""
 
     name: str
     label: str
 
     def html(self, room: str) -> str:
+        """Return the button as HTML."""
         return f'<button name="pressed" value="{self.name}">{escape(self.label)}</button>'
 
 
 def put(name: str, value: object) -> str:
-    """What a room's answer has beside what is shown: the page puts ``value`` into the field ``name``."""
+    """Return hidden HTML that makes the page set the field ``name`` to ``value``."""
     return f'<data hidden data-field="{name}">{escape(str(value))}</data>'
 
 

@@ -1,4 +1,4 @@
-"""Memory to the byte: what a rank holds at each stage of ZeRO, and how many ranks it takes to fit."""
+"""The room that counts memory: bytes on a rank at each stage of ZeRO, and the number of ranks needed to fit."""
 
 from dtlib.browser.fields import Choice, Number
 from dtlib.browser.svg import WIDTH, Picture, letters_on
@@ -30,12 +30,15 @@ ROW, LEFT = 42, 84
 
 
 def table(parameters: int, ranks: int, scheme: str) -> list[dict]:
-    """Of each stage: bytes that rank 0 holds, by kind."""
+    """Return the bytes on rank 0 by kind, for each ZeRO stage."""
     return [zero_bytes(parameters, ranks, stage, scheme) for stage in STAGES]
 
 
 def on_first_rank(model: str, parameters: int, ranks: int, tensor: int, pipe: int) -> int:
-    """Parameters on a rank of the first stage before ZeRO shares them out; without a model, an even part of them."""
+    """Return the parameters on a rank of the first pipeline stage, before ZeRO shards them.
+
+    Without a model, parameters are divided evenly over the tensor and pipe axes.
+    """
     if not model:
         return -(-parameters // (tensor * pipe))
     plan = check(MODELS[model], Plan(data=ranks, tensor=tensor, pipe=pipe, batch=ranks, micro_batch=1))
@@ -43,6 +46,7 @@ def on_first_rank(model: str, parameters: int, ranks: int, tensor: int, pipe: in
 
 
 def show(model: str, memory: float, ranks: int, tensor: int, pipe: int, scheme: str, room: float) -> str:
+    """Return a picture and a table of the bytes at each stage, as HTML."""
     parameters = on_first_rank(model, round(memory * 1e9), ranks, tensor, pipe)
     held = table(parameters, ranks, scheme)
     totals = [sum(each.values()) for each in held]

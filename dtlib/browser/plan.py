@@ -1,4 +1,4 @@
-"""The planner: which meshes a model fits on, how long a step takes there, and a map of what fits."""
+"""The room with the planner: which meshes fit a model, the time of a step on each, and a map of all meshes."""
 
 from dtlib.browser.fields import Choice, Number
 from dtlib.browser.svg import Picture, sentence
@@ -23,6 +23,7 @@ FITS, NOT, NONE = "#cfe8d5", "#f3d0cb", "#f2f2f2"
 
 
 def show(plan: str, gpus: int, device: str, batch: int) -> str:
+    """Return a summary, the fastest meshes, the map and details of the fastest, as HTML."""
     found, tried = asked(plan, gpus, device, batch, best=BEST)
     title = "The fastest that fit; ~ where nothing like it was measured"
     best = Table(report.best_rows(found), report.HEADERS, title)._repr_html_() if found else ""

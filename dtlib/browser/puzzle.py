@@ -1,4 +1,4 @@
-"""The schedule puzzle, with the judge of lesson 07."""
+"""The room with the schedule puzzle, judged as in lesson 07."""
 
 from dtlib.browser.fields import Choice, Kept, Press, Text, put
 from dtlib.browser.schedule import drawn
@@ -23,6 +23,7 @@ FORM = (
 
 
 def show(puzzle: str, order: str, attempt: str, pressed: str = "") -> str:
+    """Return the verdict on a learner's order and its picture, as HTML."""
     if not pressed:
         return sentence("Write your order, then check it.")
     exercise = judge_puzzle.exercise(int(puzzle))

@@ -1,4 +1,4 @@
-"""All quizzes of the course: each answer is explained once it is chosen, and first choices count."""
+"""The room with all quizzes of the course. Each answer is explained once it is chosen, and first choices count."""
 
 from dtlib.browser.fields import Choice, Kept, put
 from dtlib.browser.svg import sentence
@@ -11,7 +11,11 @@ FORM = (Choice("quiz", "quiz", "07", {name: name for name in quizzes()}), Kept("
 
 
 def show(quiz: str, answers: str, asked: str = "") -> str:
-    """``answers`` has a letter a question and ``-`` for what is open, of the quiz ``asked``."""
+    """Return the questions of ``quiz`` with the answers so far, as HTML.
+
+    ``answers`` belongs to the quiz ``asked``. It has one letter per question, and ``-`` for a question without an
+    answer.
+    """
     questions = quizzes()[quiz].questions
     given = answers if asked == quiz and len(answers) == len(questions) else OPEN * len(questions)
     given = "".join(

@@ -1,4 +1,4 @@
-"""A learner's cell on ranks that take turns: SIMULATED, in one process."""
+"""The room that runs a learner's cell on ranks that take turns: SIMULATED, in one process."""
 
 from functools import cache
 
@@ -18,7 +18,7 @@ SAYS = (
     f"is a stand-in with {', '.join(MADE)}. `await` is put before each operation, so that others get their turns. A "
     "rank that can never go on says whom it waits for."
 )
-# Words of cells of the lessons that need more than is here.
+# Cells of the lessons with one of these words need more than the page has, and are left out.
 BEYOND = ("pi.", "emulate_network", "np.", "os.kill", "slow.", "signal")
 LESSONS = {"00": "l00/lecture.py", "03": "l03/lecture.py"}
 FIRST = """import dtlib, torch
@@ -27,13 +27,13 @@ world = dtlib.init()
 total = torch.tensor(world.rank)
 world.comm.all_reduce(total)
 print("I am rank", world.rank, "and the sum is", total)"""
-MOST_ROUNDS = 40  # of a trace that is drawn
+MOST_ROUNDS = 40  # rounds of the network in the picture
 ROW, LEFT = 46, 76
 
 
 @cache
 def cells() -> dict[str, str]:
-    """The cells of the lessons that run here."""
+    """Return the lessons' cells that run in this page, by title."""
     found = {}
     for lesson, path in LESSONS.items():
         bodies = [body for body in on_ranks(path) if not any(word in body for word in BEYOND)]
@@ -55,6 +55,7 @@ _now: dict[str, Ranks] = {}
 
 
 def show(cell: str, ranks: int, code: str, pressed: str = "") -> str:
+    """Return the output of a cell, the verdict, or a message, as HTML; ``pressed`` names the button."""
     if pressed == "take":
         return (
             put("code", cells()[cell]) + sentence("Here it is: run it.") if cell else sentence("Choose a cell first.")
@@ -69,7 +70,7 @@ def show(cell: str, ranks: int, code: str, pressed: str = "") -> str:
 
 
 def outcome(found: Outcome) -> str:
-    """What a cell did, on each rank, with the trace of its messages."""
+    """Return the output of a cell on each rank, and the trace of its messages, as HTML."""
     if found.problem:
         return sentence(found.problem, False)
     lines = []
@@ -91,7 +92,7 @@ def _escaped(rank: int, text: str) -> str:
 
 
 def _trace(found: Outcome) -> str:
-    """Ranks down, rounds of the network to the right: operations as bars, messages as arrows."""
+    """Draw ranks from top to bottom, rounds to the right, operations as bars and messages as arrows."""
     if not found.events:
         return ""
     size, rounds = len(found.said), min(found.rounds, MOST_ROUNDS)
@@ -130,7 +131,7 @@ def _trace(found: Outcome) -> str:
 
 
 def _checked(ranks: Ranks) -> str:
-    """The judge of lesson 00, on ``total`` of all ranks."""
+    """Return the verdict of lesson 00's judge on the variable ``total`` of all ranks."""
     observed = []
     for each in ranks.ranks:
         value = each.names.get("total")

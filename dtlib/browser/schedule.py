@@ -1,4 +1,4 @@
-"""The schedule explorer: an order, drawn as it is simulated."""
+"""The room that draws pipeline schedules as they are simulated."""
 
 from dtlib.browser.fields import Choice, Slider
 from dtlib.browser.svg import WIDTH, Picture, letters_on, rank_label
@@ -10,8 +10,8 @@ SAYS = (
     "A pipeline of ranks, a stage each, and a batch in micro-batches. Time goes to the right, in forward passes of a "
     "rank; what shows through is idle time, the bubble. Predict it, then move a slider."
 )
-CHUNKS = 2  # stages a rank of the interleaved order
-# value: (name, the order, its name in the formulas, stages a rank)
+CHUNKS = 2  # stages per rank in the interleaved order
+# value: (name, function that returns the order, its name in the formulas, stages per rank)
 ORDERS = {
     "gpipe": ("GPipe", gpipe, "gpipe", 1),
     "1f1b": ("1F1B", one_f_one_b, "one_f_one_b", 1),
@@ -31,6 +31,7 @@ ROW, LEFT = 34, 76
 
 
 def show(schedule: str, ranks: int, microbatches: int, backward: float, message: float) -> str:
+    """Return the picture of a schedule, and its bubble by the formula, as HTML."""
     name, order, formula, chunks = ORDERS[schedule]
     found = simulate(order(ranks, microbatches), 1 / chunks, backward / chunks, message=message)
     said = f"{name} on {ranks} rank{'s' * (ranks > 1)}, {microbatches} micro-batches"
@@ -40,7 +41,7 @@ def show(schedule: str, ranks: int, microbatches: int, backward: float, message:
 
 
 def drawn(found: Simulation, title: str) -> str:
-    """A simulation as a picture, with its figures in a sentence; a number is a micro-batch."""
+    """Return a simulation as a picture with its numbers; each box shows the number of a micro-batch."""
     peaks = ", ".join(map(str, found.peak_activations))
     kinds = [words for kind, words in KINDS.items() if any(action.kind == kind for action in found.end)]
     alt = (

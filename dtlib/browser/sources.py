@@ -1,4 +1,4 @@
-"""Cells of the lessons' sources, as the page offers them."""
+"""Read cells from the lessons' sources."""
 
 import re
 
@@ -6,14 +6,14 @@ from dtlib.lab import lesson_files
 
 
 def cells(path: str) -> list[tuple[str, str]]:
-    """(what stands after ``# %%``, the cell) for each cell of a source such as ``l03/lecture.py``; without ``%%px``."""
+    """Return (text after ``# %%``, cell) for each cell of a source such as ``l03/lecture.py``, without ``%%px``."""
     source = (lesson_files.FOLDER / path).read_text(encoding="utf-8")
     found = re.findall(r"(?ms)^# %%(?!px)([^\n]*)\n(.*?)(?=^# %%(?!px)|\Z)", source)
     return [(head, body.removeprefix("# %%px\n").strip()) for head, body in found]
 
 
 def on_ranks(path: str) -> list[str]:
-    """The cells that begin with %%px, or have %px before their lines, as learners get them."""
+    """Return the cells that start with %%px, or have %px before their lines, as learners see them."""
     source = (lesson_files.FOLDER / path).read_text(encoding="utf-8")
     found = re.findall(r"(?ms)^# %%(?!px)([^\n]*)\n(# %%?px\b.*?)(?=^# %%(?!px)|\Z)", source)
     bodies = [body.removeprefix("# %%px\n").strip() for head, body in found if "solution" not in head]

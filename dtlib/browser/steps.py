@@ -1,4 +1,4 @@
-"""Every collective, one round at a time: the library's own algorithms on ranks that take turns. SIMULATED."""
+"""The room that shows collectives one round at a time: the library's algorithms on SIMULATED ranks that take turns."""
 
 from dtlib.browser.fields import Choice, Slider
 from dtlib.browser.svg import Picture, rank_label, sentence
@@ -24,6 +24,7 @@ ROW, LEFT, CELL = 40, 76, 96
 
 
 def show(steps: str, ranks: int, round: int) -> str:
+    """Return the picture of one round, and the counts of messages and numbers, as HTML."""
     operation, algorithm = steps.split(" ")
     found, links = rounds(operation, algorithm, ranks)
     number = min(round, len(found) - 1)
@@ -54,7 +55,7 @@ def _cell(picture, rank, place, members, ranks) -> None:
 
 
 def _sent(picture, sent) -> None:
-    """A frame around what goes, and beside the row where to."""
+    """Draw a frame around the elements that are sent, and the destination beside the row."""
     y = sent.source * ROW
     if sent.start is not None:
         picture.box(LEFT + sent.start * CELL + 2, y + 3, (sent.stop - sent.start) * CELL - 4, ROW - 6, frame=True)

@@ -1,4 +1,4 @@
-"""The glossary."""
+"""The room with the glossary."""
 
 import tomllib
 from html import escape
@@ -11,6 +11,7 @@ FORM = ()
 
 
 def show() -> str:
+    """Return the glossary as HTML."""
     words = tomllib.loads((lesson_files.FOLDER / "glossary.toml").read_text(encoding="utf-8"))
     rows = "".join(
         f"<dt>{escape(word)}</dt><dd>{escape(meaning)} <small>{lesson}</small></dd>"

@@ -1,4 +1,4 @@
-"""Checkpoints: every rank saves what it has, and any number of ranks, with any strategy, loads what it needs.
+"""Checkpoints: save on some ranks with one strategy; load on any number of ranks with any strategy.
 
     save on 4 ranks, ZeRO stage 3                     load on 3 ranks, ZeRO stage 1
 
@@ -8,19 +8,19 @@
     rank 3 -> rank3-5c1f09b2.safetensors  --'
            -> index.json    full names and shapes, and which file has which elements
 
-A rank has, of a tensor with a full name and a full shape, elements ``start`` to ``stop`` of it, flattened. A strategy
-only says which (holdings.py), and nothing else here knows one strategy from another.
+Each tensor has a full name and a full shape. A rank saves elements ``start`` to ``stop`` of the flattened tensor.
+local_shards.py finds out which elements these are for each strategy. The other files do not depend on the strategy.
 
-The new index takes the place of the old one at a single moment, once all files are on disk (folder.py); until then the
-checkpoint before is whole. There is nothing but numbers, text and JSON in a checkpoint: loading executes no code.
-There are no checksums: a file that is missing, cut short or of another save is refused, and a bit that has flipped in
-its numbers is not noticed.
+When all files are on disk, the new index replaces the old one atomically (folder.py). Until then the previous
+checkpoint is complete. A checkpoint contains only numbers, text and JSON, so loading executes no code. Loading refuses
+files that are missing, truncated or from another save. There are no checksums, so a flipped bit is not detected.
+
 Counterparts: ``torch.distributed.checkpoint``, whose format ``export`` writes; DeepSpeed's universal checkpoints.
 """
 
 from dtlib.checkpoint.exporting import export
-from dtlib.checkpoint.folder import CheckpointError, point_to, pointed_to
+from dtlib.checkpoint.folder import CheckpointError, read_latest, write_latest
 from dtlib.checkpoint.loading import load
 from dtlib.checkpoint.saving import save
 
-__all__ = ["CheckpointError", "export", "load", "point_to", "pointed_to", "save"]
+__all__ = ["CheckpointError", "export", "load", "read_latest", "save", "write_latest"]

@@ -1,4 +1,4 @@
-"""``export``: a checkpoint for who has torch alone."""
+"""``export``: convert a checkpoint to PyTorch's distributed checkpoint format."""
 
 import warnings
 from os import PathLike
@@ -10,21 +10,28 @@ from dtlib.checkpoint.folder import TYPES, Reader, check_file, decoded, read_ind
 
 
 def export(folder: str | PathLike[str], out: str | PathLike[str]) -> None:
-    """Write the checkpoint in ``folder`` once more, into the folder ``out``, in torch's distributed checkpoint format.
+    """Convert the checkpoint in ``folder`` to torch's distributed checkpoint format, in the folder ``out``.
 
-    One process calls it and holds all of it in memory. There, without dtlib:
+    One process calls it, and needs memory for the whole checkpoint. A program without dtlib can load the result:
 
         state: dict = {"model": model.state_dict()}
         torch.distributed.checkpoint.load(state, checkpoint_id=out)
 
-    ``model`` has all names of tied parameters, as ``state_dict()`` has. If they were saved: ``optimizer`` has ``state``
-    by the parameter's name and ``param_groups``, as ``torch.distributed.checkpoint.state_dict.get_state_dict`` gives
-    them; ``masters`` the float32 copies; ``extra`` what was given. Random states stay behind.
+    The result has these entries, the last three only if they were saved:
+
+    * ``model``: with all names of tied parameters, like ``state_dict()``;
+    * ``optimizer``: ``state`` by parameter name, and ``param_groups``, in the form of
+      ``torch.distributed.checkpoint.state_dict.get_state_dict``;
+    * ``masters``: the float32 master weights;
+    * ``extra``: the argument of ``save``.
+
+    Random states are not exported.
 
     Raises:
-        CheckpointError: for a folder without a whole checkpoint.
+        CheckpointError: if ``folder`` has no complete checkpoint.
     """
-    import torch.distributed.checkpoint  # which takes seconds, and every rank of a training imports this file
+    # Imported here because it takes seconds, and every training rank imports this file.
+    import torch.distributed.checkpoint
 
     folder = Path(folder)
     index = read_index(folder)
@@ -42,7 +49,8 @@ def export(folder: str | PathLike[str], out: str | PathLike[str]) -> None:
     if index["extra"] is not None:
         state["extra"] = decoded(index["extra"])
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process, as it should be
+        # torch warns that only one process saves, which is intended here.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         torch.distributed.checkpoint.save(state, checkpoint_id=out, no_dist=True)
 
 

@@ -1,13 +1,13 @@
-"""A checkpoint on disk: one safetensors file a rank, and the index that makes them a checkpoint.
+"""A checkpoint on disk: one safetensors file per rank, and an index that lists them.
 
-    rank0-<id>.safetensors   written and forced to disk  \\
-    rank1-<id>.safetensors   by all ranks at once         }  not a checkpoint yet
-    .index.json...tmp        the same, by rank 0         /
-    index.json               <- renamed: from this moment on the new checkpoint is the one that counts
-    files that the index does not name are deleted: those of the checkpoint before, and what a killed run has left
+    rank0-<id>.safetensors   written and synced to disk  \\
+    rank1-<id>.safetensors   by all ranks in parallel     }  not a checkpoint yet
+    .index.json...tmp        written and synced by rank 0 /
+    index.json               <- renamed from .tmp: the new checkpoint now replaces the old one
+    other files              deleted: files of the previous checkpoint, and of runs that were killed
 
-The ``id`` is new each time, so that files of two checkpoints are never mistaken for each other. Whenever a run is
-killed, ``index.json`` names files that are whole.
+Each save has a new ``id``, so files of two checkpoints cannot be confused. If a run is killed at any moment,
+``index.json`` lists complete files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dtlib.errors import DtlibError
-from dtlib.files import locked, read_json, read_text, write_whole
+from dtlib.files import locked, read_json, read_text, write_atomically
 
 if TYPE_CHECKING:
     from dtlib.comm import Communicator
@@ -36,7 +36,7 @@ INDEX = "index.json"
 FORMAT, VERSION = "dtlib checkpoint", 1
 CONTENTS = ("id", "files", "tensors", "aliases", "optimizer", "extra")
 OURS = re.compile(r"rank\d+-[0-9a-f]+\.safetensors")
-# What safetensors and ``write_whole`` call a file while they write.
+# Files that a save may leave behind: ours, and temporary files of safetensors and of ``write_atomically``.
 LEFT_OVER = re.compile(rf"{OURS.pattern}|\.tmp\w{{6}}|\.index\.json\.\d+-[0-9a-f]+\.tmp")
 TUPLE, PAIRS = "__tuple__", "__pairs__"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -45,11 +45,11 @@ TYPES = {name: getattr(torch, name) for name in (*FLOATS, *INTEGERS, "complex64"
 
 
 class CheckpointError(DtlibError):
-    """A checkpoint that cannot be saved or loaded; every rank raises the same sentence."""
+    """A checkpoint cannot be saved or loaded; every rank raises it with the same message."""
 
 
 def encoded(value: object) -> object:
-    """As JSON can hold it: tuples, and dictionaries whose keys are not text, become marked lists."""
+    """Convert ``value`` to JSON types: tuples, and dictionaries with keys that are not text, become marked lists."""
     if isinstance(value, dict) and all(isinstance(key, str) for key in value) and not value.keys() & {TUPLE, PAIRS}:
         return {key: encoded(entry) for key, entry in value.items()}
     if isinstance(value, dict):
@@ -61,7 +61,7 @@ def encoded(value: object) -> object:
 
 
 def decoded(value: object) -> object:
-    """What ``encoded`` was given."""
+    """Return the value from which ``encoded`` made ``value``."""
     if isinstance(value, list):
         return [decoded(entry) for entry in value]
     if isinstance(value, dict) and TUPLE in value:
@@ -75,7 +75,13 @@ V = TypeVar("V")
 
 
 def together(comm: Communicator, work: Callable[[], V]) -> V:
-    """``work()`` on every rank of ``comm``, without messages; if it fails on one, all raise what that one said."""
+    """Call ``work()`` on every rank of ``comm`` and return its result; if it fails on one rank, raise on all ranks.
+
+    ``work`` must not communicate, because it may fail on some ranks only.
+
+    Raises:
+        CheckpointError: on all ranks, with the message of the lowest rank that failed.
+    """
     result = problem = cause = None
     try:
         result = work()
@@ -86,22 +92,24 @@ def together(comm: Communicator, work: Callable[[], V]) -> V:
     for said in comm.all_gather_object(problem):
         if said:
             raise CheckpointError(said) from cause
-    return result  # type: ignore[return-value]  # it is there, as nothing failed
+    return result  # type: ignore[return-value]  # not None, because no rank failed
 
 
 # Writing
 
 
 def file_name(rank: int, mark: str) -> str:
+    """Return the name of a rank's file; ``mark`` is the id of the save."""
     return f"rank{rank}-{mark}.safetensors"
 
 
 def write_file(path: Path, tensors: dict, mark: str) -> int:
-    """One rank's file, on disk when this returns; returns its size in bytes."""
+    """Write one rank's file and sync it to disk; return its size in bytes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # safetensors creates files that only their owner can read, so restore the mode that the umask gives.
         path.touch()
-        mode = path.stat().st_mode  # as the umask says; safetensors would close it to all but its owner
+        mode = path.stat().st_mode
         save_file(tensors, path, metadata={"checkpoint": mark})
         path.chmod(mode)
         _to_disk(path)
@@ -115,8 +123,8 @@ def write_file(path: Path, tensors: dict, mark: str) -> int:
 
 
 def commit(folder: Path, index: dict) -> None:
-    """Make what ``index`` names the checkpoint of this folder, and delete what it does not name."""
-    with locked(folder):  # two runs that save to one folder commit one after the other
+    """Write ``index`` to the folder atomically, and delete files of other saves."""
+    with locked(folder):  # for two runs that save in the same folder
         _commit(folder, index)
 
 
@@ -135,21 +143,21 @@ def _commit(folder: Path, index: dict) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Put a text in the place of a file, at a single moment."""
+    """Replace a file by ``text`` atomically, and sync it to disk."""
     try:
-        write_whole(path, text)
+        write_atomically(path, text)
         _to_disk(path.parent)
     except OSError as problem:
         raise CheckpointError(f"{path} cannot be written ({problem}): free some space, and save again.") from problem
 
 
-def point_to(path: Path, name: str, comm: Communicator) -> None:
-    """Write a file that says which of several checkpoints counts. All ranks of ``comm`` call it."""
+def write_latest(path: Path, name: str, comm: Communicator) -> None:
+    """Write ``name``, that of the current checkpoint, to the file ``path``. All ranks of ``comm`` call it."""
     together(comm, lambda: _replace(path, name) if comm.rank == 0 else None)
 
 
 def _to_disk(path: Path) -> None:
-    """Return when the system has written a file, or the names in a folder, to the disk itself."""
+    """Wait until the system has written a file, or the entries of a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -160,18 +168,22 @@ def _to_disk(path: Path) -> None:
 # Reading
 
 
-def pointed_to(path: Path, comm: Communicator) -> str | None:
-    """What ``point_to`` wrote; None where there is no such file. All ranks of ``comm`` call it."""
+def read_latest(path: Path, comm: Communicator) -> str | None:
+    """Return the name that ``write_latest`` wrote; None if the file does not exist. All ranks of ``comm`` call it."""
 
     def read():
-        with making_sense(path):
+        with corruption_as_checkpoint_error(path):
             return read_text(path, 4096).strip() if comm.rank == 0 and os.path.lexists(path) else None
 
     return comm.broadcast_object(together(comm, read))
 
 
 def read_index(folder: Path) -> dict:
-    """The index of the checkpoint in ``folder``, once it makes sense."""
+    """Read and validate the index of the checkpoint in ``folder``.
+
+    Raises:
+        CheckpointError: if it cannot be read, is damaged, or has another format or version.
+    """
     path = folder / INDEX
     try:
         index = read_json(path, object)
@@ -190,7 +202,8 @@ def read_index(folder: Path) -> dict:
         )
     if lacking := [name for name in CONTENTS if name not in index]:
         raise CheckpointError(f"{path} lacks {', '.join(lacking)}: it is damaged, so use another checkpoint.")
-    with making_sense(path):
+    # Check all entries now, so that later code can use the index without checks.
+    with corruption_as_checkpoint_error(path):
         decoded(index["extra"])
         for name, tensor in index["tensors"].items():
             for role, entry in tensor["roles"].items():
@@ -201,8 +214,11 @@ def read_index(folder: Path) -> dict:
 
 
 @contextmanager
-def making_sense(path: Path) -> Iterator[None]:
-    """Around what takes a file at its word: what is of another kind than it should be is a sentence."""
+def corruption_as_checkpoint_error(path: Path) -> Iterator[None]:
+    """Convert errors in the block, which reads the file ``path``, to a ``CheckpointError`` that names the file.
+
+    The block may then use the file's contents without checks: wrong types and missing keys raise such errors.
+    """
     try:
         yield
     except (AttributeError, LookupError, OSError, TypeError, ValueError, SafetensorError) as problem:
@@ -210,13 +226,14 @@ def making_sense(path: Path) -> Iterator[None]:
 
 
 def bounds(piece: str) -> tuple[int, int]:
-    """Where a piece begins and ends: ``15:30`` has the elements from 15 up to 30, without it, of the flat tensor."""
+    """Return start and stop of a piece: ``"15:30"`` is elements 15 to 29 of the flattened tensor."""
     start, stop = piece.split(":")
     return int(start), int(stop)
 
 
 def check_pieces(key: str, shape: Sequence[int], entry: dict) -> None:
-    """Every element must be in one file, and in one only."""
+    """Raise an error unless each element of a tensor is in exactly one file, and its dtype is known."""
+    # In sorted order, each piece must begin at the end of the previous one.
     at, follows = 0, True
     for start, stop in sorted(bounds(piece) for piece in entry["pieces"].values()):
         follows &= start == at
@@ -229,7 +246,10 @@ def check_pieces(key: str, shape: Sequence[int], entry: dict) -> None:
 
 
 def check_file(folder: Path, index: dict, name: str) -> None:
-    """Is this file, with all that the index says of it, there and whole? Looks at its header, not at its numbers."""
+    """Raise an error unless the file exists, is complete and matches the index.
+
+    Size, id, names and lengths are checked from the file's header. The numbers are not read.
+    """
     path, size = folder / name, index["files"][name]
     if not OURS.fullmatch(name) or not path.is_file():
         raise CheckpointError(
@@ -262,7 +282,7 @@ def check_file(folder: Path, index: dict, name: str) -> None:
 
 
 class Reader:
-    """Any elements of any tensor, from whichever files have them. Opens files when they are needed first."""
+    """A context manager that reads elements of tensors from the files of a checkpoint; it opens files on first use."""
 
     def __init__(self, folder: Path, index: dict):
         self.folder, self.index = folder, index
@@ -277,15 +297,20 @@ class Reader:
         self._open.close()
 
     def file(self, name: str) -> safe_open:
+        """Return the open safetensors file ``name``."""
         if name not in self._files:
             self._files[name] = self._open.enter_context(safe_open(self.folder / name, "pt"))
         return self._files[name]
 
     def read(self, name: str, role: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements ``start`` to ``stop`` of a tensor, flat; by default all of them in their shape."""
+        """Return elements ``start`` to ``stop`` of a tensor, flattened; by default the whole tensor in its shape.
+
+        ``role`` is ``"value"``, ``"master"`` or ``"state/..."``.
+        """
         tensor = self.index["tensors"][name]
         if stop is None:
             return self.read(name, role, 0, math.prod(tensor["shape"])).view(tensor["shape"])
+        # Copy the intersection of [start, stop) with the piece in each file.
         entry = tensor["roles"][role]
         flat = torch.empty(stop - start, dtype=TYPES[entry["dtype"]])
         for file, piece in entry["pieces"].items():

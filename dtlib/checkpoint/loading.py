@@ -1,4 +1,4 @@
-"""``load``: look at everything first, then read the elements that this rank needs."""
+"""``load``: validate everything first, then read the elements that this rank needs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dtlib.checkpoint.folder import (
     CheckpointError,
     Reader,
     check_file,
+    corruption_as_checkpoint_error,
     decoded,
-    making_sense,
     read_index,
     together,
 )
-from dtlib.checkpoint.holdings import Holding, elements_here, holdings_of, keys_here, local, names_of_groups
+from dtlib.checkpoint.local_shards import LocalShard, elements_here, keys_here, local, local_shards_of, names_of_groups
 from dtlib.comm import as_communicator
 from dtlib.gradients.precision import MasterWeights
 from dtlib.world import init
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dtlib.comm import Communicator
 
 
-# Settings that say how this machine computes, and nothing about what: as they are here.
+# Settings that choose an implementation for this machine. They do not change the result, so they are not loaded.
 MACHINE = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -40,20 +40,22 @@ def load(
     folder: str | PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, comm: Communicator | None = None,
     masters: MasterWeights | None = None, check: Callable[[object], object] | None = None,
 ) -> object:  # fmt: skip
-    """Load what ``save`` has saved, on any number of ranks and with any strategy; returns its ``extra``.
+    """Load a checkpoint of ``save``, on any number of ranks and with any strategy; return its ``extra``.
 
-    All ranks of ``comm`` call it, after the model, its strategy and its optimizer have been made as for training. Each
-    reads the elements that it needs. Arguments are those of ``save``; without ``optimizer`` the model alone is loaded.
-    ``check`` is a function of ``extra`` that may refuse it by a ``DtlibError``.
+    First create the model, its strategy and its optimizer as for training. Then all ranks of ``comm`` call it, and each
+    rank reads the elements that it needs. The arguments are the same as for ``save``. Without ``optimizer`` only the
+    model is loaded. ``check(extra)`` may refuse the checkpoint with a ``DtlibError``.
 
-    Floating-point values are converted to the model's type, from the float32 masters where those were saved; other
-    types must agree. Masters that were not saved get the values. Settings of the optimizer's groups become those that
-    were saved, but for ``foreach`` and others that say how this machine computes. Generators of random numbers go on
-    where they were on the same rank of as many ranks; with another number of ranks they are left alone.
+    * Floating-point values are converted to the model's dtype, from the float32 masters if they were saved. Other
+      dtypes must be equal. If masters were not saved, they are set to the values.
+    * Settings of the optimizer's groups are replaced by the saved ones. The exceptions are settings such as
+      ``foreach``, which choose an implementation for this machine.
+    * Random generators continue from their saved state if the number of ranks is the same. Otherwise they do not
+      change.
 
     Raises:
-        CheckpointError: on all ranks, with the same sentence, before anything is changed: for a folder without a whole
-            checkpoint, and for a model or an optimizer that is not like the saved one; by name.
+        CheckpointError: on all ranks, with the same message, before anything is changed: if ``folder`` has no complete
+            checkpoint, or if the model or the optimizer differs from the saved one.
     """
     comm = as_communicator(comm) if comm is not None else init().comm
     folder = Path(folder)
@@ -66,35 +68,40 @@ def load(
             check(extra)
         for name in list(index["files"])[comm.rank :: comm.size]:
             check_file(folder, index, name)
-        return holdings_of(model, optimizer, masters, comm)
+        return local_shards_of(model, optimizer, masters, comm)
 
+    # Experts of this checkpoint may be on other ranks. They are not missing in the model.
     held = together(comm, look)
     here = {holding.name for holding in held}
     experts = comm.all_gather_object([holding.name for holding in held if holding.expert])
     elsewhere = {name for each in experts for name in each} - here
 
     def compare():
-        with making_sense(folder / INDEX):
+        with corruption_as_checkpoint_error(folder / INDEX):
             _check_model(folder, index["tensors"], held, elsewhere)
             if optimizer is not None:
                 _check_optimizer(folder, index["optimizer"], optimizer, held, elsewhere)
 
     together(comm, compare)
+    # ``_others`` reads and converts, but changes nothing. Then ``_fill`` changes the model, and only a disk error can
+    # interrupt it.
     with Reader(folder, index) as reader:
         others = together(comm, lambda: _others(reader, held, optimizer, comm))
-        together(comm, lambda: _fill(reader, held, optimizer, *others))  # only a disk that fails now can stop it
+        together(comm, lambda: _fill(reader, held, optimizer, *others))
+    # A ZeroOptimizer has loaded its shards only: gather the parameters from all ranks.
     if hasattr(optimizer, "shard_of"):
-        optimizer.give_values()  # type: ignore[union-attr]  # it is a ZeroOptimizer
+        optimizer.give_values()  # type: ignore[union-attr]
     return extra
 
 
-def _others(reader: Reader, held: list[Holding], optimizer, comm) -> tuple[dict, list, dict]:
-    """All but the model's values, which changes nothing: the optimizer's states, its settings, random states."""
+def _others(reader: Reader, held: list[LocalShard], optimizer, comm) -> tuple[dict, list, dict]:
+    """Read the optimizer's states, its settings and the random states, without changing anything yet."""
     states, settings, owned_here, files = {}, [], keys_here(optimizer), list(reader.index["files"])
-    with making_sense(reader.folder / INDEX):
+    with corruption_as_checkpoint_error(reader.folder / INDEX):
         for holding in held:
             if holding.key in owned_here and (state := _state(reader, holding, optimizer)):
                 states[holding.key] = state
+        # A ZeroOptimizer and its local optimizer have separate groups: load the settings into both.
         for here in {id(o): o for o in (optimizer, local(optimizer)) if o is not None}.values():
             for group, saved in zip(here.param_groups, reader.index["optimizer"]["groups"], strict=True):
                 for name, value in saved["settings"].items():
@@ -104,12 +111,14 @@ def _others(reader: Reader, held: list[Holding], optimizer, comm) -> tuple[dict,
 
 
 @torch.no_grad()
-def _fill(reader: Reader, held: list[Holding], optimizer, states: dict, settings: list, random: dict) -> None:
+def _fill(reader: Reader, held: list[LocalShard], optimizer, states: dict, settings: list, random: dict) -> None:
+    """Copy the checkpoint into the model and its masters, and set random states, optimizer states and settings."""
     for holding in held:
         roles = reader.index["tensors"][holding.name]["roles"]
         values = reader.read(
             holding.name, "master" if "master" in roles else "value", holding.slice.start, holding.slice.stop
         )
+        # Value and master get the same numbers, each in its own dtype.
         for tensor in (holding.value, holding.master):
             if tensor is not None:
                 elements = elements_here(tensor)
@@ -124,15 +133,15 @@ def _fill(reader: Reader, held: list[Holding], optimizer, states: dict, settings
 
 
 @torch.no_grad()
-def _state(reader: Reader, holding: Holding, optimizer) -> dict:
-    """The optimizer's state of a parameter. Numbers are given to every shard of it, even one without elements."""
+def _state(reader: Reader, holding: LocalShard, optimizer) -> dict:
+    """Return the optimizer's state of a parameter on this rank. Every shard gets the numbers, even an empty one."""
     key, state = holding.key, {}
     assert key is not None
     for role, entry in reader.index["tensors"][holding.name]["roles"].items():
         kind, _, what = role.partition("/")
         if kind == "state":
             flat = reader.read(holding.name, role, holding.slice.start, holding.slice.stop)
-            # As torch's load_state_dict does it: in the type of what is trained.
+            # As in torch's load_state_dict, floating-point states get the dtype of the trained tensor.
             dtype = key.dtype if entry["dtype"] in FLOATS else flat.dtype
             state[what] = torch.empty_like(key, dtype=dtype)
             elements = elements_here(state[what])
@@ -150,7 +159,7 @@ def _state(reader: Reader, holding: Holding, optimizer) -> dict:
 
 
 def _setting(before, saved):
-    """A setting of a group in the form that it has here: JSON knows no tuples and no tensors."""
+    """Convert a saved setting to the type of the current one, because JSON has no tuples and no tensors."""
     if isinstance(saved, dict):
         saved = saved["value"]
     if isinstance(before, torch.Tensor):
@@ -159,19 +168,20 @@ def _setting(before, saved):
 
 
 def _random_states(file) -> dict:
-    """By what takes them; the CPU's was tried on another generator."""
+    """Return the saved random states of this rank, by the function that restores them."""
     states = {torch.set_rng_state: file.get_tensor("random/cpu")}
+    # Try the state on another generator first: a damaged one must raise before anything is changed.
     torch.Generator().set_state(states[torch.set_rng_state])
     if "random/cuda" in file.keys() and torch.cuda.is_available():  # noqa: SIM118 (a file, not a dictionary)
         states[torch.cuda.set_rng_state] = file.get_tensor("random/cuda")
     return states
 
 
-# What is refused
+# Checks
 
 
-def _check_model(folder, saved: dict, held: list[Holding], elsewhere: set) -> None:
-    """``elsewhere`` are experts that other ranks have."""
+def _check_model(folder, saved: dict, held: list[LocalShard], elsewhere: set) -> None:
+    """Raise an error if names, shapes or dtypes of model and checkpoint differ; other ranks have ``elsewhere``."""
     ours = {holding.name: holding for holding in held}
     if missing := ours.keys() - saved.keys():
         raise CheckpointError(f"{folder} lacks {_some(missing)} of the model: build the model that was saved.")
@@ -191,7 +201,7 @@ def _check_model(folder, saved: dict, held: list[Holding], elsewhere: set) -> No
             )
 
 
-def _check_optimizer(folder, saved: dict | None, optimizer, held: list[Holding], elsewhere: set) -> None:
+def _check_optimizer(folder, saved: dict | None, optimizer, held: list[LocalShard], elsewhere: set) -> None:
     if saved is None:
         raise CheckpointError(
             f"{folder} was saved without an optimizer: load without optimizer=, and create the optimizer afterwards."

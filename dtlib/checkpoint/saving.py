@@ -1,4 +1,4 @@
-"""``save``: every rank writes its slices, then rank 0 commits."""
+"""``save``: every rank writes its slices to a file, then rank 0 writes the index."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dtlib.checkpoint.folder import (
     together,
     write_file,
 )
-from dtlib.checkpoint.holdings import aliases_of, holdings_of, local, names_of_groups, settings_of, states_of
+from dtlib.checkpoint.local_shards import aliases_of, local, local_shards_of, names_of_groups, settings_of, states_of
 from dtlib.comm import as_communicator
 from dtlib.gradients.precision import MasterWeights
 from dtlib.gradients.same_model import digest_of
@@ -38,25 +38,26 @@ def save(
     folder: str | PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, comm: Communicator | None = None,
     masters: MasterWeights | None = None, extra: object = None,
 ) -> None:  # fmt: skip
-    """Save a model, its optimizer and the random states in ``folder``, in place of what was saved there before.
+    """Save a model, its optimizer and the random states in ``folder``; replace the checkpoint that was there.
 
-    All ranks of ``comm`` call it, with the same folder, which all of them see. It returns when the checkpoint is on
-    disk. A run that is killed at any moment leaves the one before whole; there has to be room for both.
+    All ranks of ``comm`` call it, with the same folder on a file system that all ranks share. When it returns, the
+    checkpoint is on disk. If the run is killed at any moment, the folder has a complete checkpoint: the previous or the
+    new one. The disk needs space for both.
 
     Args:
-        folder: made if it is not there. Other files in it are left alone.
+        folder: created if it does not exist. Other files in it are not changed.
         model: an ``nn.Module``, plain, in ``DataParallel`` or after ``fully_shard``. Parameters and persistent buffers
-            are saved, the latter as rank 0 has them.
-        optimizer: one of torch's, over the model's parameters or its masters, or a ``ZeroOptimizer``. States that have
+            are saved; buffers are those of rank 0.
+        optimizer: an optimizer of torch for the model's parameters or its masters, or a ``ZeroOptimizer``. States of
             the parameter's shape, single numbers, and the settings of its groups are saved.
-        comm: by default the world's. Plain models on several ranks must be the same on all: each writes a slice.
-        masters: the ``MasterWeights`` that the optimizer was made of, if it was.
-        extra: what JSON can hold, and tuples and any keys: a scheduler's ``state_dict()``, positions in the data, such
-            as a loader's epoch. That of rank 0 counts.
+        comm: by default that of the world. Plain models must be equal on all ranks: each rank writes a slice.
+        masters: the ``MasterWeights`` from which the optimizer was constructed, if any.
+        extra: JSON types, tuples, and dictionaries with any keys. Examples are a scheduler's ``state_dict()`` and the
+            epoch of a loader. Rank 0's ``extra`` is saved.
 
     Raises:
-        CheckpointError: on all ranks, with the same sentence: where a rank cannot write, the model and the optimizer do
-            not belong together, or have what cannot be saved.
+        CheckpointError: on all ranks, with the same message: if a rank cannot write, if the optimizer is not of this
+            model, or if a dtype, a state or ``extra`` cannot be saved.
     """
     comm = as_communicator(comm) if comm is not None else init().comm
     folder = Path(folder)
@@ -67,12 +68,14 @@ def save(
         tensors, summary = _what_this_rank_writes(model, optimizer, masters, extra, comm)
         return {**summary, "size": write_file(path, tensors, mark)}
 
+    # Rank 0 commits only when all ranks have written their files. If a step fails on one rank, all ranks raise.
     try:
         mine = together(comm, write)
         everyones = comm.all_gather_object(mine)
         index = together(comm, lambda: {"id": mark, **_index(everyones, mark)})
         together(comm, lambda: commit(folder, index) if comm.rank == 0 else None)
     except CheckpointError:
+        # Delete this rank's file, unless the new index already lists it: the disk may fail after the rename.
         if not comm.broadcast_object(comm.rank == 0 and _is_committed(folder, mark)):
             with suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -80,15 +83,15 @@ def save(
 
 
 def _is_committed(folder: Path, mark: str) -> bool:
-    """Whether this checkpoint has taken its place, although the disk failed afterwards."""
+    """Return whether the folder's index is that of this save."""
     with suppress(CheckpointError):
         return read_index(folder)["id"] == mark
     return False
 
 
 def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict, dict]:
-    """Tensors by their key in this rank's file, and what the index has to know about them."""
-    held = holdings_of(model, optimizer, masters, comm)
+    """Return this rank's tensors by their key in the file, and a summary of them for the index."""
+    held = local_shards_of(model, optimizer, masters, comm)
     tensors, pieces, numbers, digests = random_states(), [], {}, {}
     for holding in held:
         roles = {"value": holding.value}
@@ -126,7 +129,7 @@ def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict
 
 
 def random_states() -> dict[str, torch.Tensor]:
-    """torch's generators of this rank: the CPU's, and that of its GPU if it uses one."""
+    """Return the states of torch's random generators on this rank: that of the CPU, and of the GPU if it is in use."""
     states = {"random/cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["random/cuda"] = torch.cuda.get_rng_state()
@@ -134,7 +137,7 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def _index(everyones: list[dict], mark: str) -> dict:
-    """What all ranks together have written."""
+    """Merge the summaries of all ranks into the index; raise an error if they do not fit together."""
     first = everyones[0]
     tensors: dict[str, dict] = {}
     numbers: dict[str, dict] = {}
@@ -150,6 +153,7 @@ def _index(everyones: list[dict], mark: str) -> dict:
                 )
             if start < stop:
                 entry["pieces"][file_name(rank, mark)] = f"{start}:{stop}"
+    # Each rank writes only a part of a replicated tensor, so these tensors must be equal on all ranks.
     for rank, summary in enumerate(everyones):
         if lacking := sorted(first["digests"].keys() ^ summary["digests"].keys()):
             raise CheckpointError(
@@ -167,7 +171,8 @@ def _index(everyones: list[dict], mark: str) -> dict:
             check_pieces(f"{name}/{role}", tensor["shape"], entry)
     optimizer = None
     if first["groups"] is not None:
-        for number, group in enumerate(first["groups"]):  # of all ranks: experts are not the same everywhere
+        # Ranks may have different experts, so a group has the names of all ranks.
+        for number, group in enumerate(first["groups"]):
             names = [name for summary in everyones for name in summary["groups"][number]["parameters"]]
             group["parameters"] = list(dict.fromkeys(names))
         optimizer = {"class": first["class"], "groups": first["groups"], "numbers": numbers}

@@ -1,7 +1,7 @@
-"""Communication between ranks: the operations and where they wait.
+"""Communication between ranks: collectives, point-to-point messages, and the code that waits for them.
 
-Names are loaded when they are first asked for: algorithms.py, and the sentences on whom everybody waits for, need
-neither numpy nor MPI and run in a web page, too.
+Names are imported on first use. algorithms.py and the error messages in watch/missing_ranks.py need neither numpy nor
+MPI, so the page in the browser can import them too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dtlib.comm.torch.process_group import ProcessGroupCommunicator
     from dtlib.comm.waiting import progress_thread
 
-# By name, so that none of them is loaded.
+# Strings, so that importing this package loads neither mpi4py nor torch.
 AnyCommunicator: TypeAlias = Union["Communicator", "ProcessGroupCommunicator", "MPI.Intracomm", "ProcessGroup"]
 _LAZY = {
     "Communicator": "dtlib.comm.communicator",
@@ -39,28 +39,31 @@ def __getattr__(name: str) -> object:
 
 
 def as_communicator(comm: AnyCommunicator) -> Communicator:
-    """A communicator with dtlib's operations, from whatever a program has for that; all of its ranks call this.
+    """Return a communicator with dtlib's operations for a communicator of dtlib, mpi4py or torch.
+
+    Collective: all ranks of ``comm`` call it.
 
     Args:
-        comm: a dtlib communicator, which is returned as it is; an mpi4py communicator, which is duplicated, so that
-            dtlib's messages cannot meet the program's own; or a torch ``ProcessGroup``.
+        comm: a dtlib communicator, which is returned unchanged; an mpi4py communicator, which is duplicated so that
+            dtlib's messages cannot match the program's own receives; or a torch ``ProcessGroup``.
 
     Raises:
-        CommunicationError: for anything else.
+        CommunicationError: for any other object.
     """
     from dtlib.comm import lifetime
     from dtlib.comm.communicator import Communicator
 
     if isinstance(comm, Communicator):
         return comm
-    # Whoever passes one of the others has loaded its library.
+    # If `comm` is an mpi4py or torch object, that library is already loaded: look it up, do not import it.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and isinstance(comm, mpi.Intracomm) and comm != mpi.COMM_NULL:
         mpi = comm.Dup()
         made = Communicator(mpi)
-        key = made.meet("as_communicator", lifetime.draw(made.world_rank))[0]
-        lifetime.look_after(mpi, key, made.members)
-        made.name = f"mpi4py.{key[0]}.{key[1]}"  # whom a rank waits for must not be mixed up with the world's
+        key = made.gather_and_free("as_communicator", lifetime.draw(made.world_rank))[0]
+        lifetime.free_when_unused(mpi, key, made.members)
+        # Each communicator needs its own name, because the board compares call numbers only within one name.
+        made.name = f"mpi4py.{key[0]}.{key[1]}"
         return made
     if torch_distributed := sys.modules.get("torch.distributed"):
         from dtlib.comm.torch.process_group import ProcessGroupCommunicator
@@ -68,7 +71,7 @@ def as_communicator(comm: AnyCommunicator) -> Communicator:
         if isinstance(comm, ProcessGroupCommunicator):
             return comm  # type: ignore[return-value]  # it has the same operations
         if torch_distributed.is_available() and isinstance(comm, torch_distributed.ProcessGroup):
-            if isinstance(own := getattr(comm, "comm", None), Communicator):  # a group of the backend dtlib
+            if isinstance(own := getattr(comm, "comm", None), Communicator):  # a group of the `dtlib` backend
                 return own
             return ProcessGroupCommunicator(comm)  # type: ignore[return-value]
     raise CommunicationError(

@@ -1,12 +1,13 @@
-"""Collectives from sends and receives: what is taught is what runs.
+"""Collective algorithms built from sends and receives: lessons teach the code that runs.
 
-Each algorithm is a generator. It starts non-blocking sends and receives, yields the requests that it must wait for,
-and goes on when they are complete; who waits, and how, is somebody else's business (waiting.py). ``link`` sends and
-receives; ``combine(a, b, out)`` is the reduction, element by element. ``chunks`` are ``size`` pieces of one flat array,
-of equal length or one element apart, so that a remainder needs no padding. An array is numpy's, or plain numbers
-(numbers.py): it has a length, slices that are views, and ``array[...] = values``.
+Each algorithm is a generator. It starts non-blocking sends and receives, yields a list of requests, and continues once
+all of these requests are complete. waiting.py drives the generators, so this file contains no waiting.
 
-The algorithms and their costs are those of R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective
+``link`` sends and receives. ``combine(a, b, out)`` reduces two arrays element by element. ``chunks`` are ``size``
+pieces of one flat array; their lengths differ by at most one element, so a remainder needs no padding. An array is a
+numpy array, or plain numbers (numbers.py): it has a length, slices that are views, and ``array[...] = values``.
+
+The algorithms and their costs follow R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective
 communication operations in MPICH", IJHPCA 19(1), 2005.
 """
 
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def chunks_of(array: Array, size: int) -> list[Array]:
-    """``size`` consecutive pieces of a flat array, as views."""
+    """Split a flat array into ``size`` consecutive views."""
     count = len(array)
     return [array[count * i // size : count * (i + 1) // size] for i in range(size)]
 
 
 def pieces_of(array: Array, sizes: list[int]) -> list[Array]:
-    """Consecutive pieces of a flat array, of these sizes, as views."""
+    """Split a flat array into consecutive views with the given sizes."""
     ends = list(accumulate(sizes))
     return [array[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
@@ -35,7 +36,7 @@ def pieces_of(array: Array, sizes: list[int]) -> list[Array]:
 
 
 def tree_broadcast(link: Link[Array], array: Array, root: int) -> Steps:
-    """A binomial tree: in every round, who has the values gives them to one who has not.
+    """Broadcast along a binomial tree: in every round, each rank with the values sends them to a rank without.
 
     Ranks are counted from the root. Eight ranks, three rounds:
 
@@ -43,7 +44,8 @@ def tree_broadcast(link: Link[Array], array: Array, root: int) -> Steps:
     """
     me = (link.rank - root) % link.size
     bit = 1
-    while bit < link.size:  # my lowest bit says in which round I receive, and from whom
+    # The lowest set bit of this rank decides the round in which it receives, and its parent in the tree.
+    while bit < link.size:
         if me & bit:
             yield [link.recv(array, (me - bit + root) % link.size)]
             break
@@ -57,7 +59,7 @@ def tree_broadcast(link: Link[Array], array: Array, root: int) -> Steps:
 
 
 def tree_reduce(link: Link[Array], array: Array, root: int, combine: Combine[Array]) -> Steps:
-    """The broadcast's tree backwards: in every round half of those that still have a sum give it to the other half.
+    """Reduce along the broadcast's tree, backwards: in every round half of the remaining ranks send their partial sum.
 
         1 -> 0, 3 -> 2, 5 -> 4, 7 -> 6        2 -> 0, 6 -> 4        4 -> 0
 
@@ -80,7 +82,7 @@ def tree_reduce(link: Link[Array], array: Array, root: int, combine: Combine[Arr
 
 
 def naive_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) -> Steps:
-    """Everybody sends to rank 0, which adds and sends the sum back: rank 0 carries 2 (N-1) n bytes alone."""
+    """Send every array to rank 0, which adds them and sends the sum back: 2 (N-1) n bytes pass through rank 0."""
     if link.rank > 0:
         yield [link.send(array, 0)]
         yield [link.recv(array, 0)]
@@ -93,17 +95,18 @@ def naive_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) -
 
 
 def tree_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) -> Steps:
-    """Up the tree to rank 0 and down again: 2 log2 N rounds of n bytes."""
+    """Reduce to rank 0, then broadcast from it: 2 log2 N rounds of n bytes."""
     yield from tree_reduce(link, array, 0, combine)
     yield from tree_broadcast(link, array, 0)
 
 
 def recursive_doubling_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) -> Steps:
-    """Exchange with the rank whose number differs in one bit, then in the next bit: log2 N rounds of n bytes.
+    """Exchange with the rank that differs in one bit, then in the next bit: log2 N rounds of n bytes.
 
         0 <-> 1, 2 <-> 3        0 <-> 2, 1 <-> 3
 
-    Where N is no power of two the ranks beyond it first give their values to a partner and get the result at the end.
+    If N is not a power of two, the ranks beyond it first send their values to a partner and receive the result at the
+    end.
     """
     whole = largest_power_of_two(link.size)
     received = link.scratch(array)
@@ -113,7 +116,7 @@ def recursive_doubling_all_reduce(link: Link[Array], array: Array, combine: Comb
     while bit < whole:
         partner = link.rank ^ bit
         yield [link.send(array, partner), link.recv(received, partner)]
-        # The same order on both sides, so that both round alike.
+        # Both partners add in the same order, so their rounded results are bitwise equal.
         first, second = (array, received) if link.rank < partner else (received, array)
         combine(first, second, array)
         bit *= 2
@@ -122,12 +125,12 @@ def recursive_doubling_all_reduce(link: Link[Array], array: Array, combine: Comb
 
 
 def largest_power_of_two(size: int) -> int:
-    """The largest power of two that is no larger than ``size``."""
+    """Return the largest power of two that is at most ``size``."""
     return 1 << (size.bit_length() - 1)
 
 
 def fold(link: Link[Array], array: Array, whole: int, combine: Combine[Array]) -> Steps:
-    """Ranks from ``whole`` on give their values to the rank ``whole`` places before, and then have nothing to do."""
+    """Add the arrays of ranks ``whole`` and above to the arrays of the ranks ``whole`` places below."""
     if link.rank >= whole:
         yield [link.send(array, link.rank - whole)]
     elif link.rank + whole < link.size:
@@ -137,7 +140,7 @@ def fold(link: Link[Array], array: Array, whole: int, combine: Combine[Array]) -
 
 
 def unfold(link: Link[Array], array: Array, whole: int) -> Steps:
-    """The ranks from ``whole`` on get the result."""
+    """Send the result to ranks ``whole`` and above, which were idle since ``fold``."""
     if link.rank >= whole:
         yield [link.recv(array, link.rank - whole)]
     elif link.rank + whole < link.size:
@@ -150,15 +153,15 @@ def unfold(link: Link[Array], array: Array, whole: int) -> Steps:
 def ring_reduce_scatter_in_place(
     link: Link[Array], chunks: list[Array], combine: Combine[Array], room: Array | None = None
 ) -> Steps:
-    """Partial sums travel round the ring; after N-1 steps rank r holds the sum of chunk r, in place.
+    """Send partial sums round the ring; after N-1 steps rank r holds the sum of chunk r, in place.
 
-    Four ranks; what rank 1 does (send to 2, receive from 0):
+    Four ranks; rank 1 sends to rank 2 and receives from rank 0:
 
         step 0   send chunk 0, receive chunk 3, add it        chunk p starts at rank p+1,
-        step 1   send chunk 3, receive chunk 2, add it        collects at every stop,
+        step 1   send chunk 3, receive chunk 2, add it        is added to at every rank,
         step 2   send chunk 2, receive chunk 1, add it        and ends at rank p
 
-    Every rank sends (N-1)/N of the array, whatever N is. What arrives is received in ``room``, or in scratch memory.
+    Every rank sends (N-1)/N of the array, for every N. Chunks are received into ``room``, or into scratch memory.
     """
     right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
     for step in range(link.size - 1):
@@ -169,7 +172,7 @@ def ring_reduce_scatter_in_place(
 
 
 def ring_all_gather(link: Link[Array], chunks: list[Array]) -> Steps:
-    """Finished chunks travel round the ring: rank r starts with chunk r, and after N-1 steps everybody has all.
+    """Send finished chunks round the ring: rank r starts with chunk r, and after N-1 steps every rank has all chunks.
 
     step 0   send chunk r, receive chunk r-1
     step 1   send chunk r-1, receive chunk r-2 ...
@@ -191,18 +194,19 @@ def ring_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) ->
 
 
 def rabenseifner_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) -> Steps:
-    """Halve what is summed in every round, then double it back: the ring's bytes in 2 log2 N rounds instead of 2 (N-1).
+    """Halve the summed part in every round, then double it: as many bytes as a ring, but 2 log2 N rounds, not 2 (N-1).
 
-    Eight ranks, n elements; rank 0's partners and what it sends them:
+    Eight ranks, n elements; rank 0's partners and the part of the array that it sends to each:
 
-        4: its upper half    2: the upper half of the rest    1: again          rank 0 holds the sum of its n/8
-        1: that n/8          2: the n/4 that it has now       4: its half       everybody holds all
+        4: upper n/2    2: n/4, the upper half of the rest    1: n/8, the same again    rank 0 holds the sum of its n/8
+        1: that n/8     2: the n/4 summed so far              4: its n/2                every rank holds all
 
     R. Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, LNCS 3036.
     """
     whole = largest_power_of_two(link.size)
     yield from fold(link, array, whole, combine)
     halved, mine, bit = [], array, whole // 2 if link.rank < whole else 0
+    # Reduce-scatter by halving: keep one half of `mine`, send the other half, and add the half received.
     while bit:
         partner = link.rank ^ bit
         lower, upper = chunks_of(mine, 2)
@@ -212,15 +216,16 @@ def rabenseifner_all_reduce(link: Link[Array], array: Array, combine: Combine[Ar
         combine(mine, received, mine)
         halved.append((partner, mine, others))
         bit //= 2
+    # All-gather: repeat the same exchanges in reverse order, now with finished sums.
     for partner, mine, others in reversed(halved):
         yield [link.send(mine, partner), link.recv(others, partner)]
     yield from unfold(link, array, whole)
 
 
 def ring_reduce_scatter(link: Link[Array], out: Array, chunks: list[Array], combine: Combine[Array]) -> Steps:
-    """The ring that leaves its input alone: what travels is added to in two buffers, and ends in ``out``.
+    """Reduce-scatter round the ring without changing the input: partial sums use two buffers and end in ``out``.
 
-    Where ``out`` is this rank's chunk itself, everything happens in place.
+    If ``out`` is this rank's own chunk of the input, the reduction runs in place.
     """
     if same_memory(out, chunks[link.rank]):
         yield from ring_reduce_scatter_in_place(link, chunks, combine)
@@ -230,6 +235,7 @@ def ring_reduce_scatter(link: Link[Array], out: Array, chunks: list[Array], comb
         out[...] = chunks[0]
         return
     outgoing = chunks[(link.rank - 1) % link.size]
+    # Two buffers in turn: one is still being sent while the next partial sum arrives in the other.
     buffers = [link.scratch(out, number) for number in range(2)]
     for step in range(link.size - 1):
         last = step == link.size - 2
@@ -242,30 +248,31 @@ def ring_reduce_scatter(link: Link[Array], out: Array, chunks: list[Array], comb
 def ring_reduce_scatter_over_input(
     link: Link[Array], out: Array, chunks: list[Array], combine: Combine[Array]
 ) -> Steps:
-    """The ring that overwrites its input, and needs no memory beside it and ``out``."""
+    """Reduce-scatter round the ring and overwrite the input; no memory is needed beside the input and ``out``."""
     yield from ring_reduce_scatter_in_place(link, chunks, combine, out)
     out[...] = chunks[link.rank]
 
 
 def same_memory(one: Array, other: Array) -> bool:
-    """True if two arrays of one size are the same memory."""
+    """Return True if two arrays of equal size start at the same address."""
     return one.ctypes.data == other.ctypes.data
 
 
-# Different data for everybody
+# Different data for each rank
 
 
 def direct_scatter(link: Link[Array], out: Array, chunks: list[Array], root: int) -> Steps:
-    """The root sends each rank its chunk."""
+    """Send each rank its chunk from the root."""
     if link.rank != root:
         yield [link.recv(out, root)]
         return
     yield [link.send(chunks[other], other) for other in range(link.size) if other != root]
-    out[...] = chunks[root]  # last, as out may lie where another rank's chunk was
+    # Copy last: `out` may overlap another rank's chunk, which has been sent by now.
+    out[...] = chunks[root]
 
 
 def direct_gather(link: Link[Array], chunks: list[Array], array: Array, root: int) -> Steps:
-    """Each rank sends its array to the root."""
+    """Send each rank's array to the root, which receives it in the rank's chunk."""
     if link.rank != root:
         yield [link.send(array, root)]
         return
@@ -274,7 +281,7 @@ def direct_gather(link: Link[Array], chunks: list[Array], array: Array, root: in
 
 
 def pairwise_all_to_all(link: Link[Array], out_chunks: list[Array], chunks: list[Array]) -> Steps:
-    """In step s every rank sends to the rank s places on and receives from the one s places back."""
+    """Exchange in N-1 steps: in step s, rank r sends to rank r+s and receives from rank r-s."""
     out_chunks[link.rank][...] = chunks[link.rank]
     for step in range(1, link.size):
         to, source = (link.rank + step) % link.size, (link.rank - step) % link.size
@@ -282,9 +289,9 @@ def pairwise_all_to_all(link: Link[Array], out_chunks: list[Array], chunks: list
 
 
 def dissemination_all_gather(link: Link[Array], rows: Array) -> Steps:
-    """Small chunks: in round k every rank passes on all that it has, and so has twice as much: log2 N rounds.
+    """All-gather small chunks: each round doubles the number of chunks on every rank, so log2 N rounds are enough.
 
-    ``rows[0]`` is this rank's chunk; at the end ``rows[i]`` is that of the rank i places on.
+    ``rows[0]`` is this rank's chunk. At the end ``rows[i]`` is the chunk of the rank i places higher.
 
     J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems",
     IEEE TPDS 8(11), 1997.
@@ -298,7 +305,7 @@ def dissemination_all_gather(link: Link[Array], rows: Array) -> Steps:
 
 
 def dissemination_barrier(link: Link[Array]) -> Steps:
-    """In round k every rank tells the rank 2^k places on that it has arrived: after log2 N rounds all know of all.
+    """Signal the rank 2^k places higher in round k: after log2 N rounds every rank knows that all have arrived.
 
     D. Hensgen, R. Finkel and U. Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
     """

@@ -1,4 +1,4 @@
-"""One use of an operation: what was called, with what, and in which line of whose code."""
+"""``Call``: one call of an operation, with its arguments and the line of the program that made it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ AnyTensor: TypeAlias = "torch.Tensor | np.ndarray"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 _LONGEST_LINE = 80
-_lines: dict[tuple[str, int], str] = {}  # the text of each line that has called an operation
+_lines: dict[tuple[str, int], str] = {}  # (file, line number) -> text of a line that called an operation
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Call:
-    """``str(call)`` is ``all_reduce(sum) of (4,) float32``, the same on all ranks if they agree.
+    """One call of an operation; ``str(call)`` is ``all_reduce(sum) of (4,) float32``, equal on all ranks if they agree.
 
-    ``op``, ``peer``, ``algorithm`` and ``tag`` are as in an event (recorder.py). ``rank`` is the caller's, and
-    ``peers`` are the ranks without which the operation cannot end, as the world counts them; ``number`` counts the
-    collectives of a communicator (``group`` is its name); ``where`` is the caller's line, if somebody wants to know it.
-    ``counts`` are elements, of shape (2, ranks): an all_to_all with counts sends and expects so many.
+    ``op``, ``peer``, ``algorithm`` and ``tag`` are as in ``Event`` (recorder.py). ``rank`` is the caller's world rank;
+    ``peers`` are the world ranks that must take part before the operation can complete. ``group`` is the communicator's
+    name, and ``number`` counts its collectives. ``where`` is the caller's line; it is filled in only when needed.
+    ``counts`` has shape (2, ranks) and is set for an all_to_all with split sizes: elements sent to, and received from,
+    each rank.
     """
 
     operation: str
@@ -47,8 +48,8 @@ class Call:
     tag: int | None = None
     counts: Any = None
     where: str = ""
-    watched: bool = False  # whether it shows on the board from its start
-    hidden: bool = False  # whether it never shows there
+    watched: bool = False  # shown on the board from its start
+    hidden: bool = False  # never shown on the board
 
     def __str__(self) -> str:
         short = in_short(self.operation, self.op, self.peer, self.algorithm)
@@ -60,7 +61,7 @@ class Call:
 
 @lru_cache(maxsize=1024)
 def in_short(operation: str, op: str, peer: int | None, algorithm: str) -> str:
-    """A use of an operation for people, without the tensor: ``all_reduce(sum, ring)``, ``reduce(sum to rank 0)``."""
+    """Return a readable form without the tensor: ``all_reduce(sum, ring)``, ``reduce(sum to rank 0)``."""
     whom = "" if peer is None else f"{'to' if operation in ('send', 'reduce', 'gather') else 'from'} rank {peer}"
     arguments = ", ".join(filter(None, (f"{op} {whom}".strip(), algorithm)))
     return f"{operation}({arguments})" if arguments else operation
@@ -68,12 +69,12 @@ def in_short(operation: str, op: str, peer: int | None, algorithm: str) -> str:
 
 @cache
 def dtype_name(dtype: object) -> str:
-    """``float32`` for torch's and for numpy's."""
+    """Return ``float32`` for torch's and for numpy's float32."""
     return str(dtype).removeprefix("torch.")
 
 
 class Shaped(Protocol):
-    """A tensor of torch, numpy or the page's stand-in for torch."""
+    """A tensor of torch, of numpy, or of the stand-in for torch in the browser."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -82,6 +83,7 @@ class Shaped(Protocol):
 
 
 def shape_and_type(tensor: Shaped) -> str:
+    """Return the shape and dtype as text: ``(4,) float32``."""
     return _shape_and_type(tensor.shape, dtype_name(tensor.dtype))
 
 
@@ -91,17 +93,18 @@ def _shape_and_type(shape, name: str) -> str:
 
 
 def callers_line() -> str:
-    """The innermost line outside dtlib that led here: ``train.py:12: comm.barrier()``, ``line 3: x()`` in a cell."""
+    """Return the innermost line outside dtlib on the call stack: ``train.py:12: comm.barrier()``."""
     return line_outside(sys._getframe(1))
 
 
 def line_outside(innermost: FrameType) -> str:
-    """The same for whoever is in this frame."""
+    """Return the innermost line outside dtlib, searching outward from the frame ``innermost``."""
     frame: FrameType | None = innermost
     while frame is not None and _is_not_the_callers(frame.f_code.co_filename):
         frame = frame.f_back
     frame = frame or innermost
-    key = frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno  # another thread may not know it
+    # `f_lineno` can be None when another thread reads the frame.
+    key = frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno
     text = _lines.get(key)
     if text is None:
         text = _lines[key] = line_of(*key)
@@ -110,12 +113,12 @@ def line_outside(innermost: FrameType) -> str:
 
 @cache
 def _is_not_the_callers(file: str) -> bool:
-    """dtlib's own files, and what calls it in between: torch's hooks and modules, and context managers."""
+    """Return True for files of dtlib, and for torch and context managers between dtlib and the program."""
     return file.startswith(_PACKAGE) or _TORCH in file or file.endswith(("contextlib.py", "typing_extensions.py"))
 
 
 def line_of(file: str, number: int) -> str:
-    """``train.py:12: comm.barrier()``, or ``line 3: x()`` of a cell."""
+    """Return ``train.py:12: comm.barrier()`` for a file, or ``line 3: x()`` for a notebook cell."""
     text = linecache.getline(file, number).strip()[:_LONGEST_LINE]
     place = f"line {number}" if "ipykernel_" in file or file.startswith("<") else f"{Path(file).name}:{number}"
     return f"{place}: {text}" if text else place

@@ -1,8 +1,8 @@
-"""The operations: what a rank says to others, and how each becomes a task under way.
+"""``Communicator``: point-to-point messages and collectives over MPI.
 
-Every rank of the communicator calls the same collective in the same order. Tensors on the CPU (torch tensors, or numpy
-arrays where torch is not needed) travel through mpi4py without a copy if they are contiguous. Tensors on a CUDA device
-travel through NCCL or through host memory (torch/nccl.py, types.py).
+Every rank of the communicator calls the same collectives in the same order. CPU tensors (torch tensors, or numpy
+arrays where torch is not needed) travel through mpi4py, without a copy if they are contiguous. CUDA tensors travel
+through NCCL or through host memory (torch/nccl.py, types.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dtlib.comm.selection import choose
 from dtlib.comm.types import AnyTensor, Name, No, Sizes, T, Yes, payload
 from dtlib.comm.verify import receive_message, send_message, verified
 from dtlib.comm.waiting import IncomingLink, Link, Operation, Queue, Scratch
-from dtlib.comm.watch.in_step import living
+from dtlib.comm.watch.call_counts import living
 from dtlib.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -36,17 +36,17 @@ class Communicator(ObjectOperations):
 
     Args:
         mpi: an ``mpi4py.MPI.Comm``.
-        time_limit: seconds that a wait may take before it ends as ``WaitTimeout``; None waits for ever.
-        verify: compare the arguments of all ranks before each collective; on in notebooks, off in benchmarks. All
-            ranks set it alike. Without it, ranks whose shapes or dtypes differ may get wrong values without a word.
+        time_limit: seconds until a wait raises ``WaitTimeout``; None waits for ever.
+        verify: compare the arguments of all ranks before each collective; on in notebooks, off in benchmarks. It must
+            be equal on all ranks. Without it, ranks with different shapes or dtypes may silently get wrong values.
 
-    ``members[r]`` is rank r as the world counts it, and ``world_rank`` this one.
-    Every operation on tensors takes ``async_op=True`` and then returns a handle with ``wait()`` and ``done()``.
-    ``algorithm=`` overrides the choice that is made by size and ranks (selection.py); ``"mpi"`` is MPI's own, which
-    cannot be interrupted. Counterparts: mpi4py's upper-case methods and the functions of ``torch.distributed``.
+    ``members[r]`` is the world rank of rank r, and ``world_rank`` is this rank's world rank. Every operation on tensors
+    accepts ``async_op=True`` and then returns a handle with ``wait()`` and ``done()``. ``algorithm=`` overrides the
+    choice by size and number of ranks (selection.py). ``"mpi"`` calls MPI's own collective, which cannot be
+    interrupted. Counterparts: mpi4py's upper-case methods and the functions of ``torch.distributed``.
     """
 
-    simulated = False  # True where the other ranks do not exist
+    simulated = False  # True if the other ranks do not exist (one_rank.py)
 
     def __init__(self, mpi: MPI.Comm, time_limit: float | None = None, verify: bool = False, name: str = "world"):
         self._mpi = mpi
@@ -55,18 +55,19 @@ class Communicator(ObjectOperations):
     def _prepare(self, rank, size, members, time_limit=None, verify=False, name="world"):
         self.time_limit = time_limit
         self.verify = verify
-        self.on_board = True  # whether others may see its operations as the last that this rank called
+        self.on_board = True  # whether the board shows its operations as this rank's last call
         self.name = name
         self.rank = rank
         self.size = size
-        self.wire = None  # an emulated slow network
-        self.members = members  # as the world counts them
-        self._nccl = None  # not decided yet; False where CUDA tensors go through host memory
+        self.wire = None  # an emulated slow network, or None
+        self.members = members  # world ranks
+        # None: not decided yet. False: CUDA tensors travel through host memory.
+        self._nccl = None
         self._queue = Queue()
         self._buffers = Scratch()
-        self.collective_count = 0  # collectives that this rank has called so far
+        self.collective_count = 0  # collectives that this rank has called
         self._splits = 0
-        self._messages = 0  # sent, less those received
+        self._messages = 0  # messages sent minus messages received
         living.add(self)
 
     def __repr__(self) -> str:
@@ -74,7 +75,7 @@ class Communicator(ObjectOperations):
 
     @property
     def world_rank(self) -> int:
-        """This rank as the world counts it."""
+        """This rank's world rank."""
         return self.members[self.rank]
 
     @property
@@ -88,32 +89,38 @@ class Communicator(ObjectOperations):
     def group(self) -> ProcessGroup:
         """torch's ``ProcessGroup`` of the same ranks: ``dist.all_reduce(tensor, group=comm.group)``.
 
-        What it does is done by this communicator: it is counted, drawn and timed out alike. ``dist.get_rank(group)``,
-        and global ranks such as ``src=0``, need a default group: ``dist.init_process_group("dtlib",
-        init_method="dtlib://")`` once, after ``import dtlib.backend``.
+        This communicator carries out its operations, so they are counted, drawn and timed out in the same way.
+        ``dist.get_rank(group)`` and global ranks such as ``src=0`` need a default group. Create it once with
+        ``dist.init_process_group("dtlib", init_method="dtlib://")``, after ``import dtlib.backend``.
         """
         from dtlib.comm.torch.backend_group import group_over
 
         return group_over(self)
 
     def held(self) -> dict[str, list]:
-        """Memory that collectives keep from call to call (measure/held.py)."""
+        """Return the buffers that collectives keep between calls (measure/buffers.py)."""
         return {"communication": self._buffers.held()}
 
     def wait_for(
         self, request: MPI.Request, buffers: object, description: str, time_limit: float | None = None
     ) -> None:
-        """Wait for an mpi4py request of this communicator as the operations do: to be interrupted, and timed out; after
-        ``time_limit`` seconds, if it is given, instead of the communicator's."""
-        call, link = self._call(description, peers=self.members), lifetime.Awaited(self._mpi)
+        """Wait for an mpi4py request of this communicator; the wait can be interrupted and can time out.
+
+        ``time_limit`` (seconds) replaces the communicator's own limit. ``buffers`` stay alive until the request
+        completes.
+        """
+        call, link = self._call(description, peers=self.members), lifetime.ForeignRequests(self._mpi)
         waited = Operation(call, link, iter([[request]]), lambda: None, buffers)
         waited.start(self, async_op=time_limit is not None, in_turn=False)
         if time_limit is not None:
             waited._time_limit = time_limit
             waited.wait()
 
-    def meet(self, operation: str, thing: object = None) -> list:
-        """Every rank's ``thing`` (which pickles), once all are here; what all have no more use for is freed."""
+    def gather_and_free(self, operation: str, thing: object = None) -> list:
+        """All-gather a picklable ``thing``; then free the communicators that no rank uses any more.
+
+        Returns every rank's ``thing`` in rank order. No rank returns before all ranks have called it.
+        """
         garbage = lifetime.garbage_among(self.members)
         said = [b""] * self.size
         said[self.rank] = pickle.dumps((thing, garbage))
@@ -131,7 +138,7 @@ class Communicator(ObjectOperations):
     @overload
     def send(self, tensor: T, dest: int, tag: int = ..., *, async_op: Yes) -> Operation[T]: ...
     def send(self, tensor: T, dest: int, tag: int = 0, async_op: bool = False) -> T | Operation[T]:
-        """Send ``tensor`` to rank ``dest``, which calls ``recv`` with the same shape and dtype; returns it."""
+        """Send ``tensor`` to rank ``dest``, which calls ``recv`` with the same shape and dtype; return ``tensor``."""
         self._check_rank(dest, "send", "dest")
         content = payload(tensor, "send", writes=False)
         call = self._call("send", tensor, (self.members[dest],), peer=dest, tag=tag)
@@ -145,7 +152,7 @@ class Communicator(ObjectOperations):
     @overload
     def recv(self, tensor: T, source: int, tag: int = ..., *, async_op: Yes) -> Operation[T]: ...
     def recv(self, tensor: T, source: int, tag: int = 0, async_op: bool = False) -> T | Operation[T]:
-        """Receive from rank ``source`` into ``tensor``, in place; returns it."""
+        """Receive from rank ``source`` into ``tensor``, in place; return ``tensor``."""
         self._check_rank(source, "recv", "source")
         content = payload(tensor, "recv", writes=True)
         call = self._call("recv", tensor, (self.members[source],), peer=source, tag=tag)
@@ -161,13 +168,14 @@ class Communicator(ObjectOperations):
     @overload
     def broadcast(self, tensor: T, root: int = ..., *, async_op: Yes, algorithm: Name = ...) -> Operation[T]: ...
     def broadcast(self, tensor: T, root: int = 0, async_op: bool = False, algorithm: Name = None) -> T | Operation[T]:
-        """Give every rank the values that ``tensor`` has on rank ``root``, in place; returns it."""
+        """Copy the values of ``tensor`` on rank ``root`` to ``tensor`` on every rank, in place; return ``tensor``."""
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
             return nccl.broadcast(tensor, root, async_op)
         self._check_rank(root, "broadcast", "root")
         content = payload(tensor, "broadcast", writes=self.rank != root)
         flat = content.flat
-        finish = content.store if self.rank != root else lambda: tensor  # whose values autograd may still need
+        # On the root nothing is written, so autograd may still use the tensor: do not mark it as modified.
+        finish = content.store if self.rank != root else lambda: tensor
         return self._collective("broadcast", tensor, (flat, root), finish, async_op, algorithm, flat, peer=root)
 
     @overload
@@ -178,13 +186,13 @@ class Communicator(ObjectOperations):
     def reduce(
         self, tensor: T, root: int = 0, op: str = "sum", async_op: bool = False, algorithm: Name = None
     ) -> T | Operation[T]:
-        """Like ``all_reduce``, but only rank ``root`` gets the result; the others keep their values."""
+        """Combine ``tensor`` over all ranks into ``tensor`` on rank ``root``; other ranks keep their values."""
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
             return nccl.reduce(tensor, root, op, async_op)
         self._check_rank(root, "reduce", "root")
         content = payload(tensor, "reduce", writes=self.rank == root)
         combine = types.combiner(tensor, op, "reduce")
-        # Partial results must not show in the caller's tensor.
+        # Other ranks reduce a copy, because partial results must not appear in the caller's tensor.
         flat = content.flat if self.rank == root else content.flat.copy()
         finish = content.finisher(op, self.size) if self.rank == root else lambda: tensor
         arguments = flat, root, combine
@@ -197,7 +205,10 @@ class Communicator(ObjectOperations):
     def scatter(
         self, out: T, tensor: AnyTensor | None = None, root: int = 0, async_op: bool = False
     ) -> T | Operation[T]:
-        """Give rank r chunk r of the ``tensor`` of rank ``root``, which has ``size`` equal chunks; returns ``out``."""
+        """Send chunk r of the ``tensor`` on rank ``root`` to ``out`` on rank r; return ``out``.
+
+        ``tensor`` has ``size`` equal chunks. Ranks other than ``root`` may pass None.
+        """
         if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out)):
             return nccl.scatter(out, tensor, root, async_op)
         self._check_rank(root, "scatter", "root")
@@ -211,7 +222,10 @@ class Communicator(ObjectOperations):
     @overload
     def gather(self, out: T, tensor: AnyTensor, root: int = ..., *, async_op: Yes) -> Operation[T]: ...
     def gather(self, out: T, tensor: AnyTensor, root: int = 0, async_op: bool = False) -> T | Operation[T]:
-        """The reverse: ``out`` on rank ``root`` gets every rank's ``tensor``, in rank order; None elsewhere will do."""
+        """Copy every rank's ``tensor``, in rank order, into ``out`` on rank ``root``; return ``out``.
+
+        Ranks other than ``root`` may pass None for ``out``.
+        """
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor)):
             return nccl.gather(out, tensor, root, async_op)
         self._check_rank(root, "gather", "root")
@@ -254,11 +268,11 @@ class Communicator(ObjectOperations):
         self, out: T, tensor: AnyTensor, op: str = "sum", async_op: bool = False, algorithm: Name = None,
         overwrite: bool = False,
     ) -> T | Operation[T]:  # fmt: skip
-        """Combine ``tensor`` over all ranks; rank r gets chunk r of the result in ``out``.
+        """Combine ``tensor`` over all ranks; rank r gets chunk r of the result in ``out``. Return ``out``.
 
-        ``tensor`` has ``size`` equal chunks and keeps its values, unless ``out`` is its chunk r: then its other chunks
-        hold partial results afterwards. With ``overwrite`` it may lose them too, and no memory is needed beside the
-        two. Returns ``out``.
+        ``tensor`` has ``size`` equal chunks. Its values stay unchanged, with two exceptions. If ``out`` is chunk r of
+        ``tensor``, the other chunks hold partial results afterwards. With ``overwrite=True``, all chunks may be
+        overwritten, and the operation allocates no memory.
         """
         if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out, algorithm)):
             return nccl.reduce_scatter(out, tensor, op, async_op)
@@ -267,7 +281,9 @@ class Communicator(ObjectOperations):
         chunks = self._cut(tensor, out, "reduce_scatter", writes=False)[1]
         overlap = any(np.may_share_memory(mine.flat, chunk) for chunk in chunks)
         if overlap and not same_memory(mine.flat, chunks[self.rank]):
-            chunks = [chunk.copy() for chunk in chunks]  # the result must not overwrite what is still to be sent
+            # `out` overlaps another chunk: copy, because the result must not overwrite a chunk that is still to be
+            # sent.
+            chunks = [chunk.copy() for chunk in chunks]
         if overwrite and not overlap:
             algorithm = algorithm or "ring_over_input"
         finish = mine.finisher(op, self.size)
@@ -279,7 +295,7 @@ class Communicator(ObjectOperations):
     @overload
     def all_gather(self, out: T, tensor: AnyTensor, *, async_op: Yes, algorithm: Name = ...) -> Operation[T]: ...
     def all_gather(self, out: T, tensor: AnyTensor, async_op: bool = False, algorithm: Name = None) -> T | Operation[T]:
-        """Put every rank's ``tensor`` one after the other, in rank order, into ``out`` on every rank.
+        """Copy every rank's ``tensor``, in rank order, into ``out`` on every rank.
 
         ``out`` has ``size`` times as many elements as ``tensor`` and the same dtype; returns ``out``.
         """
@@ -301,12 +317,12 @@ class Communicator(ObjectOperations):
         self, out: T, tensor: AnyTensor, output_split_sizes: Sizes = None, input_split_sizes: Sizes = None,
         async_op: bool = False,
     ) -> T | Operation[T]:  # fmt: skip
-        """Send chunk r of ``tensor`` to rank r; chunk r of ``out`` comes from it. Returns ``out``.
+        """Send chunk r of ``tensor`` to rank r, and receive chunk r of ``out`` from rank r. Return ``out``.
 
-        Both have ``size`` equal chunks, unless counts are given, a number of rows (along the first dimension) for each
-        rank: ``input_split_sizes[r]`` rows go to rank r, ``output_split_sizes[r]`` rows arrive from it, and there are
-        as many as it sends. Zero is a number. All ranks give counts, or none. Counterpart:
-        ``torch.distributed.all_to_all_single``.
+        Without split sizes, both tensors have ``size`` equal chunks. Split sizes count rows (first dimension):
+        ``input_split_sizes[r]`` rows are sent to rank r, and ``output_split_sizes[r]`` rows are received from rank r.
+        The sender's and the receiver's number must be equal; zero is allowed. Either all ranks pass split sizes, or
+        none. Counterpart: ``torch.distributed.all_to_all_single``.
         """
         if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out)):
             return nccl.all_to_all(out, tensor, output_split_sizes, input_split_sizes, async_op)
@@ -323,7 +339,7 @@ class Communicator(ObjectOperations):
     @overload
     def barrier(self, async_op: Yes) -> Operation[None]: ...
     def barrier(self, async_op: bool = False) -> Operation[None] | None:
-        """Wait until every rank has arrived here."""
+        """Wait until every rank has called ``barrier``."""
         return self._collective("barrier", None, (), lambda: None, async_op)
 
     # Other communicators
@@ -334,9 +350,9 @@ class Communicator(ObjectOperations):
     def split(self, color: None, key: int = 0) -> None: ...
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """A communicator of the ranks that pass the same ``color``, ordered by ``key``, then by rank.
+        """Return a communicator of the ranks that pass the same ``color``, ordered by ``key``, then by rank.
 
-        All ranks call it; who passes None gets None.
+        All ranks call it. A rank that passes None for ``color`` gets None.
         """
         from mpi4py import MPI
 
@@ -346,21 +362,23 @@ class Communicator(ObjectOperations):
                     f"split({name}={number!r}): color is a whole number from 0 on, or None; key a whole number; both "
                     "of 32 bits."
                 )
-        # The split itself cannot be interrupted: let everybody be here first.
-        asked = self.meet("split", (color, lifetime.draw(self.world_rank)))
+        # MPI's split blocks and cannot be interrupted, so first wait, interruptibly, until all ranks are here.
+        asked = self.gather_and_free("split", (color, lifetime.draw(self.world_rank)))
         mpi = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
         self._splits += 1
         name = f"{self.name}/{self._splits}.{color}"
         if color is None:
             return None
         group = Communicator(mpi, self.time_limit, self.verify, name)
-        lifetime.look_after(mpi, next(drawn for its_color, drawn in asked if its_color == color), group.members)
-        group.wire = self.wire  # the same network card
+        lifetime.free_when_unused(mpi, next(drawn for its_color, drawn in asked if its_color == color), group.members)
+        group.wire = self.wire  # the same emulated network card
         return group
 
     def emulate_network(self, latency: float, bandwidth: float) -> Communicator:
-        """A communicator of the same ranks whose messages take longer: ``latency`` seconds each, ``bandwidth`` bytes a
-        second. EMULATED: for lessons, never for claims. All ranks call it."""
+        """Return a communicator of the same ranks whose messages are delayed: EMULATED, for lessons, never for claims.
+
+        Each message takes ``latency`` seconds plus its bytes / ``bandwidth`` (bytes per second). All ranks call it.
+        """
         if not (latency >= 0 and bandwidth > 0):
             raise CommunicationError(
                 f"emulate_network(latency={latency!r}, bandwidth={bandwidth!r}): seconds from 0 on, and bytes a second "
@@ -370,18 +388,18 @@ class Communicator(ObjectOperations):
         slow.wire = Wire(latency, bandwidth)
         return slow
 
-    # Chunks of a whole
+    # Splitting a tensor into chunks
 
     def _cut(self, whole, part, operation, writes):
-        """``whole`` as a payload and as ``size`` chunks, each like ``part``."""
+        """Return ``whole`` as a payload and as ``size`` chunks, each of the size of ``part``."""
         content = payload(whole, operation, writes)
         self._check_whole(whole, content.flat.size, part, payload(part, operation, False).flat.size, operation)
         return content, chunks_of(content.flat, self.size)
 
-    # From the arguments of a call to an operation under way
+    # From the arguments of a call to a pending operation
 
     def _next_tag(self) -> int:
-        """A tag of its own for each collective, so that two that are under way cannot mix."""
+        """Return a separate tag for each collective, so that the messages of pending collectives cannot match."""
         self.collective_count += 1
         return FIRST_COLLECTIVE_TAG + self.collective_count % COLLECTIVE_TAGS
 
@@ -389,53 +407,53 @@ class Communicator(ObjectOperations):
         return Call(operation, tensor, self.world_rank, peers, self.name, number, **facts)
 
     def _link(self, tag: int) -> Link:
-        """The messages of one operation."""
+        """Return the link of one operation, delayed if a slow network is emulated."""
         arguments = self._mpi, self.rank, self.size, tag, self._buffers
         return SlowLink(*arguments, self.wire) if self.wire else Link(*arguments)
 
     def _incoming(self, tag: int) -> IncomingLink:
-        """The receiving end of one message."""
+        """Return the receiving end of one message."""
         return IncomingLink(self._link(tag))
 
     def _side_link(self, tag: int) -> Link:
-        """Messages that are not the caller's: neither slowed down nor counted."""
+        """Return a link for dtlib's own messages, which are neither delayed nor counted."""
         return Link(self._mpi, self.rank, self.size, tag, self._buffers)
 
     def _notes(self, tag: int) -> Link | None:
-        """Where the notes about messages with this tag travel, if there are any."""
+        """Return the link for notes about messages with this tag, or None without ``verify``."""
         if not isinstance(tag, int) or not 0 <= tag < CALLER_TAGS:
             raise CommunicationError(f"tag={tag!r}: tags are whole numbers from 0 to {CALLER_TAGS - 1}.")
         return self._side_link(tag + CALLER_TAGS) if self.verify else None
 
     def _collective(self, operation, tensor, arguments, finish, async_op, algorithm=None, flat=None, **facts):
-        """Start a collective: the chosen algorithm with ``(link, *arguments)``, after all others of this communicator.
+        """Start a collective: run its algorithm on ``(link, *arguments)``, after this communicator's earlier ones.
 
-        ``flat`` is the memory that counts for the choice; ``finish()`` gives what the operation returns; ``facts`` are
-        ``op`` and ``peer`` of the call.
+        The size of ``flat`` decides the algorithm. ``finish()`` returns the operation's result. ``facts`` are ``op``
+        and ``peer`` of the call.
         """
-        # What cannot be chosen is refused before anybody is told of it.
+        # Refuse an impossible algorithm before anything is sent or published.
         if algorithm == "mpi" and (async_op or self.simulated):
             why = "needs MPI, and solo does without" if self.simulated else "cannot be asynchronous: MPI's call blocks"
             raise CommunicationError(f"{operation}(algorithm='mpi') {why}; leave algorithm= out.")
         steps = choose(operation, 0 if flat is None else flat.nbytes, self.size, algorithm)
-        # A tag of its own keeps its messages apart from those of others that are under way.
+        # A separate tag keeps the messages apart from other pending collectives.
         link = self._link(self._next_tag())
         members, number = self.members, self.collective_count
         call = Call(
             operation, tensor, members[self.rank], members, self.name, number, algorithm=algorithm or "", **facts
         )
-        # In a notebook all ranks compare what they call before the first message of the algorithm leaves.
+        # In a notebook all ranks compare their calls before the algorithm's first message is sent.
         moving = steps(link, *arguments)
         if self.verify:
             moving = self._compared(call, moving)
         return Operation(call, link, moving, finish, flat).start(self, async_op)
 
     def _compared(self, call, steps):
-        """``steps``, after a comparison of what all ranks call if this communicator is to make one."""
+        """Return ``steps``, preceded by a comparison of all ranks' calls if ``verify`` is set."""
         return verified(self._side_link(NOTES_OF_COLLECTIVES), call, steps) if self.verify and self.size > 1 else steps
 
     def _on_gpus(self, tensor, algorithm=None):
-        """Who carries out a collective on this CUDA tensor: NCCL, or None where it goes through host memory."""
+        """Return the NCCL communicator for this CUDA tensor, or None if it travels through host memory."""
         if algorithm is not None or self.wire or self.simulated or self._queue.broken:
             return None
         if self._nccl is None:
@@ -446,7 +464,7 @@ class Communicator(ObjectOperations):
 
 
 def world_ranks(mpi: MPI.Comm) -> tuple[int, ...]:
-    """The members of a communicator as the world counts them."""
+    """Return the world ranks of the members of a communicator."""
     from mpi4py import MPI
 
     group, everyone = mpi.Get_group(), MPI.COMM_WORLD.Get_group()

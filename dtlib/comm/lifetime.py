@@ -1,8 +1,9 @@
-"""When a communicator of MPI is freed: once none of its members has any use for it.
+"""Free an MPI communicator once no member uses it any more.
 
-MPI has room for some thousands of them, and frees one only if all its members do, in the same order. Python forgets
-things at another time on every rank. So a communicator that is garbage here is noted, and whenever ranks meet to make
-another one they tell one another what they have noted, and free what all of its members have.
+MPI has room for some thousands of communicators. Freeing one is collective: all its members must do it, in the same
+order. Python's garbage collection runs at a different time on every rank. So each rank notes the communicators that
+are garbage here. When ranks synchronise to create a new communicator, they exchange these notes, and free the
+communicators that are garbage on all their members.
 
     rank 0   garbage: a, b     \\  a is garbage everywhere: free it
     rank 1   garbage: a         /  b is not: keep it
@@ -25,42 +26,49 @@ if TYPE_CHECKING:
 
     from dtlib.comm.waiting import Link
 
-_members: dict[tuple, frozenset[int]] = {}  # of each communicator that has not been freed, by key
-_handles: dict[tuple, MPI.Comm] = {}  # the same communicators, for whoever frees them
-_garbage: set[tuple] = set()  # keys of those that nobody here can use any more
-_arriving: dict[tuple, list] = {}  # by key: receives of messages that nobody here asked for
+_members: dict[tuple, frozenset[int]] = {}  # key -> members of a communicator that is not freed yet
+_handles: dict[tuple, MPI.Comm] = {}  # key -> its MPI handle, used to free it
+_garbage: set[tuple] = set()  # keys of communicators that this rank cannot use any more
+_arriving: dict[tuple, list] = {}  # key -> pending receives of messages that no operation asked for
 _drawn = itertools.count(1)
 
 
 def draw(rank: int) -> tuple[int, int]:
-    """A key that no other communicator has; ``rank`` is this rank's in the world."""
+    """Return a key that no other communicator has; ``rank`` is this rank's world rank."""
     return rank, next(_drawn)
 
 
-def look_after(mpi: MPI.Comm, key: tuple, members: Iterable[int]) -> None:
-    """Have ``mpi`` freed after this object is gone, which all its users hold: the communicator, and what is under way.
+def free_when_unused(mpi: MPI.Comm, key: tuple, members: Iterable[int]) -> None:
+    """Free ``mpi`` after the last reference to this object is gone: the communicator's and those of pending operations.
 
-    ``key`` is the same on all its members, who are ranks of the world.
+    ``key`` is equal on all members; ``members`` are world ranks.
     """
+    # Keep a second Python object with the same MPI handle: it can still be freed after `mpi` was collected.
     _members[key], _handles[key] = frozenset(members), type(mpi)(mpi)
     weakref.finalize(mpi, _garbage.add, key).atexit = False
 
 
 def garbage_among(ranks: Iterable[int]) -> list[tuple]:
-    """Keys of what is garbage here and whose members are all among ``ranks``, which are about to meet."""
+    """Return keys of communicators that are garbage here and whose members are all among ``ranks``.
+
+    ``ranks`` are about to synchronise.
+    """
     waiting.drop_abandoned()
     ranks = frozenset(ranks)
     found = [key for key in list(_garbage) if _members[key] <= ranks]
-    # What others still send there is received, so that it ends for them too.
+    # Receive messages that other ranks still send there, so that their sends complete too.
     return [key for key in found if not _receive_strays(key)]
 
 
 def free(said: dict[int, list[tuple]]) -> None:
-    """Free what is garbage on all its members: ``said`` maps ranks of the world to what is garbage there."""
+    """Free communicators that are garbage on all members; ``said`` maps world ranks to their garbage keys."""
     everywhere = set.union(set(), *said.values())
+    # Freeing is collective, so all members must do it in the same order: sort the keys.
     for key in sorted(key for key in everywhere if key in _members and all(key in said[r] for r in _members[key])):
         while _receive_strays(key):
-            pass  # its sender is done with it, so it is here
+            # The senders have finished, and `exchange` delivers a rank's notes after its earlier messages: this loop
+            # ends.
+            pass
         _handles.pop(key).Free()
         del _members[key]
         _garbage.discard(key)
@@ -68,9 +76,9 @@ def free(said: dict[int, list[tuple]]) -> None:
 
 
 def _receive_strays(key) -> bool:
-    """Take in what nobody will ask for; True while some of it is still on its way.
+    """Receive messages that no operation will ask for; return True while some are still pending.
 
-    Of a communicator that was revoked, as one of its ranks has died, nothing more comes: it is never freed.
+    If a member died, its communicator was revoked: no further messages arrive, and it is never freed.
     """
     from mpi4py import MPI
 
@@ -84,9 +92,10 @@ def _receive_strays(key) -> bool:
 
 
 def exchange(link: Link, said: list[bytes]) -> Iterator[list]:
-    """A generator like those of the collectives: every rank's bytes, of which ``said`` holds this rank's, for all.
+    """All-gather bytes, as a generator like those in algorithms.py; ``said[rank]`` holds this rank's bytes.
 
-    Each rank tells each other itself, and not by way of a third: so what one had sent before has arrived before.
+    Every rank sends to every other rank directly. So when this message arrives, all earlier messages from the same rank
+    have arrived too.
     """
     others = [rank for rank in range(link.size) if rank != link.rank]
     mine = np.frombuffer(said[link.rank], dtype=np.uint8)
@@ -99,16 +108,17 @@ def exchange(link: Link, said: list[bytes]) -> Iterator[list]:
         said[rank] = room.tobytes()
 
 
-class Awaited:
-    """Requests that somebody else has started: they are not counted, and cannot always be cancelled."""
+class ForeignRequests:
+    """Requests that were started elsewhere: their bytes are not counted, and they cannot always be cancelled."""
 
     messages = bytes = 0
 
     def __init__(self, mpi: MPI.Comm):
-        self._mpi = mpi  # held: it is in use
+        self._mpi = mpi  # keeps the communicator from being freed meanwhile
 
     def all_done(self, requests: list) -> bool:
+        """Return True once all requests are complete. Does not wait."""
         return type(requests[0]).Testall(requests)
 
     def give_up(self, requests: list) -> None:
-        pass
+        """Do nothing: these requests cannot be cancelled safely."""

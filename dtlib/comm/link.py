@@ -1,4 +1,4 @@
-"""Tags of messages, and an emulated network that is slower than this one."""
+"""Tag ranges, and ``SlowLink``: an emulated network that is slower than the real one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dtlib.comm.link_types import Request
 
 
-# The tags that MPI guarantees: a quarter for callers, a quarter for notes about their messages, half for collectives.
+# MPI guarantees 2**15 tags: a quarter for callers, a quarter for notes about their messages, half for collectives.
 CALLER_TAGS = 2**13
 FIRST_COLLECTIVE_TAG = 2 * CALLER_TAGS
 COLLECTIVE_TAGS = 2 * CALLER_TAGS - 2
@@ -24,10 +24,10 @@ NOTES_OF_COLLECTIVES = 4 * CALLER_TAGS - 1
 
 
 class SlowLink(Link):
-    """A network that is slower than this one: EMULATED, by holding messages back before they leave.
+    """A network that is slower than the real one: EMULATED, by delaying messages before they are sent.
 
-    A message occupies the sender's wire for ``bytes / bandwidth`` seconds, one after the other, and then travels for
-    ``latency`` seconds. ``wire`` is shared by all links of a communicator.
+    A message occupies the sender's wire for ``bytes / bandwidth`` seconds. Messages occupy it in turn. Each then
+    travels for ``latency`` seconds. All links of a communicator use the same ``wire``.
     """
 
     def __init__(self, mpi: MPI.Comm, rank: int, size: int, tag: int, buffers: Scratch, wire: Wire):
@@ -35,23 +35,30 @@ class SlowLink(Link):
         self._wire = wire
 
     def send(self, array: np.ndarray, dest: int) -> Request:
+        """Start to send a contiguous array; return a request.
+
+        The real send starts at the time when the emulated network would deliver the message.
+        """
         self.messages += 1
         self.bytes += array.nbytes
         return self._wire.hold(array.nbytes, lambda: self._start(self.mpi.Isend, array, dest))
 
     def all_done(self, requests: list) -> bool:
-        return all([request.Test() for request in requests])  # all of them are asked: each may have to leave now
+        """Return True once all requests are complete. Does not wait."""
+        # A list, not a generator: every request must be tested, because testing is what starts a message that is due.
+        return all([request.Test() for request in requests])
 
     def give_up(self, requests: list) -> None:
+        """Cancel receives without a message, and drop delayed messages."""
         super().give_up([request for request in requests if not isinstance(request, _HeldBack)])
         self._wire.forget([request for request in requests if isinstance(request, _HeldBack)])
 
 
 class Wire:
-    """An emulated network card: seconds a message, bytes a second, when it is free again, and what has not left it.
+    """An emulated network card: ``latency`` in seconds per message, ``bandwidth`` in bytes per second.
 
-    Messages leave in their order, whichever is asked for first: a rank that had no core for a while would otherwise
-    let the second one overtake the first, and MPI hands out messages of one tag in the order in which they were sent.
+    Messages are sent in the order of ``hold``, even if a later one is tested first. Otherwise a rank that lost its core
+    for a while could send the second message before the first, and MPI matches messages of one tag in sending order.
     """
 
     def __init__(self, latency: float, bandwidth: float):
@@ -59,28 +66,29 @@ class Wire:
         self.bandwidth = bandwidth
         self._free_at = 0.0
         self._held: list[_HeldBack] = []
-        self._lock = RLock()  # a thread may move messages on
+        self._lock = RLock()  # the progress thread may send messages, too
 
     def hold(self, count: int, start: Callable[[], Request]) -> _HeldBack:
-        """A message of ``count`` bytes that is sent now: it has arrived when all before it have, and its own time."""
+        """Delay a message of ``count`` bytes until the wire is free, plus its own transfer time and the latency."""
         with self._lock:
             self._free_at = max(self._free_at, time.monotonic()) + count / self.bandwidth
             self._held.append(_HeldBack(self, self._free_at + self.latency, start))
             return self._held[-1]
 
-    def let_go(self) -> None:
-        """Start what has to leave by now."""
+    def send_due(self) -> None:
+        """Send the messages that are due."""
         with self._lock:
             while self._held and self._held[0].at <= time.monotonic():
                 self._held.pop(0).leave()
 
     def forget(self, messages: list) -> None:
+        """Drop delayed messages without sending them."""
         with self._lock:
             self._held = [message for message in self._held if message not in messages]
 
 
 class _HeldBack:
-    """A send that starts when its time has arrived."""
+    """A send that is delayed until its time."""
 
     def __init__(self, wire: Wire, at: float, start):
         self.at = at
@@ -89,12 +97,12 @@ class _HeldBack:
         self._request: Request | None = None
 
     def Cancel(self) -> None:
-        """It is forgotten by its wire instead."""
+        """Do nothing: ``Wire.forget`` drops delayed messages."""
 
     def leave(self) -> None:
         self._request = self._start()
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         if self._request is None:
-            self._wire.let_go()
+            self._wire.send_due()
         return self._request is not None and self._request.Test()

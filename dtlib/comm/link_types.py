@@ -1,4 +1,4 @@
-"""What algorithms.py asks of a link and of an array, and who waits of a request, for a type checker."""
+"""Types for the type checker: the interfaces that algorithms.py and waiting.py need."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 Array = TypeVar("Array", np.ndarray, Numbers)
 Combine = Callable[[Array, Array, Array], object]
-Steps = Iterator[list]  # of requests
+Steps = Iterator[list]  # lists of requests
 
 
 class Request(Protocol):
-    """MPI's, or one of ours that stands for several or for one that has not left yet."""
+    """An MPI request, or an object of ours that stands for several requests or for a delayed one."""
 
     def Test(self, status: MPI.Status | None = None) -> bool: ...
     def Cancel(self) -> None: ...
 
 
 class Link(Protocol[Array]):
-    """Messages under one tag between ranks that have numpy's arrays, or plain numbers."""
+    """Messages with one tag, between ranks that use numpy arrays or plain numbers."""
 
     rank: int
     size: int

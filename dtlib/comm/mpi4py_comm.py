@@ -1,7 +1,8 @@
-"""mpi4py's communicator over the ranks of ours: MPI carries out each call, and waits end as ours do.
+"""mpi4py's communicator over the same ranks: MPI carries out each call, but waits can be interrupted and time out.
 
-A blocking call of MPI sees neither Ctrl-C nor a time limit. Here each becomes MPI's non-blocking call and a wait of
-waiting.py. Calls of mpi4py on pickled objects have no such form: these begin once all ranks have arrived.
+A blocking MPI call notices neither Ctrl-C nor a time limit. So each call here becomes MPI's non-blocking call and a
+wait of waiting.py. mpi4py's collectives on pickled objects have no non-blocking form, so they start once all ranks
+have arrived.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from dtlib.comm.lifetime import Awaited
+from dtlib.comm.lifetime import ForeignRequests
 from dtlib.comm.waiting import Operation
 
 OPERATIONS = {
@@ -23,17 +24,19 @@ OPERATIONS = {
 }  # fmt: skip
 WITH_ROOT = "bcast", "reduce", "gather", "gatherv", "scatter", "scatterv"
 REDUCTIONS = ((MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MAX, "max"), (MPI.MIN, "min"))
-UNCOUNTED = "mpi4py"  # the algorithm of its collectives in records: nobody can tell what MPI sends for them
+# Recorded as the algorithm of these collectives: the messages that MPI sends for them cannot be counted.
+UNCOUNTED = "mpi4py"
 
 
 class Mpi4pyComm(MPI.Intracomm):
-    """What ``comm.mpi`` is. Messages are counted; of collectives, only that they were called.
+    """The type of ``comm.mpi``. Messages are counted; for collectives, only the calls are recorded.
 
-    Not under our waits: ``Waitall`` and its like, persistent requests, and windows. An emulated network slows none of
-    these calls, and one end of a message cannot be ``comm.send`` if the other is ``comm.mpi.Recv``.
+    Not covered by these waits: ``Waitall`` and similar calls, persistent requests, and windows. An emulated network
+    does not delay these calls. A ``comm.send`` cannot be received by ``comm.mpi.Recv``, nor the reverse.
     """
 
-    comm: Any = None  # a Communicator; None for what MPI makes of this, such as Dup()
+    # The `Communicator`. It is None for communicators that MPI makes from this one, for example with Dup().
+    comm: Any = None
 
     def __new__(cls, comm: object = None) -> Mpi4pyComm:
         raw: Any = getattr(comm, "_mpi", comm)
@@ -96,6 +99,7 @@ class Mpi4pyComm(MPI.Intracomm):
         call = comm._call(operation, _array(content), peers, **facts)
         link = _Message(comm._mpi)
         link.messages, link.bytes = int(sends), _nbytes(content) if sends else 0
+        # Sent minus received: the sum over all ranks is zero if every message was received (watch/call_counts.py).
         comm._messages += 1 if sends else -1
         finish = getattr(request, "content", lambda: None)
         request.link = link
@@ -104,7 +108,7 @@ class Mpi4pyComm(MPI.Intracomm):
         return request
 
 
-class _Message(Awaited):
+class _Message(ForeignRequests):
     status: MPI.Status | None = None
 
     def all_done(self, requests: list) -> bool:
@@ -113,7 +117,7 @@ class _Message(Awaited):
 
 
 class Pending(MPI.Request):
-    """A request whose waits can be interrupted."""
+    """A request with waits that can be interrupted."""
 
     handle: Any = None
     link: Any = None
@@ -133,7 +137,7 @@ class Pending(MPI.Request):
 
 
 class Arriving:
-    """A pickled object under way, whose length its receiver does not know."""
+    """A pickled object in flight; its receiver does not know its length."""
 
     handle: Any = None
     link: Any = None
@@ -150,6 +154,7 @@ class Arriving:
         pass
 
     def content(self) -> object:
+        """Receive the matched message and return the unpickled object."""
         return self.message.recv(self.link.status)
 
     def Wait(self, status: MPI.Status | None = None) -> object:
@@ -174,6 +179,8 @@ def _collective(name: str):
             return theirs(self, *args, **named)
         comm, tensor, root, op = self.comm, None, None, ""
         if started and not lower.endswith("v"):
+            # Find the buffer that names the shape and dtype of this call: for scatter the receive buffer, for others
+            # the first.
             candidates = (*args[::-1], named.get("recvbuf")) if lower == "scatter" else (*args, *named.values())
             tensor = next((found for each in candidates if (found := _array(each)) is not None), None)
         if lower in WITH_ROOT:
@@ -181,6 +188,7 @@ def _collective(name: str):
         if "reduce" in lower:
             ops = [each for each in (*args, *named.values()) if isinstance(each, MPI.Op)] or [MPI.SUM]
             op = next((word for known, word in REDUCTIONS if known == ops[0]), "op")
+        # Count this call as a collective, so that ranks that are out of step are noticed.
         comm._next_tag()
         facts = {"op": op, "peer": root, "algorithm": UNCOUNTED}
         what = comm._call(OPERATIONS[lower], tensor, comm.members, comm.collective_count, **facts)
@@ -189,14 +197,17 @@ def _collective(name: str):
         def steps():
             yield [started(raw, *args, **named) if started else raw.Ibarrier()]
 
+        # For pickled objects wait in a barrier first. MPI's blocking call then starts on all ranks at once, and ends
+        # soon.
         finish = (lambda: None) if started else partial(theirs, raw, *args, **named)
         moving = comm._compared(what, steps())
-        return Operation(what, Awaited(comm._mpi), moving, finish, (args, named)).start(comm)
+        return Operation(what, ForeignRequests(comm._mpi), moving, finish, (args, named)).start(comm)
 
     call.__name__, call.__doc__ = name, theirs.__doc__
     return call
 
 
+# Wrap each collective that the installed MPI also has in a non-blocking form.
 for _lower in OPERATIONS:
     for _name in (_lower, _lower.capitalize()):
         if hasattr(MPI.Intracomm, _name) and hasattr(MPI.Intracomm, f"I{_lower}"):
@@ -204,7 +215,7 @@ for _lower in OPERATIONS:
 
 
 def _array(content):
-    """The array or tensor of a buffer's description, such as ``[array, MPI.DOUBLE]``; None where there is none."""
+    """Return the array or tensor of a buffer specification such as ``[array, MPI.DOUBLE]``, or None."""
     first = content[0] if isinstance(content, list | tuple) and content else content
     return first if hasattr(first, "shape") and hasattr(first, "dtype") else None
 

@@ -1,4 +1,4 @@
-"""MPI's own collectives, for comparison (``algorithm="mpi"``): they cannot be interrupted, and some add wrongly."""
+"""MPI's own collectives (``algorithm="mpi"``), for comparison: they cannot be interrupted, and some give wrong sums."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 
 
 def all_reduce(link: Link, array: np.ndarray, combine: Combine[np.ndarray]) -> Iterator[list]:
+    """Return the steps of MPI's Allreduce; raise CommunicationError if MPI may reduce this dtype wrongly."""
     from mpi4py import MPI
 
-    operation = _mpi_operation(combine, array.dtype)  # refused here, before anything begins
+    # Not inside the generator: an unsuitable dtype must be refused before anything is sent.
+    operation = _mpi_operation(combine, array.dtype)
     return _blocking(lambda: link.mpi.Allreduce(MPI.IN_PLACE, array, operation))
 
 
 def broadcast(link: Link, array: np.ndarray, root: int) -> Iterator[list]:
+    """Return the steps of MPI's Bcast."""
     return _blocking(lambda: link.mpi.Bcast(array, root))
 
 

@@ -1,4 +1,4 @@
-"""A flat array of numbers in plain Python: as much of numpy's array as algorithms.py asks for."""
+"""A flat array of numbers in plain Python, with the part of numpy's interface that algorithms.py needs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from types import EllipsisType, SimpleNamespace
 from typing import overload
 
-CODES = {"float32": "f", "float64": "d", "int32": "i", "int64": "q"}  # of Python's array
+CODES = {"float32": "f", "float64": "d", "int32": "i", "int64": "q"}  # type codes of Python's array module
 
 
 class Numbers:
-    """``numbers[2:5]`` is a view, ``numbers[...] = others`` writes into the same memory, rounded as the type has it."""
+    """A flat array: ``numbers[2:5]`` is a view, and ``numbers[...] = others`` writes in place, rounded to the dtype."""
 
     __slots__ = ("dtype", "view")
 
@@ -50,6 +50,7 @@ class Numbers:
         return f"Numbers({list(self)}, {self.dtype!r})"
 
     def copy(self) -> Numbers:
+        """Return a copy with its own memory."""
         return Numbers(memoryview(array(CODES[self.dtype], self.view)), self.dtype)
 
 
@@ -57,7 +58,7 @@ COMBINE: dict[str, Callable] = {"sum": operator.add, "mean": operator.add, "prod
 
 
 def combiner(op: str) -> Callable[[Numbers, Numbers, Numbers], None]:
-    """``combine(a, b, out)`` for ``Numbers``, element by element; ``op`` is a key of ``COMBINE``."""
+    """Return ``combine(a, b, out)`` for ``Numbers``, element by element; ``op`` is a key of ``COMBINE``."""
     combine = COMBINE[op]
 
     def combined(a, b, out):
@@ -71,11 +72,12 @@ def _stored(values, dtype: str) -> array:
         return array(CODES[dtype], values)
     bits = 8 * array(CODES[dtype]).itemsize
     half, whole = 1 << bits - 1, 1 << bits
-    return array(CODES[dtype], [(int(value) + half) % whole - half for value in values])  # wraps around, as torch does
+    # Integers wrap around on overflow, as in torch.
+    return array(CODES[dtype], [(int(value) + half) % whole - half for value in values])
 
 
 def _address(view: memoryview) -> int:
-    """Of the first number; of none of them nothing is asked."""
+    """Return the address of the first number, or 0 for an empty array."""
     from ctypes import addressof, c_char
 
     return addressof(c_char.from_buffer(view.cast("B"))) if view.nbytes else 0

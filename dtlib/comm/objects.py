@@ -1,4 +1,4 @@
-"""What communicators of all kinds share: small Python things carried by their operations on arrays, and checks."""
+"""Object collectives (pickled), and argument checks, for communicators of all kinds."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -16,28 +16,28 @@ V = TypeVar("V")
 
 
 class ObjectOperations:
-    """For a class that has ``rank``, ``size``, ``all_gather`` and ``broadcast``."""
+    """A base class for classes with ``rank``, ``size``, ``all_gather`` and ``broadcast``."""
 
     rank: int
     size: int
     name: str
     time_limit: float | None
-    members: Sequence[int]  # as the world counts them
+    members: Sequence[int]  # world ranks
     all_gather: Callable
     broadcast: Callable
 
     def all_gather_object(self, thing: V) -> list[V]:
-        """A list of every rank's ``thing`` (anything that pickles), in rank order, on every rank."""
+        """Return a list of every rank's ``thing`` (any object that pickles), in rank order, on every rank."""
         mine = np.frombuffer(_pickled(thing), dtype=np.uint8)
         sizes = self.all_gather(np.zeros(self.size, dtype=np.int64), np.array([mine.size]))
-        # Every chunk is padded to the longest, so that one all_gather of equal chunks carries them all.
+        # Pad every chunk to the longest, so that a single all_gather of equal chunks is enough.
         padded = np.zeros(sizes.max(), dtype=np.uint8)
         padded[: mine.size] = mine
         chunks = self.all_gather(np.zeros((self.size, padded.size), dtype=np.uint8), padded)
         return [_unpickled(chunk[:size], rank) for rank, (chunk, size) in enumerate(zip(chunks, sizes, strict=True))]
 
     def broadcast_object(self, thing: V | None, root: int = 0) -> V:
-        """The ``thing`` of rank ``root`` (anything that pickles), on every rank."""
+        """Return the ``thing`` of rank ``root`` (any object that pickles), on every rank."""
         self._check_rank(root, "broadcast_object", "root")
         mine = np.frombuffer(_pickled(thing) if self.rank == root else b"", dtype=np.uint8)
         size = self.broadcast(np.array([mine.size]), root)
@@ -58,9 +58,9 @@ class ObjectOperations:
             )
 
     def _pieces(self, out, tensor, received, sent) -> tuple[list[int], list[int], bool]:
-        """How many elements ``all_to_all`` receives from each rank, and sends to each; and whether counts were given.
+        """Return elements to receive from each rank, elements to send to each rank, and whether split sizes were given.
 
-        ``received`` and ``sent`` are output_split_sizes and input_split_sizes: rows, or None for equal chunks.
+        ``received`` and ``sent`` are output_split_sizes and input_split_sizes: rows per rank, or None for equal chunks.
         """
         if types.dtype_name(out.dtype) != types.dtype_name(tensor.dtype):
             raise CommunicationError(
@@ -104,7 +104,7 @@ class ObjectOperations:
 
 
 class _Unpicklable(str):
-    """Why the object of a rank could not be sent; it travels in its place, so that nobody waits for nothing."""
+    """Why a rank's object could not be pickled; it is sent in place of the object, so that no rank waits for ever."""
 
 
 def _pickled(thing) -> bytes:

@@ -1,7 +1,8 @@
-"""Which algorithm for which operation and size: measured, and overridden by ``algorithm=``.
+"""Choose the algorithm for an operation and size, from measurements; ``algorithm=`` overrides the choice.
 
-Small arrays are dominated by the number of messages, large ones by the number of bytes. Where the two curves cross was
-measured inside one machine with two cores; on a network it lies elsewhere, but the order of magnitude holds.
+The number of messages dominates for small arrays, the number of bytes for large ones. The sizes at which another
+algorithm becomes faster were measured on one machine with two cores. On a network they differ, but have the same
+order of magnitude.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from functools import lru_cache
 from dtlib.comm import algorithms, mpi_collectives
 from dtlib.errors import CommunicationError
 
-# The first is taken unless something else is asked for; all_reduce is chosen by size.
+# The first algorithm is the default; only all_reduce is chosen by size.
 KNOWN: dict[str, dict[str, Callable[..., Iterator[list]]]] = {
     "broadcast": {"tree": algorithms.tree_broadcast, "mpi": mpi_collectives.broadcast},
     "reduce": {"tree": algorithms.tree_reduce},
@@ -33,21 +34,23 @@ KNOWN: dict[str, dict[str, Callable[..., Iterator[list]]]] = {
     "barrier": {"dissemination": algorithms.dissemination_barrier},
 }
 
-# For all_reduce: up to this many bytes recursive doubling. By ranks; the next larger entry counts.
+# all_reduce uses recursive doubling up to this many bytes, by number of ranks. Other numbers use the next larger key.
 DOUBLING_UP_TO = {2: 2**18, 4: 2**19}
 _ON_MANY_RANKS = min(DOUBLING_UP_TO.values())
-# Then, on more than four ranks, Rabenseifner's algorithm: twice as fast as the ring on eight ranks at 1 MB, and no
-# faster from 16 MB on, where the rounds no longer count. It needs half the array as scratch, the ring a rank's chunk;
-# and where the ranks are no power of two it sends up to twice as much, so there the ring stays.
+# Above that size and on more than four ranks, all_reduce uses Rabenseifner's algorithm. On eight ranks it is twice as
+# fast as the ring at 1 MB, and no faster from 16 MB on, where the number of rounds no longer matters. It needs half of
+# the array as scratch memory; the ring needs one rank's chunk. If the number of ranks is not a power of two, it sends
+# up to twice as many bytes, so the ring is used.
 HALVING_FROM_RANKS, HALVING_UP_TO = 5, 2**24
 
 
-@lru_cache(maxsize=4096)  # a program sends few sizes, again and again
+# A program sends few different sizes, many times each.
+@lru_cache(maxsize=4096)
 def choose(operation: str, count: int, size: int, wanted: str | None = None) -> Callable[..., Iterator[list]]:
-    """The algorithm of an operation for ``count`` bytes on ``size`` ranks, or the ``wanted`` one: a generator function.
+    """Return the algorithm (a generator function) of an operation for ``count`` bytes on ``size`` ranks, or ``wanted``.
 
     Raises:
-        CommunicationError: where the operation has none of that name.
+        CommunicationError: if the operation has no algorithm with this name.
     """
     known = KNOWN[operation]
     if wanted is not None:

@@ -1,4 +1,4 @@
-"""Which values travel, and how they are combined: one table.
+"""Which dtypes can be sent, and how they are combined.
 
 | type | moved | sum, prod | mean | max, min |
 |---|---|---|---|---|
@@ -7,7 +7,7 @@
 | integers of 8 to 64 bits | yes | yes; wraps around, as torch does | refused: it would round | yes |
 | bool | as bytes | refused | refused | any, all |
 
-Where a tensor lives decides how it travels: from its own memory on the CPU; from a GPU by a copy in host memory,
+A CPU tensor is sent from its own memory. A GPU tensor is copied through host memory:
 GPU -> pinned host memory -> MPI -> pinned host memory -> GPU.
 """
 
@@ -27,19 +27,22 @@ if TYPE_CHECKING:
     import torch
 
 
-# An operation returns what it was given.
+# An operation returns the type of tensor that it receives.
 T = TypeVar("T", bound=AnyTensor)
-No = Literal[False]  # to async_op: it returns the tensor, and else a handle
+# Types of `async_op`: with False an operation returns the tensor, with True a handle.
+No = Literal[False]
 Yes = Literal[True]
-Name = str | None  # of an algorithm
+Name = str | None  # an algorithm's name
 Sizes = Sequence[int] | None
 
 
 def maximum(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    np.maximum(a, b, out=out)  # numpy wants out named here
+    """Write the element-wise maximum to ``out``."""
+    np.maximum(a, b, out=out)  # numpy accepts `out` only by keyword
 
 
 def minimum(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """Write the element-wise minimum to ``out``."""
     np.minimum(a, b, out=out)
 
 
@@ -52,26 +55,28 @@ ALLOWED = {
     "bool": ("max", "min"),
 }
 
-# How numpy reads them: what it or MPI lacks travels as integers of its size.
+# numpy's type for the memory of each dtype. A dtype that numpy or MPI lacks is sent as integers of the same size.
 CODES = {name: np.dtype({"float16": "i2", "bfloat16": "i2", "bool": "u1"}.get(name, name)).str for name in ALLOWED}
 
-STAGED = ("cuda",)  # kinds of devices whose tensors go through host memory
+STAGED = ("cuda",)  # device types with tensors that are copied through host memory
 
 
 class Payload:
-    """A tensor as MPI sees it: ``flat`` is one contiguous array. ``store()`` brings it back where it is a copy."""
+    """A tensor as MPI sends it: ``flat`` is one contiguous array, a view of the tensor or a copy."""
 
     __slots__ = ("flat", "memory", "tensor")
 
     def __init__(self, tensor: AnyTensor, memory: np.ndarray):
         self.tensor = tensor
-        self.memory: np.ndarray | None = memory  # the tensor's own memory, in its own shape; None where ``flat`` is it
+        # The tensor's own memory in its own shape, or None if `flat` is a view.
+        self.memory: np.ndarray | None = memory
         if memory.flags.c_contiguous:
             self.flat, self.memory = memory.reshape(-1), None
         else:
             self.flat = np.ascontiguousarray(memory).reshape(-1)
 
     def store(self) -> AnyTensor:
+        """Copy ``flat`` back into the tensor if it is a copy; return the tensor."""
         if self.memory is not None:
             self.memory[...] = self.flat.reshape(self.memory.shape)
         if not isinstance(self.tensor, np.ndarray):
@@ -79,13 +84,14 @@ class Payload:
         return self.tensor
 
     def finisher(self, op: str, size: int) -> Callable[[], AnyTensor]:
-        """What brings home the values of ``size`` ranks combined with ``op``."""
+        """Return the function that stores the result, after it was combined over ``size`` ranks with ``op``."""
         return partial(self._store_mean, size) if op == "mean" else self.store
 
     def _store_mean(self, size):
         if self.flat.dtype.kind == "f":
             np.divide(self.flat, size, out=self.flat)
-        else:  # 16 bits
+        else:
+            # numpy cannot divide 16-bit floats stored as integers: use torch.
             import torch
 
             dtype: Any = self.tensor.dtype
@@ -94,7 +100,7 @@ class Payload:
 
 
 def _tell_autograd(tensor) -> None:
-    """It was written to behind torch's back: a backward pass that needs what was there must fail, not go wrong."""
+    """Mark the tensor as modified, so that a backward pass that needs its old values fails instead of being wrong."""
     if not tensor.is_inference():
         _increment_version()(tensor)
 
@@ -107,13 +113,13 @@ def _increment_version():
 
 
 def check_name(name: str, operation: str) -> None:
-    """Refuse a type that is not in the table."""
+    """Raise CommunicationError for a dtype that is not in the table."""
     if name not in ALLOWED:
         raise CommunicationError(f"{operation} does not carry {name}: it carries {', '.join(ALLOWED)}.")
 
 
 def host_memory(tensor: torch.Tensor, name: str, operation: str) -> np.ndarray:
-    """The memory of a CPU tensor as numpy knows it."""
+    """Return a CPU tensor's memory as a numpy array, without a copy."""
     try:
         pointer = None if tensor.is_neg() else tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -126,12 +132,15 @@ def host_memory(tensor: torch.Tensor, name: str, operation: str) -> np.ndarray:
 
 
 class _Memory:
-    """A tensor's memory. ``tensor.numpy()`` would do, but leaves a storage that nobody can resize any more."""
+    """A tensor's memory for ``np.asarray``.
+
+    ``tensor.numpy()`` would work too, but after it torch refuses to resize the tensor's storage.
+    """
 
     __slots__ = ("__array_interface__", "_tensor")
 
     def __init__(self, tensor, pointer: int, code: str, strides):
-        self._tensor = tensor  # held while an array is in use
+        self._tensor = tensor  # keeps the memory alive while an array uses it
         self.__array_interface__ = {
             "data": (pointer, False), "typestr": code, "shape": tuple(tensor.shape), "strides": strides, "version": 3,
         }  # fmt: skip
@@ -148,11 +157,11 @@ def _what_it_is(tensor) -> str:
 
 
 def payload(tensor: AnyTensor, operation: str, writes: bool) -> Payload:
-    """The memory of a CPU tensor or numpy array, without a copy where it is contiguous; a copy of a CUDA tensor's.
+    """Return the memory of a CPU tensor or numpy array, without a copy if it is contiguous; for a CUDA tensor, a copy.
 
     Raises:
-        CommunicationError: for anything else, for types that are not in the table, and for read-only memory where
-            the operation writes.
+        CommunicationError: for other objects, for dtypes that are not in the table, and for read-only memory that the
+            operation writes.
     """
     it: Any = tensor
     is_array = isinstance(tensor, np.ndarray)
@@ -170,7 +179,7 @@ def payload(tensor: AnyTensor, operation: str, writes: bool) -> Payload:
     if is_array and isinstance(tensor, np.ma.MaskedArray):
         raise CommunicationError(f"{operation} does not know of masks: pass array.filled(...).")
     memory = it.view(np.ndarray) if is_array else host_memory(it, name, operation)
-    if not writes or memory.flags.carray:  # contiguous, and to be written to
+    if not writes or memory.flags.carray:  # contiguous and writeable
         return Payload(tensor, memory)
     if not memory.flags.writeable:
         raise CommunicationError(f"{operation} writes into its argument, but this array is read-only: pass a copy.")
@@ -183,9 +192,10 @@ def payload(tensor: AnyTensor, operation: str, writes: bool) -> Payload:
 
 
 def _overlaps_itself(memory: np.ndarray) -> bool:
-    """True where two elements may lie in the same place: a step in one dimension is less than the others' extent."""
+    """Return True if two elements may have the same address: one stride is smaller than the extent of the others."""
     if memory.flags.forc or not memory.size:
         return False
+    # From the smallest stride up: without overlap, each stride is at least the extent of all dimensions before it.
     extent = memory.itemsize
     for step, length in sorted((abs(step), length) for step, length in zip(memory.strides, memory.shape, strict=True)):
         if length > 1 and step < extent:
@@ -195,10 +205,10 @@ def _overlaps_itself(memory: np.ndarray) -> bool:
 
 
 def staged(tensor: torch.Tensor, name: str, operation: str) -> StagedPayload:
-    """A tensor that is not on the CPU as MPI sees it: a copy in host memory.
+    """Return a tensor on a GPU as a copy in host memory.
 
     Raises:
-        CommunicationError: for tensors on anything but a CUDA device.
+        CommunicationError: for tensors on other devices than CPU and CUDA.
     """
     if tensor.device.type not in STAGED:
         raise CommunicationError(
@@ -209,7 +219,7 @@ def staged(tensor: torch.Tensor, name: str, operation: str) -> StagedPayload:
 
 
 class StagedPayload(Payload):
-    """A copy of a tensor in pinned host memory, from which a GPU copies fastest; ``store()`` brings it back."""
+    """A copy of a GPU tensor in pinned host memory, the fastest source and target of GPU copies."""
 
     __slots__ = ("_host",)
     tensor: torch.Tensor
@@ -223,21 +233,22 @@ class StagedPayload(Payload):
         super().__init__(tensor, host_memory(self._host, name, operation))
 
     def store(self) -> torch.Tensor:
+        """Copy the values back to the GPU tensor; return it."""
         with _transfers(self.tensor, after_others=False):
             self.tensor.detach().copy_(self._host, non_blocking=True)
         return self.tensor
 
 
-_streams: dict = {}  # of torch, by device
+_streams: dict = {}  # torch device -> CUDA stream
 
 
 @contextmanager
 def _transfers(tensor, after_others: bool = True):
-    """Copies between host and device, done when the block is left.
+    """Run the copies of the block on a separate CUDA stream, and wait for them at the end of the block.
 
-    They run on a stream of their own, so that the host does not wait for what the program queues meanwhile. On the
-    way out of the device they come after what is queued already, which may still be computing the tensor. On the
-    way back nothing that is queued may use it: the operation is not over.
+    On a separate stream, the host does not wait for kernels that the program queues meanwhile. Copies from the device
+    start after the kernels that are already queued, because these may still compute the tensor. Copies back to the
+    device need no such wait: no queued kernel may use the tensor before the operation is complete.
     """
     if not tensor.is_cuda:
         yield
@@ -255,10 +266,10 @@ def _transfers(tensor, after_others: bool = True):
 
 
 def combiner(tensor: AnyTensor, op: str, operation: str) -> Callable[[np.ndarray, np.ndarray, np.ndarray], object]:
-    """The function ``combine(a, b, out)`` that adds (or ...) two arrays of this tensor's payload.
+    """Return the function ``combine(a, b, out)`` that reduces two arrays of this tensor's payload.
 
     Raises:
-        CommunicationError: for an operation that the table refuses for this type.
+        CommunicationError: if the table has no such operation for this dtype.
     """
     return _combiner(dtype_name(tensor.dtype), op, operation)
 

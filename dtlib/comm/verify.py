@@ -1,11 +1,11 @@
-"""Do all ranks call the same thing, and do both ends of a message mean the same?
+"""Check that all ranks call the same collective, and that both ends of a message agree.
 
-Before a collective begins, every rank tells the others what it calls; a note with shape, type and line travels beside
-each message. Without this an operation whose arguments disagree hangs, or adds nonsense without a word. The notes are
-as short as one packet and travel in log2 N rounds, so in a notebook it is always on.
+Before a collective starts, every rank sends its call to all others. A note with shape, dtype and line accompanies each
+message. Without this check, an operation with arguments that differ between ranks hangs, or silently returns wrong
+values. The notes fit into one packet and need log2 N rounds, so in a notebook the check is always on.
 
     rank 0   all_reduce(sum) of (4,) float32   line 3 \\
-    rank 1   all_reduce(sum) of (4,) float32   line 3  > the same everywhere? go on : say who calls what, and where
+    rank 1   all_reduce(sum) of (4,) float32   line 3  > equal on all ranks? yes: start   no: raise, with all calls
     rank 2   broadcast(from rank 0) of (1,) .. line 5 /
 """
 
@@ -18,36 +18,43 @@ import numpy as np
 from dtlib.comm.algorithms import dissemination_all_gather
 from dtlib.comm.call import Call, shape_and_type
 from dtlib.comm.waiting import IncomingLink, Link
-from dtlib.comm.watch.blame import disagreement, mismatch
+from dtlib.comm.watch.missing_ranks import disagreement, mismatch
 from dtlib.errors import RESET, CommunicationError
 
 NOTE = 320  # bytes
 
 
-@lru_cache(maxsize=1024)  # the same calls again and again
+# A training loop makes the same calls again and again.
+@lru_cache(maxsize=1024)
 def note_of(what: str, where: str) -> np.ndarray:
-    """What a rank tells the others: a call and its line, cut to fit."""
+    """Encode a call and its line for the other ranks, cut to ``NOTE`` bytes."""
     text = f"{what[:200]}\n{where}".encode()[:NOTE]
     return np.frombuffer(text.ljust(NOTE, b"\0"), dtype=np.uint8)
 
 
 def read_note(note: np.ndarray) -> tuple[str, str]:
+    """Decode a note into call and line."""
     call, _, where = note.tobytes().rstrip(b"\0").decode(errors="ignore").partition("\n")
     return call, where
 
 
 def verified(link: Link, call: Call, steps: Iterator[list]) -> Iterator[list]:
-    """``steps``, once it is certain that all ranks of ``link`` have called the same."""
+    """Run ``steps`` after checking that all ranks of ``link`` made the same call.
+
+    Raises:
+        CommunicationError: on every rank, with the calls of all ranks, if they differ.
+    """
     notes = np.empty((link.size, NOTE), dtype=np.uint8)
     notes[0] = note = note_of(str(call), call.where)
     yield from dissemination_all_gather(link, notes)
     if not (notes == note).all():
         said = [read_note(note) for note in notes]
         if len({what for what, _ in said}) > 1:
-            # The table begins with this rank; the sentence is the same on all.
+            # `said` begins with this rank's note. Sort it by rank, so that all ranks raise the same message.
             by_rank = {(link.rank + i) % link.size: one for i, one in enumerate(said)}
             raise CommunicationError(disagreement(by_rank))
     if call.counts is not None:
+        # Split sizes may differ between ranks, but each rank's sent rows must equal its peer's received rows.
         counts = np.empty((link.size, *call.counts.shape), dtype=np.int64)
         counts[0] = call.counts
         yield from dissemination_all_gather(link, counts)
@@ -56,7 +63,11 @@ def verified(link: Link, call: Call, steps: Iterator[list]) -> Iterator[list]:
 
 
 def check_counts(call: Call, counts: np.ndarray) -> None:
-    """``counts[r]`` are what rank r sends to each rank, and what it expects from each: the same on all ranks."""
+    """Raise if a rank's split sizes do not match those of its peers.
+
+    ``counts[r]`` are the elements that rank r sends to each rank, and the elements it expects from each. Every rank
+    passes the same ``counts``, so all ranks raise together.
+    """
     sent, come = counts[:, 0], counts[:, 1].T
     if (sent != come).any():
         row = max(1, prod(call.tensor.shape[1:]))
@@ -68,7 +79,7 @@ def check_counts(call: Call, counts: np.ndarray) -> None:
 
 
 def send_message(link: Link, array: np.ndarray, dest: int, call: Call, notes: Link | None) -> Iterator[list]:
-    """A generator like those of the collectives."""
+    """Send an array and, with ``notes``, a note about it; a generator like those in algorithms.py."""
     requests = [link.send(array, dest)]
     if notes is not None:
         requests.append(notes.send(note_of(shape_and_type(call.tensor), call.where), dest))
@@ -78,17 +89,19 @@ def send_message(link: Link, array: np.ndarray, dest: int, call: Call, notes: Li
 def receive_message(
     link: IncomingLink, array: np.ndarray, source: int, call: Call, notes: Link | None
 ) -> Iterator[list]:
-    """The other end: raises CommunicationError where the message is not what ``call`` expects."""
+    """Receive an array; raise CommunicationError if the message is not what ``call`` expects."""
     arriving = link.recv(array, source)
     if notes is not None:
         note = np.empty(NOTE, dtype=np.uint8)
         yield [notes.recv(note, source)]
-        yield [arriving]  # first, so that nothing is under way any more when an error is raised
+        # Complete the message before raising an error, so that nothing stays pending.
+        yield [arriving]
         sent, where = read_note(note)
         if sent != shape_and_type(call.tensor):
             raise CommunicationError(mismatch(source, sent, where, call.rank, shape_and_type(call.tensor), call.where))
     else:
         yield [arriving]
+    # Without notes, only a message of another length can be recognised.
     if link.length() != array.nbytes:
         got = "more" if link.length() is None else f"{link.length()} bytes"
         raise CommunicationError(

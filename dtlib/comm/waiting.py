@@ -1,15 +1,15 @@
-"""The messages of an operation, and the one place where a rank waits for others.
+"""The messages of an operation, and the one place where a rank waits for other ranks.
 
-A blocking MPI call cannot be interrupted: it does not see Ctrl-C, and it spins on a core until its peers come. So every
-operation is made of non-blocking sends and receives, and waiting means asking again and again whether they are done:
-first quickly, then with naps that leave the core to others.
+A blocking MPI call cannot be interrupted: it does not notice Ctrl-C, and it spins on a core until its peers arrive. So
+every operation uses non-blocking sends and receives. Waiting means polling: first without a pause, then with sleeps
+that leave the core to other processes.
 
-    Link        the sends and receives of one operation: they are started, and asked whether they are done
-    Operation   an algorithm's generator, which yields requests of its link; the caller's handle, with which it waits
+    Link        the sends and receives of one operation: starts them, and polls whether they are complete
+    Operation   an algorithm's generator, which yields requests of its link; also the handle on which the caller waits
     Queue       the collectives of one communicator, in their order
 
-Collectives of one communicator run one after the other, in the order in which they were started. Whoever waits, for
-whatever, drives all of them: an operation that nobody waits for yet goes on meanwhile.
+Collectives of one communicator run one at a time, in the order in which they were started. Any wait polls all pending
+operations, so operations that nobody waits for make progress too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from dtlib.comm.call import callers_line
-from dtlib.comm.watch import board, in_vain, recorder
+from dtlib.comm.watch import board, deadlock, recorder
 from dtlib.errors import RESET, CommunicationError, DtlibError, PeerFailed, WaitTimeout
 
 if TYPE_CHECKING:
@@ -37,35 +37,35 @@ if TYPE_CHECKING:
     from dtlib.comm.call import Call
     from dtlib.comm.link_types import Request
 
-SPIN_SECONDS = 0.0005  # small collectives finish within this
-YIELD_SECONDS = 0.02  # and most large ones within this: until then others get the core only if they want it
-ELBOWED_SECONDS = 0.001  # a yield that takes longer met somebody who computes, and is not asked to yield back:
-AVOID_SECONDS = 0.2  # for so long naps of SHORTEST_NAP instead, as who wakes up gets the core before who computes
+SPIN_SECONDS = 0.0005  # poll without a pause: small collectives finish within this time
+YIELD_SECONDS = 0.02  # then yield the core between polls: most large collectives finish within this time
+# A yield that takes longer than ELBOWED_SECONDS gave the core to a process that computes and does not yield back. For
+# the next AVOID_SECONDS, sleep for SHORTEST_NAP instead of yielding: a process that wakes up gets the core at once.
+ELBOWED_SECONDS = 0.001
+AVOID_SECONDS = 0.2
 SHORTEST_NAP = 0.00005
-NAPS = 0.1  # from then on naps: this times the square of the wait so far, so 1 % of it after a tenth of a second,
-LONGEST_NAP = 0.05  # and never more than this
-LOOKS = 10  # between two pieces of computing
-KEPT = 2**14  # bytes of scratch memory
-NOTICE_SECONDS = 3.0  # until a notebook shows whom everybody waits for
-V = TypeVar("V")  # what an operation returns
-LOOK_SECONDS = 0.25  # from one look at the others to the next
+NAPS = 0.1  # then sleep: this times the square of the wait so far, so 1 % of the wait after 0.1 s,
+LONGEST_NAP = 0.05  # and at most this
+LOOKS = 10  # polls in one call of `poll_pending`
+KEPT = 2**14  # bytes of scratch memory that are kept between calls
+NOTICE_SECONDS = 3.0  # until a notebook shows which rank is missing
+V = TypeVar("V")  # result of an operation
+LOOK_SECONDS = 0.25  # between two looks at the board
+LARGEST = 2**30  # bytes per piece of a longer message, because MPI counts in 31 bits
 
-LARGEST = 2**30  # bytes: from here on messages are cut, as MPI counts what it sends in 31 bits
-
-crowded = False  # True where ranks outnumber cores: then whoever spins holds up the rank that it waits for
-_naps_until = 0.0  # while others compute on this rank's core, which yielding does not get back
-# How a notebook is told of a long wait: a function of one sentence, or of None once it is over.
+oversubscribed = False  # True if ranks outnumber cores: then a rank that spins delays the rank that it waits for
+_naps_until = 0.0  # until then sleep instead of yielding, because other processes compute on this core
+# Shows a long wait in a notebook: called with a sentence, and with None once the wait is over.
 notice: Callable[[str | None], object] | None = None
-
-# Of a task that was interrupted, MPI may still write into the buffers: they are kept until it says that it is done.
+# Interrupted operations: MPI may still write into their buffers, which stay alive until their requests are complete.
 _abandoned: list[Operation] = []
-_active: dict[Queue, None] = {}  # queues with tasks, in the order in which they got them
-_posted: dict[Operation, Queue] = {}  # sends and receives under way; here, because a handle may be thrown away unused
-_lock = threading.RLock()  # for the progress thread; without one nobody contends for it
+_active: dict[Queue, None] = {}  # queues with pending collectives, in order of start
+_posted: dict[Operation, Queue] = {}  # pending sends and receives; kept here because a program may drop its handle
+_lock = threading.RLock()  # for the progress thread; without it there is no contention
 
 
 class Link:
-    """Messages under one tag. ``messages`` and ``bytes`` count what this rank has sent through it."""
+    """Messages with one tag. ``messages`` and ``bytes`` count what this rank has sent through it."""
 
     def __init__(self, mpi: MPI.Comm, rank: int, size: int, tag: int, buffers: Scratch):
         self.mpi = mpi
@@ -75,16 +75,16 @@ class Link:
         self.bytes = 0
         self._tag = tag
         self._buffers = buffers
-        self._cut = False  # has it had messages that were cut?
+        self._cut = False  # True once a message was sent in pieces
 
     def send(self, array: np.ndarray, dest: int) -> Request:
-        """Start to send a contiguous array; returns a request."""
+        """Start to send a contiguous array; return a request."""
         self.messages += 1
         self.bytes += array.nbytes
         return self._start(self.mpi.Isend, array, dest)
 
     def recv(self, array: np.ndarray, source: int) -> Request:
-        """Start to receive into a contiguous array; returns a request."""
+        """Start to receive into a contiguous array; return a request."""
         return self._start(self.mpi.Irecv, array, source)
 
     def _start(self, begin, array: np.ndarray, other: int):
@@ -96,32 +96,33 @@ class Link:
         return Pieces(lambda piece: begin(piece, other, self._tag), array, LARGEST)
 
     def all_done(self, requests: list) -> bool:
-        """True once all these requests are complete. Does not wait."""
+        """Return True once all requests are complete. Does not wait."""
         if self._cut:
-            return all([request.Test() for request in requests])  # all of them are asked
-        return type(requests[0]).Testall(requests)  # of the class, MPI.Request
+            return all([request.Test() for request in requests])  # test all of them: pieces progress only when tested
+        return type(requests[0]).Testall(requests)  # `Testall` of the class, MPI.Request
 
     def give_up(self, requests: list) -> None:
-        """Cancel the receives to which no message has arrived yet. (Open MPI cancels no send.)"""
+        """Cancel the receives that have not matched a message yet. (Open MPI cannot cancel sends.)"""
         for request in requests:
             if request:
                 request.Cancel()
 
     def nothing(self) -> np.ndarray:
-        """The array of a message that says only that it has arrived."""
+        """Return an empty array, for a message without content."""
         import numpy as np
 
         return np.zeros(0, dtype=np.uint8)
 
     def scratch(self, like: np.ndarray, number: int = 0) -> np.ndarray:
+        """Return scratch memory for an array like this; each ``number`` has its own memory."""
         return self._buffers.like(like, number)
 
 
 class Scratch:
-    """Memory that the operations of a communicator receive into, one after the other.
+    """Receive buffers that a communicator's operations use in turn.
 
-    Up to KEPT bytes are kept from call to call. More lives as long as an operation uses it, and is not there beside
-    the temporaries of an optimizer's step.
+    Up to KEPT bytes are kept between calls. A larger buffer lives only as long as an operation uses it, so that it does
+    not add to the memory of an optimizer's step.
     """
 
     def __init__(self):
@@ -129,14 +130,14 @@ class Scratch:
         self._kept: dict[tuple, np.ndarray] = {}
 
     def like(self, array: np.ndarray, number: int) -> np.ndarray:
-        """Room for an array like this one, and for each number another one."""
+        """Return a buffer for an array like this one; each ``number`` has its own buffer."""
         key, nbytes = (array.dtype, number), array.nbytes
         if nbytes <= KEPT:
             room = self._kept.get(key)
             if room is None or room.nbytes < nbytes:
                 room = self._kept[key] = _empty(nbytes).view(array.dtype)
             return room[: array.size]
-        # From page to page processors copy fastest, and large torch tensors begin on one.
+        # Copies between page-aligned addresses are fastest, and large torch tensors are page-aligned.
         room, page = self._rooms.get(key), mmap.PAGESIZE
         if room is None or room.nbytes < nbytes + page - 1:
             room = self._rooms[key] = _empty(nbytes + page - 1)
@@ -144,13 +145,13 @@ class Scratch:
         return room[start : start + nbytes].view(array.dtype)
 
     def held(self) -> list:
-        """What is kept, as tensors."""
+        """Return the kept buffers, as tensors."""
         arrays = [room.base for room in self._kept.values()]
         return [array.base for array in arrays if array is not None and array.base is not None]
 
 
 def _empty(size: int) -> np.ndarray:
-    """Bytes from torch, if it is there, so that dtlib.memory counts them like all others."""
+    """Allocate bytes with torch if it is loaded, so that dtlib.memory counts them."""
     if (torch := sys.modules.get("torch")) is not None:
         return torch.empty(size, dtype=torch.uint8).numpy()
     import numpy as np
@@ -159,7 +160,7 @@ def _empty(size: int) -> np.ndarray:
 
 
 class IncomingLink:
-    """The receiving end of one message: it knows how long the message was."""
+    """The receiving end of one message; it knows the length of the message."""
 
     def __init__(self, link: Link):
         from mpi4py import MPI
@@ -170,10 +171,12 @@ class IncomingLink:
         self._too_long = False
 
     def recv(self, array: np.ndarray, source: int) -> Request:
+        """Start to receive into a contiguous array; return a request."""
         self._arriving = self._link.recv(array, source)
         return self._arriving
 
     def all_done(self, requests: list) -> bool:
+        """Return True once the message is complete, or was too long for the array. Does not wait."""
         try:
             return requests[0].Test(self._status)
         except self._mpi.Exception as error:
@@ -183,17 +186,18 @@ class IncomingLink:
             raise
 
     def give_up(self, requests: list) -> None:
+        """Cancel the receive if no message has matched it yet."""
         self._link.give_up(requests)
 
     def length(self) -> int | None:
-        """Bytes of the last message; None where it was longer than there was room for."""
+        """Return the bytes of the last message; None if it was longer than the array."""
         return None if self._too_long else self._status.Get_count(self._mpi.BYTE) + getattr(self._arriving, "come", 0)
 
 
 class Operation(Generic[V]):
-    """A use of an operation, from its arguments to its result; with ``async_op=True`` its caller gets it as a handle.
+    """One run of an operation, from arguments to result; with ``async_op=True`` the caller gets it as a handle.
 
-    ``steps`` yields lists of requests of ``link``; ``finish()`` brings home and returns the result; ``keep`` are
+    ``steps`` yields lists of requests of ``link``. ``finish()`` stores the result and returns it. ``keep`` are the
     buffers that MPI reads or writes meanwhile.
     """
 
@@ -204,29 +208,26 @@ class Operation(Generic[V]):
 
     def __init__(self, call: Call, link: object, steps: Iterator[list], finish: Callable[[], V], keep: object = None):
         self.call = call
-        self.complete = False  # well, or with an error
+        self.complete = False  # True after success and after an error
         self.error: BaseException | None = None
-        self.event: recorder.Event | None = None  # what the recorder keeps of it
-        self.rounds = 0  # how often what it waited for has arrived
+        self.event: recorder.Event | None = None  # the recorder's entry
+        self.rounds = 0  # how many lists of requests have completed
         self._link: Any = link
         self._steps: Any = steps
         self._finish = finish
         self._keep = keep
-        self._requests: Any = []  # None: not known
+        self._requests: Any = []  # None while unknown
         self.value: Any = None
 
     def start(self, owner: object, async_op: bool = False, in_turn: bool = True) -> V | Operation[V]:
-        """Start on a communicator, and wait for the result unless it is asynchronous: then return this handle.
-
-        ``in_turn``: after all that this communicator has started so, as a collective.
-        """
+        """Start on communicator ``owner``, ``in_turn`` after other collectives; return the result or this handle."""
         comm: Any = owner
         self._queue: Queue = comm._queue
         self._time_limit = comm.time_limit
         self._blocking = not async_op
         if broken := self._queue.broken:
             raise CommunicationError(f"This communicator {broken}, so ranks are out of step. {RESET}")
-        # The board, a recording and a comparison of calls want the caller's line; without them nobody looks for it.
+        # Finding the caller's line costs time. Only the board, a recording and the comparison of calls need it.
         call, on_board = self.call, comm.on_board
         call.hidden = not on_board
         call.watched = watched = on_board and self._time_limit is not None
@@ -239,47 +240,50 @@ class Operation(Generic[V]):
             board.last = call.operation, call.op, call.peer, call.algorithm, call.group, call.number, watched
         if watched:
             board.publish("started", call)
-        # What is short and alone ends here, without a turn in the queue and a look at what else is under way.
+        # If nothing else is pending, poll for a moment: most small operations finish here, without the queue.
         if async_op or not idle() or not self._finish_soon():
             (self._queue.append if in_turn else self._queue.post)(self)
         return self if async_op else self.wait()
 
     def fail(self, error: BaseException) -> None:
-        """End without a result; whoever waits for it gets the error."""
+        """End with an error, which ``wait`` raises."""
         self.error = error
         self.complete = True
         with suppress(Exception):
             self._link.give_up(self._requests)
         drop_abandoned()
+        # MPI may still use the buffers, so keep this operation until its requests are complete.
         _abandoned.append(self)
 
-    def over(self) -> bool:
-        """True if what was given up has nothing under way any more."""
+    def requests_complete(self) -> bool:
+        """Return True if an operation that was given up has no pending requests any more."""
         try:
             return self._requests is not None and (not self._requests or self._link.all_done(self._requests))
         except Exception:
-            return False  # one of its messages failed: ask again for the others
+            return False  # one message failed, and others may still be pending: ask again later
 
     def advance(self) -> bool:
-        """Do what can be done without waiting; True once all is done, or has failed."""
+        """Do everything that needs no waiting; return True once the operation is complete or has failed."""
         try:
             while not self.complete:
                 if self._requests and not self._link.all_done(self._requests):
                     return False
                 self.rounds += 1
-                self._requests = None  # not known while it starts some
+                self._requests = None  # unknown while the generator starts new ones
                 self._requests = next(self._steps, None)
                 if self._requests is None:
                     self._requests = []
                     self.value = self._finish()
                     self.complete = True
                     self._steps = self._keep = None
-        except BaseException as error:  # whoever waits for it is told, and not who happens to drive it
+        except BaseException as error:
+            # Store the error for the caller of `wait`; the current caller may poll for another operation.
             if isinstance(error, DtlibError):
-                self._requests = []  # our own are raised where nothing is under way
+                self._requests = []  # dtlib raises its own errors only when nothing is pending
             elif isinstance(error, Exception):
                 error.add_note(f"In {self.call}: all ranks need the same shape and dtype. {RESET}")
-            stopped = not isinstance(error, Exception)  # a generator that was interrupted would look finished
+            # After an interrupt the generator would look finished, so the operation must be marked as failed.
+            stopped = not isinstance(error, Exception)
             self.fail(CommunicationError(f"{self.call} was interrupted. {RESET}") if stopped else error)
             if stopped:
                 raise
@@ -289,29 +293,29 @@ class Operation(Generic[V]):
         return True
 
     def done(self) -> bool:
-        """True once the operation is complete on this rank. Does not wait."""
+        """Return True once the operation is complete on this rank. Does not wait."""
         advance_all()
         return self.complete
 
     def _finish_soon(self) -> bool:
-        """Drive it for as long as a small message takes; True if it is complete."""
+        """Poll for as long as a small message takes; return True if the operation is complete."""
         deadline = time.monotonic() + SPIN_SECONDS
         try:
             while not self.advance():
                 if time.monotonic() > deadline:
                     return False
-                if crowded:
-                    let_go()
+                if oversubscribed:
+                    yield_core()
         except BaseException:
             self._give_up("was interrupted")
             raise
         return True
 
     def wait(self) -> V:
-        """Wait for the end and return what the operation returns.
+        """Wait until the operation is complete, and return its result.
 
-        Raises ``WaitTimeout`` after the communicator's ``time_limit``; Ctrl-C or Stop ends it at once. After either
-        the communicator is broken, and ``dtlib.reset()`` on all ranks gives a new one.
+        Raises ``WaitTimeout`` after the communicator's ``time_limit``; Ctrl-C or Stop ends the wait at once. Then the
+        communicator is broken, and ``dtlib.reset()`` on all ranks creates a new one.
         """
         if self.complete and not (self.error or self.call.watched or recorder.recordings):
             return self.value
@@ -331,7 +335,8 @@ class Operation(Generic[V]):
         self._publish("waits")
         call, limit = self.call, self._time_limit
         started = last_round = told = looked = time.monotonic()
-        rounds, over = self.rounds, inf  # since when a rank has been over that this one waits for
+        # `over` is the time since which a rank that this one waits for has been at the end of its cell or program.
+        rounds, over = self.rounds, inf
         try:
             while True:
                 advance_all()
@@ -339,21 +344,23 @@ class Operation(Generic[V]):
                     return
                 now = time.monotonic()
                 if limit is not None and now - started > limit:
-                    raise WaitTimeout(in_vain.sentence(call, limit))
+                    raise WaitTimeout(deadlock.sentence(call, limit))
                 if self.rounds != rounds:
                     rounds, last_round, over = self.rounds, now, inf
+                # Count from the last progress: an operation with many rounds polls quickly while messages arrive.
                 waited = now - last_round
                 if waited < YIELD_SECONDS:
-                    if waited > SPIN_SECONDS or crowded:
-                        let_go()
+                    if waited > SPIN_SECONDS or oversubscribed:
+                        yield_core()
                     continue
+                # A long wait appears on the board, and this rank checks whether it can still end.
                 if now - max(looked, last_round) > LOOK_SECONDS and not call.hidden:
                     looked = now
                     self._show()
-                    over = min(over, now) if in_vain.look(call, now - over) else inf
+                    over = min(over, now) if deadlock.check_peers(call, now - over) else inf
                 if notice is not None and now - max(told, started + NOTICE_SECONDS - 1) > 1:
                     told = now
-                    notice(f"{now - started:.0f} s in {call}: {in_vain.whom()}")
+                    notice(f"{now - started:.0f} s in {call}: {deadlock.describe_missing()}")
                 time.sleep(min(LONGEST_NAP, NAPS * waited**2))
         except BaseException as error:
             self._give_up("timed out" if isinstance(error, WaitTimeout | PeerFailed) else "was interrupted")
@@ -364,7 +371,7 @@ class Operation(Generic[V]):
                 notice(None)
 
     def _show(self) -> None:
-        """Let the others see a wait that takes long, whether its operation is watched from its start or not."""
+        """Publish a long wait on the board, even if the operation was not watched from its start."""
         call = self.call
         if board.current is not None:
             call.where = call.where or callers_line()
@@ -377,7 +384,7 @@ class Operation(Generic[V]):
 
     def _give_up(self, how: str) -> None:
         self._publish(how)
-        with _lock:  # a progress thread may be driving it
+        with _lock:  # the progress thread may be advancing this operation
             if not self.complete:
                 self.fail(CommunicationError(f"{self.call} was interrupted. {RESET}"))
             _posted.pop(self, None)
@@ -385,14 +392,14 @@ class Operation(Generic[V]):
 
 
 class Queue:
-    """The collectives of one communicator that are under way."""
+    """The pending collectives of one communicator."""
 
     def __init__(self):
         self._tasks: deque[Operation] = deque()
-        self.broken = None  # why this communicator cannot be used any more
+        self.broken = None  # the reason why this communicator cannot be used any more
 
     def append(self, task: Operation) -> None:
-        """Start a collective, or let it wait for its turn."""
+        """Start a collective, or queue it behind earlier ones."""
         with _lock:
             self._tasks.append(task)
             _active[self] = None
@@ -400,12 +407,13 @@ class Queue:
                 self.advance()
 
     def post(self, task: Operation) -> None:
-        """Start a task that waits for no turn: a send or a receive."""
+        """Start a send or a receive, which is not queued."""
         with _lock:
             if not task.advance():
                 _posted[task] = self
 
     def advance(self) -> None:
+        """Advance the first collective, and the next ones as each completes."""
         while self._tasks and self._tasks[0].advance():
             ended = self._tasks.popleft()
             if ended.error:
@@ -414,8 +422,9 @@ class Queue:
             _active.pop(self, None)
 
     def abandon(self, why: str) -> None:
-        """Give up all tasks: this rank is out of step with the others, and what they send must meet nothing new."""
+        """Give up all pending operations and refuse new ones: this rank is out of step with the others."""
         with _lock:
+            # Old messages of other ranks must not match new operations.
             for task in [*self._tasks, *(task for task, queue in _posted.items() if queue is self)]:
                 _posted.pop(task, None)
                 if not task.complete:
@@ -425,8 +434,8 @@ class Queue:
             self.broken = self.broken or why
 
 
-def let_go() -> None:
-    """Give the core to others for a moment: to those who yield it soon, or compute on it beside this rank."""
+def yield_core() -> None:
+    """Give up the core for a moment: yield, or sleep if a recent yield took long (ELBOWED_SECONDS)."""
     global _naps_until
     now = time.monotonic()
     if now < _naps_until:
@@ -438,13 +447,13 @@ def let_go() -> None:
 
 
 def drop_abandoned() -> None:
-    """Forget what was given up as far as MPI is done with it."""
+    """Forget abandoned operations that MPI has completed."""
     with _lock:
-        _abandoned[:] = [task for task in _abandoned if not task.over()]
+        _abandoned[:] = [task for task in _abandoned if not task.requests_complete()]
 
 
 def advance_all() -> None:
-    """Let everything that is under way make progress."""
+    """Advance all pending operations."""
     with _lock:
         for queue in list(_active):
             queue.advance()
@@ -453,29 +462,27 @@ def advance_all() -> None:
                 _posted.pop(task, None)
 
 
-def move_on() -> None:
-    """Between two pieces of computing: let what is under way go some steps on.
-
-    A message takes several looks, and the ranks that it goes to and comes from need a core meanwhile.
-    """
+def poll_pending() -> None:
+    """Poll pending operations a few times, between two pieces of computing: one message needs several polls."""
     for _ in range(LOOKS):
         advance_all()
         if idle():
             return
+        # The other ranks need a core to send and to receive.
         os.sched_yield()
 
 
 def idle() -> bool:
-    """True if nothing is under way."""
+    """Return True if no operation is pending."""
     return not (_active or _posted)
 
 
 @contextmanager
 def progress_thread(every: float = 0.0002) -> Iterator[None]:
-    """Let asynchronous operations go on by themselves, in a thread that looks after them ``every`` so many seconds.
+    """Poll pending operations in a thread, once in ``every`` seconds.
 
-    It pays where this rank's core is idle meanwhile (an accelerator computes, or the network is slow). Where the core
-    computes, the thread takes away as much as it gives: there, waiting in between is enough.
+    This pays if the core of this rank is otherwise idle (an accelerator computes, or the network is slow). If the core
+    computes, the thread costs as much as it saves; waiting between the computations is enough.
     """
     ended = threading.Event()
 

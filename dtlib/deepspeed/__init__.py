@@ -1,6 +1,6 @@
 """DeepSpeed's names, for scripts and listings of its tutorials: ``import dtlib.deepspeed as deepspeed``.
 
-``docs/reference/conformance/deepspeed.md`` says of each name whether it is here, and what to use instead.
+``docs/reference/conformance/deepspeed.md`` lists which names are offered, and alternatives for the others.
 """
 
 from dtlib.deepspeed import pipe as pipe

@@ -1,4 +1,4 @@
-"""What scripts written for DeepSpeed call before ``initialize``."""
+"""Functions that DeepSpeed scripts call before ``initialize``."""
 
 import os
 from argparse import ArgumentParser
@@ -8,7 +8,7 @@ from dtlib.world import init
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add ``--deepspeed`` and ``--deepspeed_config FILE`` to a script's ``argparse`` parser; returns the parser.
+    """Add ``--deepspeed`` and ``--deepspeed_config FILE`` to an ``argparse`` parser, and return the parser.
 
     Counterpart: ``deepspeed.add_config_arguments``.
     """
@@ -21,19 +21,19 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 def init_distributed(
     dist_backend: str | None = None, *_: object, rank: int = -1, world_size: int = -1, **__: object
 ) -> None:
-    """Join the world, and make torch's default group of its ranks, unless there is one: on the backend ``dtlib``.
+    """Join the world, and create torch's default group on the backend ``dtlib`` unless there is one.
 
-    Sets ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``, where scripts look for them. How ranks meet needs no arguments:
-    those of DeepSpeed are taken, whatever they say.
+    Sets ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``, which scripts read. DeepSpeed's arguments about the rendezvous are
+    accepted and ignored, because MPI knows all ranks.
 
     Raises:
-        DtlibError: for a ``rank`` or ``world_size`` that is not the world's.
+        DtlibError: if ``rank`` or ``world_size`` differs from the world's.
 
     Counterpart: ``deepspeed.init_distributed``.
     """
     from torch import distributed
 
-    import dtlib.backend  # noqa: F401, which registers it
+    import dtlib.backend  # noqa: F401, which registers the backend
 
     world = init()
     for name, given, there in (("rank", rank, world.rank), ("world_size", world_size, world.size)):
@@ -41,5 +41,5 @@ def init_distributed(
             raise DtlibError(f"init_distributed({name}={given}): here it is {there}, so leave it out.")
     if not distributed.is_initialized():
         distributed.init_process_group("dtlib", init_method="dtlib://")
-    # Afterwards: torch would take them for a launcher's, who says where ranks meet, too.
+    # Only now, because torch would expect that a launcher has set MASTER_ADDR and MASTER_PORT as well.
     os.environ.update(RANK=str(world.rank), LOCAL_RANK=str(world.local_rank), WORLD_SIZE=str(world.size))

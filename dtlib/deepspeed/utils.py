@@ -4,8 +4,10 @@ from collections.abc import Iterable, Iterator
 
 
 class RepeatingLoader:
-    """An iterator without end over a loader: it begins anew where that ends. Counterpart:
-    ``deepspeed.utils.RepeatingLoader``."""
+    """An endless iterator over a loader, which restarts the loader at its end.
+
+    Counterpart: ``deepspeed.utils.RepeatingLoader``.
+    """
 
     def __init__(self, loader: Iterable):
         self.loader, self.data_iter = loader, iter(loader)

@@ -1,1 +1,1 @@
-"""What strategies share: the reducer of gradients, flat memory, shards, precision, and what plain classes rely on."""
+"""Code that strategies share: the gradient reducer, flat buffers, shards, mixed precision, and preconditions."""

@@ -1,4 +1,4 @@
-"""A function with a backward rule of its own."""
+"""Functions with a hand-written backward rule."""
 
 from collections.abc import Callable
 
@@ -17,5 +17,5 @@ class _WithGradient(torch.autograd.Function):
 
 
 def with_gradient(x: torch.Tensor, forward: Callable, backward: Callable) -> torch.Tensor:
-    """``forward(x)``, whose gradient ``backward`` turns into that of x."""
+    """Return ``forward(x)``; ``backward`` maps the gradient of the result to the gradient of ``x``."""
     return _WithGradient.apply(x, forward, backward)

@@ -1,10 +1,10 @@
-"""Many tensors in one contiguous memory: a few large messages instead of many small ones.
+"""Flat buffers, shards and buckets: many tensors in contiguous memory, sent as a few large messages.
 
 parameters   w1 (3, 2)      b1 (3,)   w2 (1, 3)
 flat         [w1 w1 w1 w1 w1 w1 b1 b1 b1 w2 w2 w2 | extra]
               \\--- view ---/  ...
 
-Sharded, the same memory is cut into equal shards, one a rank, wherever the parameters begin and end:
+With sharding, the same buffer is cut into equal shards, one per rank. A cut may be in the middle of a parameter:
 
 flat         [w1 w1 w1 w1 w1 w1 b1 | b1 b1 w2 w2 w2 .. ]     .. padding, at the end of the last shard
 rank 0        w1[0:6], b1[0:1]       rank 1: b1[1:3], w2[0:3]
@@ -19,14 +19,15 @@ import torch
 MEBIBYTE = 2**20
 LARGEST_BUCKET = 25 * MEBIBYTE  # as in torch's DistributedDataParallel
 FIRST_BUCKET = MEBIBYTE  # as in torch: the first bucket is small, so that communication begins early
-LEAST_BUCKET = 4 * MEBIBYTE  # of data parallelism: more and smaller buckets cost more than they hide
+# The smallest default bucket of data parallelism: launching smaller ones costs more time than their overlap saves.
+LEAST_BUCKET = 4 * MEBIBYTE
 
 
 class FlatBuffer:
-    """One tensor (``flat``) and a view of it for each of ``shapes`` (``views``), one after the other.
+    """A one-dimensional tensor ``flat``, and ``views``: consecutive parts of it with the given ``shapes``.
 
-    ``extra`` elements at the end belong to no view: room for numbers that travel along, or padding (``tail``). All is
-    zero, unless ``zeroed`` is false: then the caller writes each view and the tail.
+    ``tail`` is the last ``extra`` elements, which belong to no view. They are padding, or numbers that are sent with
+    the tensors. The buffer contains zeros; with ``zeroed=False`` it is not initialised.
     """
 
     def __init__(
@@ -43,7 +44,10 @@ class FlatBuffer:
 
 @dataclass(frozen=True)
 class Slice:
-    """What one rank has of a tensor of this ``shape``: elements ``start`` to ``stop`` of it, flattened; maybe none."""
+    """One rank's part of a tensor of this ``shape``: elements ``start`` to ``stop`` of the flattened tensor.
+
+    ``stop`` is excluded. The part is empty if ``start == stop``.
+    """
 
     shape: tuple[int, ...]
     start: int
@@ -51,10 +55,10 @@ class Slice:
 
 
 class Shards:
-    """How tensors of these ``shapes``, one after the other, are cut into ``ranks`` equal shards.
+    """The layout of tensors of these ``shapes`` in a flat buffer that is cut into ``ranks`` equal shards.
 
-    ``length`` elements are each rank's, ``padding`` those at the end of the last that belong to no tensor, and
-    ``slices`` what rank ``rank`` has of each tensor.
+    ``length`` is the number of elements per shard. ``padding`` is the number of elements at the end of the last shard
+    that belong to no tensor. ``slices`` has the part of each tensor that is in the shard of rank ``rank``.
     """
 
     def __init__(self, shapes: Iterable[Sequence[int]], rank: int, ranks: int):
@@ -63,25 +67,29 @@ class Shards:
         sizes = [math.prod(shape) for shape in self.shapes]
         self.length = -(-sum(sizes) // ranks)
         self.padding = self.length * ranks - sum(sizes)
-        self.slices, offset = [], -rank * self.length  # of a tensor's first element, from that of this rank's shard
+        # ``offset`` is the position of a tensor's first element, relative to the start of this rank's shard.
+        self.slices, offset = [], -rank * self.length
         for shape, size in zip(self.shapes, sizes, strict=True):
             start, stop = (min(max(edge - offset, 0), size) for edge in (0, self.length))
             self.slices.append(Slice(shape, start, stop))
             offset += size
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a flat tensor."""
+        """Return this rank's shard of a flat tensor, as a view."""
         return flat[self.rank * self.length : (self.rank + 1) * self.length]
 
     def views(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's slice of each tensor, out of its shard ``own``: one-dimensional, and empty where it has none."""
+        """Return this rank's part of each tensor as a one-dimensional view of its shard ``own``, perhaps empty."""
         sizes = [slice_.stop - slice_.start for slice_ in self.slices]
         return list(own[: sum(sizes)].split(sizes))
 
 
 def bucket_bytes(tensors: Iterable[torch.Tensor], cap_mb: float | None, least: int = 0) -> int:
-    """A size of buckets in bytes: ``cap_mb`` MiB, or that of the largest tensor, whose gradient is there at a time
-    anyway; from ``least`` to LARGEST_BUCKET."""
+    """Return the largest size of a bucket in bytes: ``cap_mb`` MiB if it is set.
+
+    By default it is the size of the largest tensor, but at least ``least`` and at most ``LARGEST_BUCKET``. The gradient
+    of the largest tensor needs that much memory anyway.
+    """
     if cap_mb is not None:
         return int(cap_mb * MEBIBYTE)
     return min(LARGEST_BUCKET, max([least, *(tensor.nbytes for tensor in tensors)]))
@@ -90,15 +98,16 @@ def bucket_bytes(tensors: Iterable[torch.Tensor], cap_mb: float | None, least: i
 def buckets_of(
     tensors: Iterable[torch.Tensor], cap: int, first_cap: int = FIRST_BUCKET, alone_from: float = math.inf
 ) -> list[list[int]]:
-    """The indices of ``tensors`` in buckets of at most ``cap`` bytes, the first of at most ``first_cap``.
+    """Group ``tensors`` into buckets of at most ``cap`` bytes; return the indices of the tensors in each bucket.
 
-    Tensors keep their order; a bucket holds one dtype and one device; a tensor larger than the cap has one of its own,
-    and so has one of ``alone_from`` bytes, while another bucket goes on to fill. Buckets are in the order in which they
-    are full.
+    Tensors keep their order, and a bucket has one dtype and one device. The first bucket has at most ``first_cap``
+    bytes. A tensor larger than the cap gets a separate bucket. A tensor of at least ``alone_from`` bytes also gets one,
+    and the next tensors are added to the bucket that was open before it. Buckets are sorted by their last tensor.
+
     Counterpart: the buckets of torch's ``DistributedDataParallel`` (S. Li et al., VLDB 13(12), 2020, section 3.2.3).
     """
     buckets: list[list[int]] = []
-    of_kind: dict[tuple, tuple] = {}  # the bucket that is being filled, by dtype and device, with its bytes
+    of_kind: dict[tuple, tuple] = {}  # (dtype, device) -> the open bucket, and its size in bytes
     for index, tensor in enumerate(tensors):
         kind = tensor.dtype, tensor.device
         bucket, filled = of_kind.get(kind, (None, 0))
@@ -111,4 +120,5 @@ def buckets_of(
             buckets.append(bucket)
         bucket.append(index)
         of_kind[kind] = bucket, filled + tensor.nbytes
+    # A bucket can be launched when its last tensor is ready, so that is the order of the launches.
     return sorted(buckets, key=max)

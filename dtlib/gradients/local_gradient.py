@@ -1,8 +1,9 @@
-"""Gradients that mean less than they seem to: a shard, those of this rank's batch alone, or none any more.
+"""Types of gradients that are not the whole average: shards, gradients of one rank's batch, and placeholders.
 
-torch's ``clip_grad_norm_`` and ``GradScaler`` take ``parameter.grad`` for the whole. With a shard each rank would
-compute another norm, or another overflow, and ranks would scale or skip differently without an error. So these tensors
-refuse functions that need the whole gradient. In all other functions they are ordinary tensors.
+torch's ``clip_grad_norm_`` and ``GradScaler`` assume that ``parameter.grad`` is the whole gradient. On shards, each
+rank would compute a different norm or find different overflows. Ranks would then scale or skip differently, without an
+error. So tensors of these types raise an error in functions that need the whole gradient. In all other functions they
+are ordinary tensors.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from dtlib.errors import DtlibError
 OF_THE_WHOLE = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist", "_foreach_norm"}
 OVERFLOW = "_amp_foreach_non_finite_check_and_unscale_"
 ONE_BY_ONE = {"clamp", "clamp_", "clip", "clip_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
-KEEP = {"detach", "__get__"}  # .detach() and .data are still the same gradient
+KEEP = {"detach", "__get__"}  # the results of .detach() and .data are the same gradient, so they keep the type
 CLIP = "clip with clip_grad_norm_ of ZeroOptimizer, of fully_shard, of dtlib.parallel.tensor or dtlib.parallel.expert"
 
 
 class ShardedGradient(torch.Tensor):
-    """This rank's shard: of an average, of a tensor-parallel layer's gradient, or an expert that other ranks lack.
-    ``gradient.clone()`` is an ordinary tensor."""
+    """This rank's part of a gradient: a ZeRO shard, a tensor-parallel shard, or an expert that other ranks lack.
+
+    ``gradient.clone()`` is an ordinary tensor.
+    """
 
     refused = OF_THE_WHOLE
     what = "this rank's shards"
@@ -48,18 +51,18 @@ class ShardedGradient(torch.Tensor):
 
 
 class UnaveragedGradient(ShardedGradient):
-    """That of this rank's batch, which is averaged later: to clip it value by value is wrong, too."""
+    """The gradient of this rank's batch before averaging. Clipping it by value is wrong, too."""
 
     refused = OF_THE_WHOLE | ONE_BY_ONE
     what = "this rank's batch"
 
 
-class GoneGradient(ShardedGradient):
-    """A placeholder where a gradient has left during the backward pass: it has no values, and refuses all reads."""
+class FreedGradient(ShardedGradient):
+    """A placeholder for a gradient that was sent and freed in the backward pass. Reading its values is an error."""
 
     @classmethod
-    def like(cls, parameter: torch.Tensor) -> GoneGradient:
-        """A placeholder for the gradient of ``parameter``: a sparse tensor without elements, to which autograd adds."""
+    def like(cls, parameter: torch.Tensor) -> FreedGradient:
+        """Return a placeholder for the gradient of ``parameter``: an empty sparse tensor, to which autograd can add."""
         empty = torch.sparse_coo_tensor(  # type: ignore[call-arg]  # the stub lacks the form without elements
             size=parameter.shape, dtype=parameter.dtype, device=parameter.device, check_invariants=True
         )
@@ -71,7 +74,7 @@ class GoneGradient(ShardedGradient):
         if name in ZEROES:  # zero_grad(set_to_none=False)
             return args[0]
         if name == "__repr__":
-            return "GoneGradient()"
+            return "FreedGradient()"
         if name not in WITHOUT_VALUES and name != OVERFLOW:
             raise DtlibError(
                 f"{name or 'A function'} of a gradient that is not here any more: under ZeRO it left during the "
@@ -84,16 +87,16 @@ ZEROES = {"zero_", "_foreach_zero_"}
 WITHOUT_VALUES = {
     "__get__", "detach", "detach_", "requires_grad_", "size", "dim", "numel", "nelement", "element_size", "__len__",
     "is_floating_point", "is_complex", "is_inference", "_indices", "_values", "indices", "values", "is_coalesced",
-    "add.Tensor",  # as autograd adds, where a dispatch mode looks
+    "add.Tensor",  # autograd's addition, under this name in a dispatch mode
 }  # fmt: skip
 
 
-def is_gone(gradient: torch.Tensor | None) -> bool:
-    """True for a placeholder, and for None."""
-    return gradient is None or isinstance(gradient, GoneGradient)
+def is_freed(gradient: torch.Tensor | None) -> bool:
+    """Return whether ``gradient`` is None or a placeholder."""
+    return gradient is None or isinstance(gradient, FreedGradient)
 
 
 def drop_placeholder(parameter: torch.Tensor) -> None:
-    """Set the gradient to None, if it is a placeholder."""
-    if is_gone(parameter.grad):
+    """Set the gradient of ``parameter`` to None if it is a placeholder."""
+    if is_freed(parameter.grad):
         parameter.grad = None

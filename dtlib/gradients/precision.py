@@ -1,4 +1,4 @@
-"""Mixed precision: the model in 16 bits, its master copy and the optimizer's states in 32.
+"""Mixed precision: a model in 16 bits; master weights and optimizer states in 32 bits.
 
     16 bits   parameters ---> forward, backward ---> gradients
                   ^                                     | / loss scale
@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 
 
 class MasterWeights:
-    """float32 copies of parameters in 16 bits; an optimizer is made of ``masters`` instead of the parameters.
+    """float32 copies of 16-bit parameters. Construct the optimizer from ``masters`` instead of the parameters.
 
-    float32 and float64 parameters are their own masters, unless their masters live on another ``device``. What others
-    write into the parameters, such as ``load_state_dict``, reaches the masters with the next gradients (what is written
-    behind autograd's back, as into ``parameter.data``, does not). ``wholes`` are what they write into, where
-    ``parameters`` are shards of it.
+    float32 and float64 parameters are their own masters, unless ``device`` is another device. If other code writes into
+    a parameter, as ``load_state_dict`` does, the next ``take_gradients`` copies the new values to the master. Writes
+    that bypass autograd's version counter, such as writes to ``parameter.data``, are not noticed.
+
+    Args:
+        parameters: the parameters to train, or this rank's shards of them.
+        device: the device of the masters; by default that of the parameters.
+        wholes: if ``parameters`` are shards, the unsharded parameters that other code modifies.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class MasterWeights:
         return torch.nn.Parameter(parameter.detach().to(device, dtype))
 
     def take_gradients(self, scale: float = 1.0) -> None:
-        """Give the masters the gradients of the parameters, divided by ``scale``; copies take their place."""
+        """Move gradients from parameters to masters: convert them to the master's dtype and divide by ``scale``."""
         self._take_values()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter is not master:
@@ -66,8 +70,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def _take_values(self) -> None:
-        """Where others have written into a parameter since ``give_values``: its master takes what is new there."""
+        """Copy values that other code wrote into parameters since ``give_values`` to the masters."""
         for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            # An element that still equals its rounded master is unchanged, and the master has more digits: keep it.
             if parameter is not master and self.wholes[i]._version != self.versions[i]:
                 value = parameter.to(master.device)
                 master.copy_(torch.where(value == master.to(value.dtype), master, value.to(master.dtype)))
@@ -75,18 +80,22 @@ class MasterWeights:
 
     @torch.no_grad()
     def give_values(self) -> None:
-        """Give the parameters the values of their masters, rounded."""
+        """Copy the masters' values into the parameters, rounded to the parameters' dtype."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter is not master:
                 parameter.copy_(master)
-        self.versions = [whole._version for whole in self.wholes]  # slices of one memory count together
+        # Views of one buffer share a version counter, so read it after the last copy.
+        self.versions = [whole._version for whole in self.wholes]
 
 
 class LossScale:
-    """What the loss is multiplied with, so that small gradients do not vanish in float16.
+    """The factor that multiplies the loss, so that small gradients do not underflow in float16.
 
-    It doubles after ``window`` good steps in a row and halves after ``hysteresis`` steps with an overflow; a step that
-    overflows is skipped. ``dynamic=False`` keeps it as it is. Counterpart: DeepSpeed's ``DynamicLossScaler``.
+    The scale doubles after ``window`` steps in a row without overflow. After ``hysteresis`` steps with an overflow the
+    scale halves, and then again with each further overflow until it has doubled. The smallest scale is ``smallest``.
+    The caller skips the optimizer's step if there is an overflow. With ``dynamic=False`` the scale is constant.
+
+    Counterpart: DeepSpeed's ``DynamicLossScaler``.
     """
 
     def __init__(
@@ -98,13 +107,15 @@ class LossScale:
         self._good, self._patience = 0, hysteresis
 
     def state_dict(self) -> dict:
+        """Return the scale and its counters, for a checkpoint."""
         return {"scale": self.scale, "good": self._good, "patience": self._patience}
 
     def load_state_dict(self, state: dict) -> None:
+        """Restore a state that ``state_dict`` returned."""
         self.scale, self._good, self._patience = state["scale"], state["good"], state["patience"]
 
     def update(self, overflow: bool) -> None:
-        """Tell it how a step went."""
+        """Adapt the scale after a step; ``overflow`` is whether a gradient had an infinity or a NaN."""
         if not self.dynamic:
             return
         if overflow:
@@ -121,7 +132,7 @@ class LossScale:
 
 
 def all_finite(gradients: Iterable[torch.Tensor | None], comm: Communicator | None = None) -> bool:
-    """True if no gradient has an infinity or a NaN; with ``comm``, on any of its ranks, each of which has others."""
+    """Return whether no gradient has an infinity or a NaN; with ``comm``, on all ranks (one all-reduce)."""
     finite = all(bool(torch.isfinite(gradient).all()) for gradient in gradients if gradient is not None)
     if comm is not None:
         return bool(comm.all_reduce(torch.tensor(finite), op="min"))
@@ -129,10 +140,10 @@ def all_finite(gradients: Iterable[torch.Tensor | None], comm: Communicator | No
 
 
 def refuse_shards(parameters: Iterable[torch.Tensor], what: str) -> None:
-    """A norm over parameters that tensor parallelism has cut, or of experts, would be that of one rank's share.
+    """Refuse tensor-parallel shards and experts: a norm over them would include this rank's parameters only.
 
     Raises:
-        DtlibError: on every rank, as all have shards.
+        DtlibError: on every rank, because every rank has such parameters. ``what`` begins the message.
     """
     parameters = list(parameters)
     if any(len(info_of(parameter).experts) > 1 for parameter in parameters):
@@ -152,20 +163,28 @@ def clip_by_norm(
     gradients: Iterable[torch.Tensor | None], largest: float, comm: Communicator | None = None,
     counted: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0,
 ) -> float:  # fmt: skip
-    """Scale gradients down together so that their joint norm is at most ``largest``; returns the norm before.
+    """Scale gradients so that their joint norm is at most ``largest``; return the norm before scaling.
 
-    With ``comm`` they are shards: every rank has others, and the norm is that of all. ``counted`` are those that count
-    in it, if not all do: what several ranks have must count on one of them. ``norm_type`` is a number above 0;
-    ``inf`` is the largest absolute value.
+    Args:
+        gradients: are scaled in place.
+        largest: the norm above which gradients are scaled down.
+        comm: if set, gradients are shards, and the norm is over the shards of all ranks (one all-reduce).
+        counted: the gradients that enter the norm; by default all. A gradient that several ranks have must be counted
+            on one rank only.
+        norm_type: a number above 0; ``inf`` is the largest absolute value.
+
+    Raises:
+        DtlibError: if ``norm_type`` is not above 0.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise DtlibError(f"clip_grad_norm_(norm_type={norm_type:g}): pass a number above 0, such as 2, or inf.")
-    # Ordinary tensors: ShardedGradient refuses norms, as those who ask rarely know of the other ranks.
+    # ShardedGradient refuses norms, so convert to ordinary tensors. This function includes the other ranks' shards.
     ordinary = [gradient.as_subclass(torch.Tensor) for gradient in gradients if gradient is not None]
     counted = ordinary if counted is None else [gradient.as_subclass(torch.Tensor) for gradient in counted]
     norms = [torch.linalg.vector_norm(one, norm_type) for one in counted if one.numel()]
     norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.float64)
+    # Combine the norms of the ranks' shards: the maximum, or the root of the sum of powers.
     if comm is not None and norm_type == float("inf"):
         norm = comm.all_reduce(norm.double(), op="max")
     elif comm is not None:

@@ -1,20 +1,20 @@
-"""The reducer: gradients are averaged over ranks in buckets, while autograd still computes later ones.
+"""The gradient reducer: average gradients over ranks in buckets, while autograd still computes other gradients.
 
-Parameters are numbered i = 0, 1, ... in the order of the model. Buckets are numbered b = 0, 1, ... in the order of
-their launch, which is the same on all ranks: from the last parameters to the first, as gradients become ready. Four
-parameters in two buckets:
+Parameters have numbers i = 0, 1, ... in the order of the model. Buckets have numbers b = 0, 1, ... in the order of
+their launch. This order is the same on all ranks: from the last parameters to the first, as gradients become ready.
+Four parameters in two buckets:
 
     time -->         forward | backward()                            | end of backward()
     autograd                 | i=3    i=2      i=1     i=0           |
     b=0 has 3, 2             |        launch ......................... collect, finish
     b=1 has 1, 0             |                         launch ........ collect, finish
 
-A bucket is launched when all its gradients are ready and all earlier buckets have left. Buckets with parameters that
-this rank has not used wait for the end, where those count as zeros.
+A bucket is launched when all its gradients are ready and all earlier buckets are launched. If this rank has not used a
+parameter, the bucket is launched at the end of the backward pass, with zeros for that gradient.
 
-What travels is the collective's choice. ``AllReduce`` gives every rank the average; all buckets are in flight at a
-time. ``ReduceScatter`` gives every rank its shard of the average, and collects a bucket before it launches the next, so
-that there is memory for one. Communication hooks and Horovod's compression have collectives of their own.
+The collective is an argument. With ``AllReduce`` every rank receives the average, and all buckets may be in flight at
+the same time. With ``ReduceScatter`` every rank receives its shard of the average. Only one bucket is in flight at a
+time, so only one bucket needs memory. Communication hooks and Horovod's compression have their own collectives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtlib.comm.waiting import Operation, move_on, progress_thread
+from dtlib.comm.waiting import Operation, poll_pending, progress_thread
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.same_model import PASSES, bits_of
@@ -41,25 +41,27 @@ if TYPE_CHECKING:
 
 
 class Reducer:
-    """Average the gradients of ``buckets`` in each backward pass, which calls ``gradient_is_ready``.
+    """Average the gradients of ``buckets`` in each backward pass; hooks of the pass call ``gradient_is_ready``.
 
     Args:
         buckets: in the order of their launch.
-        collective: ``launch(bucket, weight, flags)`` starts to send a bucket. ``collect(buckets, flags)`` waits for
-            all; it returns for each bucket which parameters any rank has used, and for each of ``flags`` whether it
-            was set on any rank, and on all. ``weight`` is what this rank's gradients are multiplied with, None where
-            the collective takes the mean; ``weighs``, whether it takes others.
-        owner: if its ``batch_size`` is not None, this rank's gradients are weighted by it; on all ranks, or on none.
-            ``forwards``, if it counts forward passes, has to be odd on all ranks, or even.
-        progress: who moves messages on: ``"inline"`` the hooks of the backward pass, or a ``"thread"``.
-        names: of the parameters, for errors.
-        by_call: the pass ends when ``end()`` is called, not with ``backward()``: several backward passes may be one.
-        root_buffers: are to be broadcast again after each pass.
-        values: parameters that have to be equal on all ranks; the first passes compare them.
+        collective: ``launch(bucket, weight, flags)`` starts the collective of a bucket. ``collect(buckets, flags)``
+            waits for all buckets. It returns three things: for each bucket, which parameters any rank has used; for
+            each flag, whether any rank has set it; and whether all ranks have. ``weight`` multiplies this rank's
+            gradients; it is None if the collective computes the mean. ``weighs``: whether other weights are allowed.
+        owner: if ``owner.batch_size`` is set, it weights this rank's gradients; all ranks set it, or none. If
+            ``owner.forwards`` counts forward passes, it must be odd on all ranks, or even on all ranks.
+        progress: what polls pending messages: ``"inline"`` (the hooks of the backward pass), or a ``"thread"``.
+        names: parameter -> name, for error messages.
+        by_call: if true, a pass ends with a call of ``end()``, not with ``backward()``; one pass may then include
+            several backward passes.
+        root_buffers: are marked as stale after each pass, and broadcast again.
+        values: parameters that must be equal on all ranks; the first ``PASSES`` passes compare a checksum.
 
-    The number of all samples is known only at the end. So ranks weight by their samples over a guess, and what has
-    arrived is multiplied by the guess over the true number. The guess is a power of two, which rounds nothing, near the
-    most samples of a pass so far, which keeps numbers of 16 bits in their range.
+    Weights: a rank's gradients should be multiplied by its samples over the samples of all ranks, which are known only
+    at the end of the pass. So each rank divides by a guess, and ``end`` multiplies the sum by the guess over the true
+    number. The guess is a power of two, so dividing by it does not round. It is close to the largest number of samples
+    so far, so that 16-bit numbers stay in their range.
     """
 
     def __init__(self, buckets: Sequence, collective: AllReduce | ReduceScatter, owner: object, progress: str,
@@ -67,17 +69,17 @@ class Reducer:
                  values: Sequence[torch.Tensor] = ()):  # fmt: skip
         self.buckets, self.collective, self.owner, self.progress = buckets, collective, owner, progress
         self.names, self.by_call, self.root_buffers = names, by_call, root_buffers
-        self.synchronising = True  # else gradients stay where they are
-        self.passes = 0  # that have ended since the last forget()
+        self.synchronising = True  # False in no_sync(): gradients stay on their rank
+        self.passes = 0  # passes that have ended since the last forget()
         self._number = {parameter: b for b, bucket in enumerate(buckets) for parameter in bucket.parameters}
-        self._missing: list[set] = []  # for each bucket the parameters whose gradient is not ready in this pass
-        self._launched, self._under_way = 0, False
+        self._missing: list[set] = []  # per bucket, the parameters whose gradient is not ready in this pass
+        self._launched, self._under_way = 0, False  # launched buckets of this pass, and whether it has begun
         self._guess = 64.0
         self._values, self._compared = values, 0
-        self._background = ExitStack()  # the progress thread while buckets travel
+        self._background = ExitStack()  # the progress thread, while buckets are in flight
 
     def check(self) -> None:
-        """Before a new pass: forget one that raised, or refuse to continue where gradients had left already."""
+        """Prepare for a new pass after one that raised; raise an error if buckets of that pass had been launched."""
         if self._launched:
             self._background.close()
             raise DtlibError(
@@ -87,7 +89,7 @@ class Reducer:
         self._under_way = False
 
     def gradient_is_ready(self, parameter: torch.Tensor) -> None:
-        """A hook: autograd has added this parameter's gradient, and adds nothing more in this pass."""
+        """Launch each bucket that is complete now; autograd calls this hook when ``parameter.grad`` is final."""
         if not self.synchronising:
             return
         if not self._under_way:
@@ -101,12 +103,14 @@ class Reducer:
                 "activation checkpointing use checkpoint(..., use_reentrant=False)."
             )
         self._missing[b].discard(parameter)
+        # A complete bucket waits for earlier buckets, because all ranks must launch collectives in the same order.
         while self._launched < len(self.buckets) and not self._missing[self._launched]:
             self._launch_next()
         if self.progress == "inline":
-            move_on()
+            poll_pending()
 
     def _begin(self) -> None:
+        # A hook that runs after ours would change the gradient after it was copied into the message.
         for parameter, name in self.names.items():
             hooks: dict = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
             *_, last = [None, *hooks.values()]
@@ -121,11 +125,13 @@ class Reducer:
         if self._samples is not None:
             refuse_weights(self.names, self._samples)
             self._weight = self._samples / self._guess
+        # Ranks compare these flags when the buckets are collected: batch_size is set; the count of forward passes is
+        # odd; and in the first passes eight bits of a checksum of the parameters.
         self._flags = [self._samples is not None, getattr(self.owner, "forwards", 0) % 2 == 1]
         if self._values and self._compared < PASSES:
             self._flags += bits_of(self._values)
 
-    @torch.no_grad()  # backward(create_graph=True) records what hooks do
+    @torch.no_grad()  # because backward(create_graph=True) records the operations of hooks
     def _launch_next(self) -> None:
         if self.progress == "thread" and not self._launched:
             self._background.enter_context(progress_thread())
@@ -136,30 +142,32 @@ class Reducer:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Launch the other buckets, wait for all, and give gradients their averages."""
+        """Launch the remaining buckets, wait for all buckets, and set the gradients to their averages."""
         if not self._under_way:
             self._begin()
         while self._launched < len(self.buckets):
             self._launch_next()
         if self.root_buffers:
-            self.root_buffers.stale = True  # on all ranks, whatever goes wrong from here on
+            self.root_buffers.stale = True  # before any error, so that all ranks broadcast again
         try:
             used, on_any, on_all = self.collective.collect(self.buckets, self._flags)
         finally:
             self._background.close()
-        self._launched, self._under_way = 0, False  # everything has arrived, so all may continue after an error
+        # All messages have arrived, so training can continue after an error below.
+        self._launched, self._under_way = 0, False
         self._check_flags(on_any, on_all)
-        factor = self._correction() if on_all[0] else None
+        factor = self._correction() if on_all[0] else None  # only if gradients are weighted by samples
         for bucket, its_used in zip(self.buckets, used, strict=True):
             bucket.finish(factor, its_used)
         self.passes += 1
 
     def _check_flags(self, on_any: list, on_all: list) -> None:
-        """Refuse what differs between ranks; all ranks call it."""
+        """Raise an error on all ranks if flags differ between ranks; all ranks call it."""
         differs = [some != every for some, every in zip(on_any, on_all, strict=True)]
         if self.collective.comm.simulated:
-            return  # ranks that do not exist send zeros
-        if any(differs[2:]) and getattr(self.owner, "_join", None) is None:  # in join() some ranks no longer step
+            return  # simulated ranks contribute zeros
+        # In join() some ranks have no more batches and do not step, so their parameters may differ.
+        if any(differs[2:]) and getattr(self.owner, "_join", None) is None:
             raise DtlibError(
                 "Values of the model's parameters differ between ranks, as after load_state_dict() or another "
                 "optimizer's step on one rank alone: load them on all ranks, or before the model is wrapped, which "
@@ -182,59 +190,65 @@ class Reducer:
             )
 
     def _correction(self) -> float:
-        """The factor by which sums of weighted gradients are off; all ranks call it."""
+        """Return the guess over the true number of samples, and improve the guess; all ranks call it."""
         samples = torch.tensor(float(self._samples or 0), dtype=torch.float64)
-        total = self.collective.comm.all_reduce(samples).item() or 1.0  # 1 where no rank has a sample
+        total = self.collective.comm.all_reduce(samples).item() or 1.0  # 1 if no rank has a sample
         factor = self._guess / total
         self._guess = max(self._guess, 2.0 ** round(math.log2(total)))
         return factor
 
     def forget(self) -> None:
-        """A new step begins."""
+        """Clear the averages and the count of passes; the owner calls it when a new step begins."""
         self.passes = 0
         for bucket in self.buckets:
             bucket.forget()
 
 
 class RootBuffers:
-    """Rank 0's buffers for all ranks, in the first forward pass of each step; all ranks call ``broadcast()``.
+    """The module's buffers, broadcast from one rank in the first forward pass of each step.
 
-    Later forward passes of a step change no buffer: autograd may have saved it for the backward pass, which sets
-    ``stale`` at its end. Counterpart: ``broadcast_buffers`` of torch's DDP, which does it in each forward pass.
+    All ranks call ``broadcast()`` in each forward pass. The next broadcast happens only after a backward pass has set
+    ``stale``, because autograd may have saved the buffers for that backward pass. Counterpart: ``broadcast_buffers`` of
+    torch's DDP, which broadcasts in each forward pass.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator):
         self._module, self._comm, self.stale = module, comm, True
 
     def broadcast(self, root: int = 0) -> None:
+        """Broadcast the buffers from rank ``root`` if they are stale."""
         if self.stale:
             for buffer in self._module.buffers():
                 self._comm.broadcast(buffer, root)
         self.stale = False
 
 
-# What travels
+# Buckets and collectives
 
 
 class Bucket:
-    """Gradients of ``parameters`` that travel together, in ``dtype``; by default that of the parameters."""
+    """Gradients of ``parameters`` that are sent in one message, in ``dtype`` (by default that of the parameters)."""
 
-    buffer: FlatBuffer  # from the launch to the end of the pass, as the handle
+    # The buffer and the handle exist from the launch to the end of the pass.
+    buffer: FlatBuffer
     handle: Operation
 
     def __init__(self, parameters: list, dtype: torch.dtype | None = None):
         self.parameters, self.dtype = parameters, dtype or parameters[0].dtype
         self.cut = [parameter for parameter in parameters if info_of(parameter).differs()]
-        self.used = [False] * len(parameters)  # which have a gradient here
+        self.used = [False] * len(parameters)  # which parameters have a gradient on this rank
 
     def complete(self) -> None:
-        """All gradients are ready, or will not be."""
+        """Record which parameters have a gradient, just before the launch; refuse sparse gradients."""
         for parameter in self.parameters:
             check_dense(parameter.grad)
         self.used = [parameter.grad is not None for parameter in self.parameters]
 
     def fill(self, weight: float | None, extra: int, free: bool = True) -> FlatBuffer:
-        """Copy gradients into flat memory, and free them one by one; ``extra`` elements are zeros at its end."""
+        """Copy gradients, times ``weight``, into a flat buffer with ``extra`` zeros at its end.
+
+        Each gradient is freed after its copy, unless ``free`` is false. Missing gradients are zeros.
+        """
         shapes = [parameter.shape for parameter in self.parameters]
         buffer = FlatBuffer(shapes, self.dtype, self.parameters[0].device, extra, zeroed=False)
         buffer.tail.zero_()
@@ -251,8 +265,7 @@ class Bucket:
         return buffer
 
     def finish(self, factor: float | None, used: list) -> None:
-        """The average has arrived: gradients are views of it, which live as long as one of them. A parameter that no
-        rank has used has none."""
+        """Set gradients to views of the received average, times ``factor``; to None if no rank used the parameter."""
         if factor is not None:
             self.buffer.flat[: self.buffer.numel].mul_(factor)
         for parameter, view, is_used in zip(self.parameters, self.buffer.views, used, strict=True):
@@ -263,9 +276,10 @@ class Bucket:
 
 
 class GradientShard(Bucket):
-    """A bucket, and this rank's shard of its ``average``: None until one has arrived, then added up over passes.
+    """A bucket whose average is sharded: each rank receives its shard.
 
-    Gradients travel in ``dtype``, and shards are kept in ``kept_in``.
+    ``average`` is the sum of this rank's shards over the passes of a step, or None before the first shard has arrived.
+    Messages have dtype ``dtype``, and ``average`` has dtype ``kept_in``.
     """
 
     average: torch.Tensor | None
@@ -278,13 +292,16 @@ class GradientShard(Bucket):
         self.forget()
 
     def complete(self) -> None:
-        """Passes add up until ``forget``."""
+        """Record which parameters had a gradient in any pass since ``forget``."""
         before = self.used
         super().complete()
         self.used = [now or then for now, then in zip(self.used, before, strict=True)]
 
     def flat_gradients(self, weight: float | None) -> torch.Tensor:
-        """The gradients in one flat memory, and nowhere else: its own for a single one that nobody else sees."""
+        """Return the gradients, times ``weight``, in one flat tensor, and free the originals.
+
+        A single gradient is not copied if nothing else refers to its memory.
+        """
         first = self.parameters[0]
         if len(self.parameters) > 1 or self.shards.padding or not _is_alone(first, self.dtype):
             return self.fill(weight, self.shards.padding).flat
@@ -292,7 +309,10 @@ class GradientShard(Bucket):
         return whole if weight is None else whole.mul_(weight)
 
     def take(self, shard: torch.Tensor, weighted: bool) -> None:
-        """Add what has arrived to the average; apart from it where weights are not known before ``finish``."""
+        """Add a received shard to the average.
+
+        A ``weighted`` shard still needs the factor of ``finish``, so it is kept separate from earlier passes.
+        """
         shard = shard.to(self.kept_in)
         if self.average is None:
             self.average = shard
@@ -302,6 +322,7 @@ class GradientShard(Bucket):
             self.average.add_(shard)
 
     def finish(self, factor: float | None, used: list) -> None:
+        """Multiply the shard of this pass by ``factor`` and add it to the average."""
         assert self.average is not None
         self.used_anywhere = used
         if self._unscaled is not None:
@@ -311,14 +332,17 @@ class GradientShard(Bucket):
         self._unscaled = None
 
     def forget(self) -> None:
-        """The next average is a new one."""
+        """Clear the average and the record of used parameters."""
         self.used = self.used_anywhere = [False] * len(self.parameters)
         self.average = self._unscaled = None
 
 
 class AllReduce:
-    """Every rank gets the average. Behind the gradients of a bucket travels a number for each parameter, whether this
-    rank has used it, and one for each flag."""
+    """A collective with which every rank receives the average.
+
+    Each message ends with one number per parameter, whether this rank has used it, and one number per flag. Their sums
+    say on how many ranks they were set.
+    """
 
     weighs = True
 
@@ -327,12 +351,14 @@ class AllReduce:
         self.weight: float | None = 1 / comm.size
 
     def launch(self, bucket: Bucket, weight: float | None, flags: list[bool]) -> None:
+        """Start the all-reduce of a bucket's gradients, times ``weight``."""
         tail = torch.tensor([*bucket.used, *flags])
         bucket.buffer = bucket.fill(weight, len(tail))
         bucket.buffer.tail.copy_(tail)
         bucket.handle = self.comm.all_reduce(bucket.buffer.flat, async_op=True, algorithm=self.algorithm)
 
     def collect(self, buckets: Sequence[Bucket], flags: list[bool]) -> tuple[list, list, list]:
+        """Wait for all buckets; return used parameters per bucket, flags set on any rank, and flags set on all."""
         for bucket in buckets:
             bucket.handle.wait()
         tails = [bucket.buffer.tail.tolist() for bucket in buckets]
@@ -342,15 +368,19 @@ class AllReduce:
 
 
 class ReduceScatter:
-    """Every rank gets its shard of the average. Which parameters ranks have used they tell each other at the end."""
+    """A collective with which every rank receives its shard of the average.
+
+    A shard has no place for flags, so one small all-reduce at the end of the pass exchanges them.
+    """
 
     weight, weighs = None, True
 
     def __init__(self, comm: Communicator):
         self.comm = comm
-        self._travels: tuple | None = None  # a bucket, and whether it is weighted
+        self._travels: tuple | None = None  # the bucket in flight, and whether it is weighted
 
     def launch(self, bucket: GradientShard, weight: float | None, flags: list[bool]) -> None:
+        """Wait for the previous bucket, so that only one needs memory; then start the reduce-scatter of ``bucket``."""
         self._collect_last()
         whole = bucket.flat_gradients(weight)
         own = whole.new_empty(bucket.shards.length)
@@ -366,7 +396,10 @@ class ReduceScatter:
             del bucket.handle
 
     def collect(self, buckets: Sequence[GradientShard], flags: list[bool]) -> tuple[list, list, list]:
+        """Wait for the last bucket; return used parameters per bucket, flags set on any rank, and flags set on all."""
         self._collect_last()
+        # One all-reduce with "max": a flag's maximum says whether any rank has set it, and the maximum of its negation
+        # says whether any rank has not.
         mine = [*flags, *(not flag for flag in flags), *(used for bucket in buckets for used in bucket.used)]
         rest = iter(self.comm.all_reduce(torch.tensor(mine, dtype=torch.int8), op="max").tolist())
         on_any, on_all = [next(rest) > 0 for _ in flags], [next(rest) == 0 for _ in flags]
@@ -374,30 +407,34 @@ class ReduceScatter:
 
 
 def _is_alone(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether memory of its gradient can be written over: autograd may give the same to another parameter, and to
-    whoever called ``backward(cotangent)``, and hooks may keep it."""
-    # No name for the gradient here, which would be a reference.
+    """Return whether the gradient's memory can be overwritten, because nothing else refers to it.
+
+    Autograd may use the same memory for another parameter's gradient or for the argument of ``backward(cotangent)``,
+    and hooks may keep a reference.
+    """
+    # Do not bind the gradient to a local name: that would be one more reference.
     if parameter.grad is None or parameter.grad.dtype != dtype or not parameter.grad.is_contiguous():
         return False
+    # Compare with a new gradient, to which nothing else refers: the counts themselves depend on the Python version.
     new = torch.zeros(1, requires_grad=True)
     new.grad = torch.zeros(1)
     return _references(parameter) == _references(new)
 
 
 def _references(parameter) -> tuple[int, int]:
-    """To a gradient, and to its memory."""
+    """Return the number of references to the gradient, and to its storage."""
     gradient = parameter.grad
     return getrefcount(gradient), torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
 
 
 def check_dense(gradient: torch.Tensor | None) -> None:
-    """Flat memory has room for every element."""
+    """Raise an error if a gradient is sparse: a flat buffer contains every element."""
     if gradient is not None and gradient.is_sparse:
         raise DtlibError("A gradient is sparse, and only dense ones are averaged: build embeddings with sparse=False.")
 
 
 def refuse_averaged(named: dict) -> None:
-    """Refuse parameters, by name, whose gradients another reducer takes during the backward pass."""
+    """Raise an error if another reducer already averages the gradient of a parameter in ``named`` (name -> it)."""
     for name, parameter in named.items():
         if any(isinstance(getattr(hook, "__self__", None), Reducer) for hook in hooks_of_others(parameter)):
             raise DtlibError(
@@ -407,8 +444,10 @@ def refuse_averaged(named: dict) -> None:
 
 
 def progress_for(comm: Communicator, tensors: Iterable[torch.Tensor], wanted: str | None, who: str) -> str:
-    """``inline`` where computing keeps the cores busy, ``thread`` where it leaves them idle: an accelerator, or an
-    emulated network; ``wanted`` overrides it."""
+    """Return what polls pending messages: ``wanted``, or by default ``"inline"`` on a CPU, else ``"thread"``.
+
+    A thread pays off if cores are idle: on an accelerator, and with an emulated network.
+    """
     if wanted not in (None, "inline", "thread"):
         raise DtlibError(f"{who}(progress={wanted!r}): choose 'inline' or 'thread'.")
     on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Strategies rely on the same model on all ranks, with parameters that can be averaged: refuse others by name."""
+"""Checks that all ranks have the same model, and that its parameters can be averaged."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 def check_same_model(parameters: dict, comm: Communicator, who: str) -> None:
-    """Compare parameters, by name, between ranks; all ranks call it.
+    """Compare the parameters' names, shapes, dtypes and order between ranks; all ranks call it.
 
     Raises:
-        DtlibError: on every rank, where ``who`` cannot average a parameter's type, or where ranks differ in names,
-            shapes, types or order.
+        DtlibError: on every rank, if ranks differ, or if strategy ``who`` cannot average the dtype of a parameter.
     """
     for name, parameter in parameters.items():
         if (kind := types.dtype_name(parameter.dtype)) not in types.FLOATS:
@@ -31,6 +30,7 @@ def check_same_model(parameters: dict, comm: Communicator, who: str) -> None:
                 f"{name}.requires_grad_(False)."
             )
     check_axis(parameters, comm, who)
+    # Every rank compares all ranks with rank 0, so all ranks raise the same error.
     mine = {name: (tuple(parameter.shape), types.dtype_name(parameter.dtype)) for name, parameter in parameters.items()}
     first, *others = comm.all_gather_object(mine)
     for rank, theirs in enumerate(others, 1):
@@ -45,9 +45,10 @@ def check_same_model(parameters: dict, comm: Communicator, who: str) -> None:
 
 
 def check_axis(parameters: dict, comm: Communicator, who: str) -> None:
-    """Refuse shards, parameters of experts and of shared sequences along the wrong axis of a mesh.
+    """Raise an error if ``comm`` is the wrong axis of a mesh for the gradients of a parameter.
 
-    What parameters they are, ``ShardInfo`` says.
+    Shards and experts must not be averaged with their counterparts. Gradients of shared sequences must be averaged over
+    all ranks that share them. ``ShardInfo`` says which ranks these are.
     """
     here = set(comm.members)
     experts = {rank for parameter in parameters.values() for rank in info_of(parameter).experts}
@@ -76,8 +77,17 @@ def check_axis(parameters: dict, comm: Communicator, who: str) -> None:
 
 
 def check_same_values(module: nn.Module, parameters: list, comm: Communicator, what: str) -> None:
-    """In the first passes of training: have the gradients of these parameters been averaged over ``comm``? All ranks
-    call it; where nobody has, values differ from the second step on, and nothing else would say so."""
+    """Compare parameters between ranks in the first ``PASSES`` forward passes of ``module``; all ranks call it.
+
+    If no strategy averages their gradients, values differ between ranks after the first step. Without this check that
+    error would be silent.
+
+    Args:
+        module: the module that needs equal parameters; it counts the passes.
+        parameters: the parameters that must be equal.
+        comm: the ranks that are compared.
+        what: the parameters' name in the error message.
+    """
     passes = module.__dict__.setdefault("_passes_compared", 0)
     if passes == PASSES or any(info_of(parameter).slice for parameter in parameters):  # shards differ
         return
@@ -94,15 +104,18 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
-    """Eight bytes that are equal if all values are, to the bit. Sums of integers do not depend on their order, so
-    machines of all kinds compute the same."""
+    """Return a checksum of eight bytes, equal if all values are equal bit by bit.
+
+    The values are added as integers. Such a sum does not depend on the order, so it is equal on all kinds of machines.
+    """
     flat = [tensor.detach().view(BITS[tensor.element_size()]).flatten() for tensor in tensors]
-    sums = [sum(int(part.sum()) for part in one.split(2**18)) for one in flat]  # torch casts all of a part to int64
+    # torch converts the summands to int64 first, so sum parts to limit the memory of that copy.
+    sums = [sum(int(part.sum()) for part in one.split(2**18)) for one in flat]
     return blake2b(repr(sums).encode(), digest_size=8).digest()
 
 
 def bits_of(tensors: Iterable[torch.Tensor]) -> list[bool]:
-    """The first byte of the digest, as flags."""
+    """Return the bits of the first byte of the checksum, as flags for ``Reducer``."""
     byte = digest_of(tensors)[0]
     return [bool(byte >> place & 1) for place in range(8)]
 

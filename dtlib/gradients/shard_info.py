@@ -1,9 +1,9 @@
-"""What strategies note about parameters, in one table beside them: no attribute is set on a tensor.
+"""A table of how ranks share each parameter. Strategies write it, so no attribute is set on a tensor.
 
-    note(parameter, experts=comm.members)     a strategy, when it is given the parameter
-    info_of(parameter).experts                another strategy, a norm or a checkpoint, later
+    note(parameter, experts=comm.members)     a strategy, when it receives the parameter
+    info_of(parameter).experts                later: another strategy, a norm or a checkpoint
 
-The table holds parameters weakly. A parameter that takes another one's place, such as a copy, has no entry.
+The table has weak references to parameters. A copy of a parameter, or a parameter that replaces it, has no entry.
 """
 
 from dataclasses import dataclass, replace
@@ -17,16 +17,15 @@ from dtlib.gradients.local_gradient import ShardedGradient
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """How ranks share a parameter. Ranks are world ranks; without a note there are none.
+    """How ranks share a parameter. Ranks are world ranks.
 
     Args:
-        tensor: ranks with the shards of it, one each (tensor parallelism).
-        experts: ranks with different experts in its place.
-        expert_copy: number of this copy of the expert along the data axis; None if copies are not numbered.
-        sequences: ranks with other tokens of the same sequences (context parallelism): its gradients are of this
-            rank's tokens alone.
-        slice: the elements of the whole parameter that this tensor has (ZeRO stage 3).
-        sharded_as: its name in the unit of ``fully_shard`` that has put shards in its place.
+        tensor: the ranks that have one shard of the parameter each (tensor parallelism).
+        experts: the ranks that have different experts under this parameter's name.
+        expert_copy: the number of this copy of the expert along the data axis; None if copies have no number.
+        sequences: the ranks that share each sequence (context parallelism); gradients are of this rank's tokens only.
+        slice: the elements of the whole parameter that this tensor contains (ZeRO stage 3).
+        sharded_as: the parameter's name in the unit of ``fully_shard`` that has replaced it by shards.
     """
 
     tensor: tuple[int, ...] = ()
@@ -37,7 +36,7 @@ class ShardInfo:
     sharded_as: str = ""
 
     def differs(self) -> bool:
-        """Whether other ranks have other values in its place."""
+        """Return whether other ranks have different values of this parameter by design: shards or experts."""
         return len(self.tensor) > 1 or len(self.experts) > 1
 
 
@@ -46,12 +45,12 @@ _infos = WeakTensorKeyDictionary()
 
 
 def info_of(parameter: torch.Tensor) -> ShardInfo:
-    """What strategies have noted about a parameter."""
+    """Return the entry of a parameter; an empty ``ShardInfo`` if it has none."""
     return _infos.get(parameter, NOTHING)
 
 
 def note(parameter: torch.Tensor, **what: object) -> None:
-    """Note fields of ``ShardInfo``. The gradients of a parameter that other ranks do not have refuse torch's norms."""
+    """Set fields of a parameter's ``ShardInfo``; make gradients of shards and experts refuse torch's norms."""
     before = info_of(parameter)
     _infos[parameter] = now = replace(before, **what)  # type: ignore[arg-type]
     if parameter.requires_grad and now.differs() and not before.differs():
@@ -59,18 +58,18 @@ def note(parameter: torch.Tensor, **what: object) -> None:
 
 
 def copy_info(old: torch.Tensor, *new: torch.Tensor) -> None:
-    """Note the same about tensors that take a parameter's place; what takes their norms is up to the caller."""
+    """Copy the entry of ``old`` to tensors that replace it. The caller must make their gradients refuse norms."""
     for parameter in new:
         _infos[parameter] = info_of(old)
 
 
 def give_kind(parameter: torch.Tensor) -> None:
-    """Have the gradient of a shard refuse norms."""
+    """Change the type of a shard's gradient to ``ShardedGradient``, which refuses norms."""
     if type(parameter.grad) is torch.Tensor and info_of(parameter).differs():
         parameter.grad = parameter.grad.as_subclass(ShardedGradient)
 
 
 def hooks_of_others(parameter: torch.Tensor) -> list:
-    """Post-accumulate hooks of a parameter, without the one that ``note`` has registered."""
+    """Return the post-accumulate hooks of a parameter, except the one that ``note`` registers."""
     hooks = parameter._post_accumulate_grad_hooks or {}
     return [hook for hook in hooks.values() if hook is not give_kind]

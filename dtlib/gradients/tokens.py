@@ -1,4 +1,4 @@
-"""A mean over all ranks' tokens, of which each rank has some, or some that count."""
+"""The mean loss over the tokens of all ranks, when ranks have different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ if TYPE_CHECKING:
     from dtlib.comm import Communicator
 
 
-divided_by_all_tokens: WeakSet = WeakSet()  # communicators on which the loss of this step is divided so (contract.py)
+# Communicators whose loss in this step is already divided by the number of all tokens; preconditions.py reads it.
+divided_by_all_tokens: WeakSet = WeakSet()
 
 
 def mean_over_tokens(losses: torch.Tensor, comm: Communicator, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """A loss for this rank whose gradients, averaged over ``comm``, are those of the mean over all ranks' tokens.
+    """Return a loss for this rank; its gradients, averaged over ``comm``, are those of the mean over all tokens.
 
-    ``losses`` is a number a token, of any shape; ``mask``, of that shape, is False where one does not count. ``comm``
-    has all ranks over which gradients are averaged. The sum is divided before the backward pass: a mean of ranks' means
-    weights tokens differently where ranks have different numbers of them, and where ranks share sequences no weight
-    afterwards helps, as gradients of keys and values carry other ranks' losses.
+    Args:
+        losses: one number per token, of any shape.
+        comm: all ranks over which gradients are averaged.
+        mask: bool, of the shape of ``losses``; False for tokens that do not count.
 
-    The value is ``size`` times this rank's part: its average over ranks is the mean.
+    The result is ``comm.size`` times this rank's part of the mean, so the average over ranks is the mean.
+
+    The loss is divided by the number of all tokens before the backward pass. A mean of the ranks' means would weight
+    tokens differently if ranks have different numbers of tokens. If ranks share sequences, weights after the backward
+    pass cannot correct this, because gradients of keys and values contain other ranks' losses.
     """
     divided_by_all_tokens.add(comm)
     count = torch.tensor([float(losses.numel() if mask is None else mask.sum())], dtype=torch.float64)
@@ -36,7 +41,11 @@ def mean_over_tokens(losses: torch.Tensor, comm: Communicator, mask: torch.Tenso
 
 
 def refuse_weights(parameters: Iterable[torch.Tensor], batch_size: float | None) -> None:
-    """Weights after the backward pass are wrong where ranks share sequences; all ranks set ``batch_size``, or none."""
+    """Refuse ``batch_size`` if ranks share sequences: weights after the backward pass would be wrong.
+
+    Raises:
+        DtlibError: on every rank, because all ranks set ``batch_size`` or none does.
+    """
     if batch_size is not None and any(len(info_of(one).sequences) > 1 for one in parameters):
         raise DtlibError(
             f"batch_size is {batch_size}, and ranks share sequences: gradients of keys and values carry other ranks' "

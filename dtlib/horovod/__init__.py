@@ -1,4 +1,4 @@
-"""Horovod's API for PyTorch on dtlib's operations: a script written for Horovod runs with one line changed.
+"""Horovod's API for PyTorch on dtlib's operations: a Horovod script runs after one changed line.
 
     import dtlib.horovod as hvd            # instead of: import horovod.torch as hvd
 
@@ -7,15 +7,16 @@
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     ...
-    loss.backward()                        # buckets of gradients are sent, from the last layer on
+    loss.backward()                        # send buckets of gradients, the last layer's first
     optimizer.step()                       # wait for the averages, and step
 
-All ranks call the operations in the same order. Horovod itself needs no common order: a thread on rank 0 collects the
-names of tensors, and announces which of them all ranks have (A. Sergeev and M. Del Balso, "Horovod: fast and easy
-distributed deep learning in TensorFlow", arXiv:1802.05799). Here names are compared in notebooks, and not in scripts.
+All ranks must call the operations in the same order. Horovod itself allows any order: a thread on rank 0 collects the
+names of tensors, and announces each tensor that is ready on all ranks (A. Sergeev and M. Del Balso, "Horovod: fast and
+easy distributed deep learning in TensorFlow", arXiv:1802.05799). Here ranks compare the names of their operations in
+notebooks, but not in scripts.
 
-Names, arguments and defaults are those of ``horovod.torch`` 0.28, as far as its examples and tutorials use them. A name
-that is left out says what to use instead.
+Names, arguments and defaults follow ``horovod.torch`` 0.28, as far as its examples and tutorials use them. Other
+known names of ``horovod.torch`` raise ``MissingPart``, and the message names an alternative.
 """
 
 # ruff: noqa: F401, I001
@@ -35,7 +36,7 @@ from dtlib.horovod.operations import (
 )  # fmt: skip
 from dtlib.horovod.optimizer import DistributedOptimizer
 
-# A part of a name, and what to use instead.
+# Fragment of a name that is not offered -> the alternative, which becomes the error message.
 _LEFT_OUT = {
     "elastic": "the ranks of an MPI world cannot change; save checkpoints and start again",
     "adasum": "use op=hvd.Average or op=hvd.Sum",
@@ -56,7 +57,7 @@ _LEFT_OUT = {
 
 
 class MissingPart(DtlibError, AttributeError):
-    """A name of ``horovod.torch`` that this module does not have."""
+    """Error for a name of ``horovod.torch`` that is not offered here."""
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -8,18 +8,18 @@ from dtlib.errors import DtlibError
 
 
 class NotOffered(DtlibError, NotImplementedError):
-    """A part of Horovod that this module leaves out."""
+    """Error for a feature of Horovod that is not offered here."""
 
 
 class HorovodInternalError(DtlibError, RuntimeError):
-    """A collective that could not be executed. Horovod's exception of this name is a RuntimeError too."""
+    """Error for a collective that failed. It is a RuntimeError, like Horovod's exception of the same name."""
 
 
 @dataclass
 class _State:
-    world: Communicator  # that of dtlib.init()
-    comm: Communicator  # of the same ranks, for these operations alone
-    nodes: list  # the machine of each rank
+    world: Communicator  # the communicator of dtlib.init()
+    comm: Communicator  # a copy over the same ranks, used by Horovod's operations only
+    nodes: list  # the machine of each rank, in rank order
 
 
 _state: _State | None = None
@@ -27,7 +27,13 @@ _initialized = False
 
 
 def init(comm: object = None, process_sets: object = None) -> None:
-    """Join the world; all ranks call it, as often as they like. After ``dtlib.reset()`` it must be called again."""
+    """Create the communicator of Horovod's operations. All ranks call it; it may be called repeatedly.
+
+    Call it again on all ranks after ``dtlib.reset()``.
+
+    Raises:
+        NotOffered: if ``comm`` or ``process_sets`` selects a part of the ranks.
+    """
     global _state, _initialized
     if comm is not None or process_sets:
         raise NotOffered(
@@ -35,6 +41,7 @@ def init(comm: object = None, process_sets: object = None) -> None:
             "operations of dtlib.init().comm.split(color) for some of them."
         )
     world = dtlib.init()
+    # dtlib.reset() replaces the world's communicator, so a copy of the old one must not be used any more.
     if _state is None or _state.world is not world.comm:
         own = world.comm.split(0)
         _state = _State(world.comm, own, own.all_gather_object(world.node))
@@ -42,12 +49,13 @@ def init(comm: object = None, process_sets: object = None) -> None:
 
 
 def shutdown() -> None:
-    """Leave; ``init`` may follow."""
+    """Mark Horovod as not initialised; ``init`` may be called again."""
     global _initialized
     _initialized = False
 
 
 def is_initialized() -> bool:
+    """Return whether ``init`` has been called, and no ``shutdown`` since."""
     return _initialized
 
 
@@ -66,15 +74,17 @@ def communicator() -> Communicator:
 
 
 def rank() -> int:
+    """Return this rank, from 0 to ``size() - 1``."""
     return _initialised().comm.rank
 
 
 def size() -> int:
+    """Return the number of ranks."""
     return _initialised().comm.size
 
 
 def local_rank() -> int:
-    """Return the number of this rank among those of its machine."""
+    """Return this rank's number among the ranks on its machine, from 0."""
     state = _initialised()
     return state.nodes[: state.comm.rank].count(state.nodes[state.comm.rank])
 

@@ -1,4 +1,4 @@
-"""Parameters, optimizer states and objects from one rank to all. Counterpart: ``horovod.torch.functions``."""
+"""Broadcasts of parameters, optimizer states and objects. Counterpart: ``horovod.torch.functions``."""
 
 import io
 from collections.abc import Iterable
@@ -11,10 +11,11 @@ from dtlib.horovod.operations import broadcast_
 
 
 def broadcast_parameters(params: Iterable, root_rank: int) -> None:
-    """Give all ranks the values of ``root_rank``, in place.
+    """Broadcast parameters from ``root_rank`` to all ranks, in place.
 
     ``params`` is ``model.state_dict()``, ``model.named_parameters()``, a list of such pairs, or a list of tensors.
     """
+    # Sorted by name, so that all ranks broadcast in the same order.
     if isinstance(params, dict):
         params = sorted(params.items())
     elif isinstance(params, Iterable) and not isinstance(params, (str, torch.Tensor)):
@@ -28,10 +29,10 @@ def broadcast_parameters(params: Iterable, root_rank: int) -> None:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
-    """Give all ranks the optimizer state and the options (learning rate ...) of ``root_rank``, bit by bit.
+    """Broadcast the optimizer's state and options (learning rate ...) from ``root_rank``, bit for bit.
 
-    The states of the other ranks' optimizers are replaced. The state is sent as one object, so there must be memory
-    for two copies.
+    The states on the other ranks are replaced. The state is sent as one object, so every rank needs memory for two
+    copies.
     """
     saved = io.BytesIO()
     if rank() == root_rank:
@@ -42,10 +43,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
 
 
 def broadcast_object(obj: V, root_rank: int = 0, name: str | None = None) -> V:
-    """Return the ``obj`` of rank ``root_rank`` (anything that pickles) on every rank; others may pass None."""
+    """Broadcast a picklable object from ``root_rank``, and return it. The other ranks may pass None."""
     return communicator().broadcast_object(obj, root_rank)
 
 
 def allgather_object(obj: V, name: str | None = None) -> list[V]:
-    """Return every rank's ``obj`` (anything that pickles), in rank order."""
+    """All-gather a picklable object; return the list of every rank's ``obj``, in rank order."""
     return communicator().all_gather_object(obj)

@@ -1,8 +1,8 @@
-"""The operations: averages and sums over ranks, rows gathered, one rank's tensor for all.
+"""Horovod's operations: allreduce, allgather, broadcast and barrier. Counterpart: ``horovod.torch.mpi_ops``.
 
-Some return a handle at once (``allreduce_async``), and some write into their argument (``allreduce_``). All ranks call
-them in the same order. In the backward pass gradients follow Horovod's convention: each rank's loss is a summand of the
-average. Counterpart: ``horovod.torch.mpi_ops``.
+Names with ``_async`` return a handle at once; names that end with ``_`` write into their argument. All ranks must call
+the operations in the same order. Backward passes follow Horovod: allreduce uses the op of its forward pass; allgather
+and broadcast average the gradients over ranks.
 """
 
 import operator
@@ -16,16 +16,17 @@ from dtlib.gradients.backward import with_gradient
 from dtlib.horovod.basics import HorovodInternalError, NotOffered, communicator, rank, size
 from dtlib.horovod.compression import Compression, NoneCompressor
 
-# The values that Horovod's library gives them; 2 is Adasum.
+# The same numbers as in Horovod's library, where 2 is Adasum.
 Average, Sum, Min, Max, Product = 0, 1, 3, 4, 5
 OPS = {Average: "average", Sum: "sum", Min: "min", Max: "max", Product: "product"}
 COMM_OPS = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "prod"}
 
 
 class Handle:
-    """An operation that has begun; ``finish`` returns its result once it is done.
+    """A pending operation.
 
-    Communicators write into ``.data``, which torch does not count as a change of ``watched``.
+    ``finish`` is called after the wait, and returns the result. ``watched`` must not change while the operation is
+    pending. The communicator's own writes are not counted as changes, because it writes into ``.data``.
     """
 
     def __init__(self, waited: Operation, watched: Tensor, finish: Callable[[], Tensor]):
@@ -34,9 +35,11 @@ class Handle:
         self._result: Tensor | None = None
 
     def done(self) -> bool:
+        """Return whether ``wait`` would return at once."""
         return self._result is not None or self._waited.done()
 
     def wait(self) -> Tensor:
+        """Wait, and return the result. Raises ``HorovodInternalError`` if the watched tensor has changed."""
         if self._result is None:
             self._waited.wait()
             if version_of(self._watched) != self._version:
@@ -49,22 +52,22 @@ class Handle:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """Return how often torch has written into this memory; tensors of inference mode do not count it."""
+    """Return the version counter of ``tensor``, which in-place operations increase; None in inference mode."""
     return None if tensor.is_inference() else tensor._version
 
 
 def synchronize(handle: Handle) -> Tensor:
-    """Wait until an asynchronous operation is done; return its result.
+    """Wait for an asynchronous operation, and return its result.
 
     Raises:
-        HorovodInternalError: if the tensor was changed meanwhile.
+        HorovodInternalError: if the tensor was changed while the operation was pending.
         WaitTimeout: if a rank did not call the operation within the time limit of the communicator.
     """
     return _checked(handle).wait()
 
 
 def poll(handle: Handle) -> bool:
-    """Return whether ``synchronize`` would not wait."""
+    """Return whether the operation is done, so that ``synchronize`` would return at once."""
     return _checked(handle).done()
 
 
@@ -75,7 +78,7 @@ def _checked(handle) -> Handle:
 
 
 def barrier() -> None:
-    """Wait until every rank has arrived here."""
+    """Wait until all ranks have called ``barrier``."""
     communicator().barrier()
 
 
@@ -83,22 +86,27 @@ def barrier() -> None:
 
 
 def allreduce_async(tensor: Tensor, average: None = None, name: str | None = None, op: int = Average) -> Handle:
+    """Start ``allreduce`` of a copy of ``tensor``; return a handle. No gradients."""
     return _reduce(tensor, average, name, op, in_place=False)
 
 
 def allreduce_async_(tensor: Tensor, average: None = None, name: str | None = None, op: int = Average) -> Handle:
+    """Start ``allreduce`` into ``tensor``; return a handle. No gradients."""
     return _reduce(tensor, average, name, op, in_place=True)
 
 
 def allreduce_(tensor: Tensor, average: None = None, name: str | None = None, op: int = Average) -> Tensor:
-    """``allreduce`` into its argument."""
+    """Run ``allreduce``, write the result into ``tensor``, and return it. No gradients."""
     return _reduce(tensor, average, name, op, in_place=True).wait()
 
 
 def allreduce(tensor: Tensor, average: None = None, name: str | None = None,
               compression: type[NoneCompressor] = Compression.none, op: int = Average) -> Tensor:  # fmt: skip
-    """Return the average (or ``op``) of every rank's ``tensor``. Gradients flow through averages and sums. Averages of
-    integers are rounded towards zero. ``average`` is Horovod's deprecated argument, and is refused."""
+    """Return the average over ranks of ``tensor``, or the sum, minimum, maximum or product, as ``op`` says.
+
+    Averages and sums are differentiable. Averages of integers are rounded towards zero. ``average`` is Horovod's
+    deprecated argument, and raises ``ValueError``.
+    """
 
     def forward(tensor):
         short, ctx = compression.compress(tensor)
@@ -121,7 +129,8 @@ def _reduce(tensor, average, name, op: int, in_place: bool) -> Handle:
     waited = communicator().all_reduce(out.data, COMM_OPS[op], async_op=True)
 
     def finish():
-        if op == Average:  # that of integers is cut off towards zero, as in Horovod
+        # As in Horovod, averages of integers are truncated towards zero.
+        if op == Average:
             out.div_(size(), rounding_mode=None if out.is_floating_point() else "trunc")
         return _written(out, tensor if in_place else out)
 
@@ -129,26 +138,28 @@ def _reduce(tensor, average, name, op: int, in_place: bool) -> Handle:
 
 
 def _written(out: Tensor, result: Tensor) -> Tensor:
-    """Tell autograd that MPI has written into ``out``; return ``result``."""
+    """Return ``result``, after increasing the version counter of ``out``: autograd has not seen MPI's writes."""
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
     return result
 
 
 def check_op(op: int, operation: str) -> None:
+    """Raise ``ValueError`` unless ``op`` is one of Horovod's reductions."""
     if op not in OPS:
         raise ValueError(f"{operation}(op={op!r}): choose one of hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product.")
 
 
-# Rows, and one rank's tensor
+# Allgather and broadcast
 
 
 def allgather_async(tensor: Tensor, name: str | None = None) -> Handle:
+    """Start ``allgather``; return a handle. No gradients."""
     own, comm = _start(tensor, "allgather", name), communicator()
     if not own.dim():
         raise ValueError("allgather needs a first dimension, but this tensor has none: pass tensor.reshape(1).")
     rows = comm.all_gather(torch.zeros(size(), dtype=torch.int64), torch.tensor([len(own)])).tolist()
-    # Collectives move equal chunks, so shorter ones are padded to the longest.
+    # The communicator's all_gather needs chunks of equal size, so each rank pads its rows to the longest tensor.
     everything = own.new_zeros(size(), max(rows), *own.shape[1:])
     padded = torch.zeros_like(everything[0])
     padded[: len(own)] = own
@@ -157,8 +168,10 @@ def allgather_async(tensor: Tensor, name: str | None = None) -> Handle:
 
 
 def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
-    """Return every rank's ``tensor`` one after the other: first dimensions may differ, the others must agree.
-    Gradients flow through it."""
+    """Return the tensors of all ranks, concatenated along the first dimension in rank order.
+
+    The first dimensions may differ between ranks, the others must be equal. The operation is differentiable.
+    """
 
     def backward(gradient):
         rows = allgather(torch.tensor([len(tensor)])).tolist()
@@ -168,20 +181,22 @@ def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
 
 
 def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None) -> Handle:
+    """Start ``broadcast`` of a copy of ``tensor``; return a handle. No gradients."""
     return _broadcast(tensor, root_rank, name, in_place=False)
 
 
 def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) -> Handle:
+    """Start ``broadcast`` into ``tensor``; return a handle. No gradients."""
     return _broadcast(tensor, root_rank, name, in_place=True)
 
 
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
-    """``broadcast`` into its argument."""
+    """Broadcast ``tensor`` from ``root_rank`` in place, and return it. No gradients."""
     return _broadcast(tensor, root_rank, name, in_place=True).wait()
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
-    """Return the ``tensor`` of rank ``root_rank`` on all ranks. Gradients flow through it."""
+    """Return a copy of rank ``root_rank``'s ``tensor`` on all ranks. The operation is differentiable."""
 
     def backward(gradient):
         average = allreduce(gradient.contiguous())
@@ -199,7 +214,7 @@ def _broadcast(tensor, root_rank, name, in_place: bool) -> Handle:
     return Handle(waited, out, lambda: _written(out, tensor if in_place else out))
 
 
-# From arguments to a message
+# Helpers: autograd, and checks of the arguments
 
 
 def _differentiable(tensor, forward, backward):
@@ -209,7 +224,7 @@ def _differentiable(tensor, forward, backward):
 
 
 def _start(tensor, operation: str, name) -> Tensor:
-    """Check the arguments of an operation; in a notebook also that all ranks gave the same name."""
+    """Return ``tensor`` without its graph, after checking the call. In notebooks ranks compare operation and name."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(
             f"{operation} carries a torch tensor and got {type(tensor).__name__}: wrap it in torch.tensor()."

@@ -1,4 +1,6 @@
-"""An optimizer that averages gradients over ranks before its step. Counterpart: ``horovod.torch.optimizer``.
+"""Horovod's optimizer, which averages gradients over ranks before its step.
+
+Counterpart: ``horovod.torch.optimizer``. Four parameters in two buckets:
 
 backward()       grad of w4   w3   w2   w1
 buckets          [w4 w3 --- launch 0]  [w2 w1 --- launch 1]
@@ -22,10 +24,10 @@ from dtlib.horovod.operations import COMM_OPS, Average, check_op, version_of
 
 
 class _Bucket(Bucket):
-    """A bucket whose gradients stay in ``.grad`` while a copy of them travels, so that changes of them are seen."""
+    """A bucket that sends a copy of its gradients. They stay in ``.grad``, so that changes by the user are detected."""
 
     def finish(self, factor: float | None, used: list) -> None:
-        """Write the averages into ``.grad``, if the parameter has not been frozen since."""
+        """Write the reduced gradients into ``.grad``, except of parameters that have been frozen since the launch."""
         for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -34,14 +36,16 @@ class _Bucket(Bucket):
 
 
 class _Compressed(AllReduce):
-    """All-reduce buckets in the dtype of the compression. There are no flags: unused parameters count as zeros. An
-    average is divided before the sum, which could overflow in 16 bits."""
+    """An all-reduce of buckets in the compressed dtype; unused parameters count as zeros.
+
+    For an average, each rank divides its gradients before the sum, because a sum in 16 bits could overflow.
+    """
 
     def __init__(self, compression: type[NoneCompressor], op: int):
         super().__init__(communicator())
         self.compression, self.op = compression, op
         self.weight = 1 / size() if op == Average else None
-        self._short: dict[Bucket, tuple] = {}  # what travels, and how to decompress it
+        self._short: dict[Bucket, tuple] = {}  # bucket -> (tensor in flight, context for decompress)
 
     def launch(self, bucket: Bucket, weight: float | None, flags: list[bool]) -> None:
         bucket.buffer = bucket.fill(weight, 0, free=False)
@@ -60,11 +64,12 @@ _hooks = WeakTensorKeyDictionary()
 
 
 class _Distributed(Optimizer):
-    """This class stands before the class of the optimizer: each method is this one's, then the optimizer's own."""
+    """A mixin that comes before the torch optimizer's class, so that ``super()`` calls the torch optimizer."""
 
     def _distribute(self, named_parameters, compression: type[NoneCompressor], passes: int, op: int):
         self.backward_passes_per_step = passes
         self._parameter_names = self._checked_names(named_parameters)
+        # Reversed, because the backward pass computes the gradients of the last layer first.
         trained = [parameter for parameter in self._parameters() if parameter.requires_grad][::-1]
         named = {self._parameter_names[parameter]: parameter for parameter in trained}
         check_same_model(named, communicator(), "DistributedOptimizer")
@@ -72,11 +77,14 @@ class _Distributed(Optimizer):
         self._buckets = [_Bucket([trained[i] for i in bucket]) for bucket in buckets]
         names = {parameter: name for name, parameter in named.items()} if buckets else {}
         self._reducer = Reducer(self._buckets, _Compressed(compression, op), None, "inline", names, by_call=True)
-        self._delay = dict.fromkeys(names, passes)  # of a parameter: backward passes until its gradient is sent
-        self._ready: dict[torch.Tensor, tuple] = {}  # gradients of this step, with torch's count of their changes
+        # Parameter -> number of backward passes until its gradient is sent.
+        self._delay = dict.fromkeys(names, passes)
+        # Parameter -> (gradient, version counter) when it was sent: synchronize() detects later changes with it.
+        self._ready: dict[torch.Tensor, tuple] = {}
         self._synchronized, self._should_synchronize = False, True
         for parameter in names:
-            if parameter in _hooks:  # of an earlier optimizer of the same parameter
+            # An earlier DistributedOptimizer of the same parameter would send the gradient, too.
+            if parameter in _hooks:
                 _hooks[parameter].remove()
             _hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
 
@@ -115,8 +123,10 @@ class _Distributed(Optimizer):
             self._reducer.gradient_is_ready(parameter)
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced. A parameter without a gradient counts as zeros, as other ranks may
-        have one."""
+        """Reduce all gradients, and wait for them.
+
+        A parameter without a gradient counts as zeros, because it may have one on other ranks.
+        """
         for parameter in self._parameters() if size() > 1 else []:
             if parameter.requires_grad and parameter not in self._delay:
                 raise ValueError(
@@ -135,11 +145,11 @@ class _Distributed(Optimizer):
             )
         self._synchronized = True
 
-    # Methods that programs call
+    # Public methods
 
     @contextmanager
     def skip_synchronize(self):
-        """``step()`` in this context does not reduce: ``synchronize()`` has done it, and gradients were clipped."""
+        """Return a context in which ``step()`` does not reduce, for use after ``synchronize()`` and clipping."""
         self._should_synchronize = False
         try:
             yield
@@ -147,7 +157,7 @@ class _Distributed(Optimizer):
             self._should_synchronize = True
 
     def step(self, closure=None):
-        """Reduce, then step. With a ``closure``, which computes gradients within the step, reduce after it."""
+        """Reduce the gradients, then step. With a ``closure``, which computes the gradients, reduce after it."""
         inner = closure
         if self._should_synchronize:
             if self._synchronized:
@@ -180,7 +190,7 @@ class _Distributed(Optimizer):
     def load_state_dict(self, *args, **kwargs):
         groups = self.param_groups
         super().load_state_dict(*args, **kwargs)
-        # The same dictionaries as before: a scheduler that was made before this optimizer sets their learning rates.
+        # Keep the same dictionaries, because a scheduler that was made before sets the learning rates in them.
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.clear()
             group.update(loaded)
@@ -197,11 +207,11 @@ def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[
         optimizer: a torch optimizer. State and parameter groups are shared with it: use only the new one.
         named_parameters: ``model.named_parameters()``; names are compared between ranks.
         compression: ``Compression.fp16`` sends gradients in 16 bits.
-        backward_passes_per_step: the number of backward passes that add up before gradients are reduced.
+        backward_passes_per_step: the number of backward passes whose gradients are added before they are reduced.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
-        num_groups, groups, sparse_as_dense: without effect. Gradients are sent in buckets, and sparse ones are refused.
+        num_groups, groups, sparse_as_dense: ignored. Gradients are sent in buckets; sparse gradients are refused.
 
-    The step waits for all gradients. To change them before it, as clipping and a GradScaler do::
+    ``step()`` waits for all gradients. To change gradients before the step, as clipping and a GradScaler do::
 
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -209,8 +219,9 @@ def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[
             optimizer.step()
 
     Raises:
-        ValueError: for names that do not name each parameter once, and for LBFGS.
-        AssertionError: from ``backward()`` after more passes than agreed; from ``zero_grad()`` before the step.
+        ValueError: if names are missing or repeated, and for LBFGS.
+        AssertionError: from ``backward()`` after more than ``backward_passes_per_step`` passes; from ``zero_grad()``
+            between ``backward()`` and ``step()``.
         HorovodInternalError: from ``step()`` if gradients were changed after they had been sent.
     """
     check_op(op, "DistributedOptimizer")
@@ -223,9 +234,10 @@ def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[
         raise ValueError(
             f"backward_passes_per_step must be > 0, a whole number, and is {backward_passes_per_step!r:.40}"
         )
+    # As in Horovod, the result is an instance of a new class that has the name and the methods of the old class.
     kind = type(optimizer.__class__.__name__, (_Distributed, optimizer.__class__), {})
     distributed: _Distributed = object.__new__(kind)
-    # A scheduler made before has wrapped the old one's step; ours is a method.
+    # Without "step": a scheduler that was made before has stored its wrapper of the old step there.
     distributed.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
     distributed._distribute(named_parameters, compression, backward_passes_per_step, op)
     return distributed

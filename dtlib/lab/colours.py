@@ -1,7 +1,8 @@
-"""The same colour for the same rank everywhere: in tables, outputs and figures."""
+"""One colour per rank, the same in tables, outputs and figures."""
 
-# Okabe and Ito's palette, which people with any colour vision can tell apart (jfly.uni-koeln.de/color, 2008); its
-# yellow is left out, as it is too light for text. From the eighth on each is as far as possible from those before it.
+# Okabe and Ito's palette, which people with any colour vision can distinguish (jfly.uni-koeln.de/color, 2008). Its
+# yellow is left out, because it is too light for text. From the eighth on, each colour is as far as possible from the
+# earlier ones.
 RANK_COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#660022",
     "#9900FF", "#220099", "#005500", "#FF22FF", "#AA1177", "#44CC00", "#0033FF", "#775544",
@@ -9,29 +10,32 @@ RANK_COLOURS = (
 
 
 def rank_colour(rank: int) -> str:
-    """The colour of a rank, as #RRGGBB; no other of ``len(RANK_COLOURS)`` ranks has it."""
+    """Return the colour of a rank, as #RRGGBB; the first ``len(RANK_COLOURS)`` ranks have different colours."""
     return RANK_COLOURS[rank % len(RANK_COLOURS)]
 
 
 def ink(red: float, green: float, blue: float) -> str:
-    """Black or white, whichever is easier to read on a colour (channels from 0 to 1): 4.5 to 1 at least (WCAG)."""
+    """Return black or white, whichever contrasts more with a colour (channels from 0 to 1).
+
+    The contrast is at least 4.5 to 1 (WCAG).
+    """
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in (red, green, blue)]
     light = 0.05 + sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
     return "white" if 1.05 / light > light / 0.05 else "black"
 
 
 def rank_badge(rank: int) -> str:
-    """A rank's number beside a square of its colour, as HTML."""
+    """Return a rank's number beside a square of its colour, as HTML."""
     return f'<span style="color:{rank_colour(rank)}">&#9632;</span> {rank}'
 
 
 def rank_prefix(rank: int) -> str:
-    """``rank 0 |`` on the rank's colour, for a terminal or a notebook's output, light or dark."""
+    """Return ``rank 0 |`` on the rank's colour, for a terminal or a notebook's output, light or dark."""
     return ranks_prefix([rank], f"rank {rank}")
 
 
 def ranks_prefix(ranks: list[int], words: str) -> str:
-    """The same for ranks that say the same: they share no colour."""
+    """Return ``words |`` for several ranks that print the same, in bold; for one rank, on its colour."""
     if len(ranks) > 1:
         return f"\x1b[1m{words} |\x1b[0m"
     rank = ranks[0]

@@ -1,12 +1,14 @@
-"""The course in a learner's folder: where that is, the copies that are laid out there, and what is done of them.
+"""The course in a learner's folder: find the folder, copy the course into it, and record the learner's progress.
 
-``dtlib/course`` links to the folders of a clone; in a wheel it holds them. Either way nobody works there:
+``dtlib/course`` is the original. In a clone it links to the clone's folders; in a wheel it contains the files. Learners
+never work there, but in a copy:
 
-    a clone                              work/ in it, which git ignores
-    elsewhere, with a wheel or without   the folder that was empty when `dtlib lab` was called in it
+    a clone                              work/ inside the clone, which git ignores
+    elsewhere, with a wheel or without   the folder in which `dtlib lab` was called, if it was empty
 
-A small record says what was laid out, so that a new version of the course replaces what the learner has not touched.
-Another one says what was done: the start page has it as ticks, ``lab.progress()`` as a table (checks/progress.py).
+The file RECORD stores the digest of each copied file, so that a new version of the course replaces only files that the
+learner has not changed. The file DONE stores the progress. The start page shows it as ticks, ``lab.progress()`` as a
+table (checks/progress.py).
 """
 
 import json
@@ -23,7 +25,7 @@ from typing import Any
 from filelock import FileLock
 
 from dtlib.errors import DtlibError, number
-from dtlib.files import read_json, write_whole, writing
+from dtlib.files import read_json, write_atomically, writing
 
 SOURCE = Path(str(files("dtlib"))) / "course"
 START_PAGE = Path("notebooks") / "start.md"
@@ -31,7 +33,7 @@ RECORD = ".dtlib.json"
 DONE = ".progress.json"
 LOCK, LOCK_SECONDS = ".progress.lock", 10
 PROFILE = Path("cluster_profiles") / "profile_local_mpi"
-LEFT_BEHIND = ("db", "log", "pid", "security", "startup", "state", "static")  # by engines that ran in a profile
+LEFT_BEHIND = ("db", "log", "pid", "security", "startup", "state", "static")  # files of earlier engines in a profile
 FILES = (
     "cluster_profiles/*/*.py", "cluster_profiles/*.py", "cluster_profiles/*.md", "cluster_profiles/site.toml",
     "cluster_profiles/jobs/*.sh", "data/*", "notebooks/LICENSE", "notebooks/configs/*.json", "notebooks/*.md",
@@ -40,12 +42,16 @@ FILES = (
     "notebooks/workshop/*/*.ipynb", "notebooks/workshop/*/*.md", "notebooks/workshop/*/solved/*.ipynb",
     "notebooks/slides/*.html",
 )  # fmt: skip
-_ASKED = re.compile(r'lab\.(check|predict|quiz)\(\\?"([\w-]+)\\?"')  # in the text of a notebook's file
+_ASKED = re.compile(r'lab\.(check|predict|quiz)\(\\?"([\w-]+)\\?"')  # matches the JSON text of a notebook
 _LINK = re.compile(r"\]\(((?:lectures|exercises|workshop/[\w-]+)/[^)]+\.ipynb)\)")
 
 
 def current_folder() -> Path:
-    """The folder that this process works in, if it is still there."""
+    """Return the current folder.
+
+    Raises:
+        DtlibError: if it has been deleted.
+    """
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -53,12 +59,17 @@ def current_folder() -> Path:
 
 
 def is_workshop(folder: Path) -> bool:
-    # os.path: where a folder is closed to this user, Path.is_file raises an error.
+    """Return whether a folder contains the workshop's profile."""
+    # os.path, because Path.is_file raises an error in a folder that this user may not read.
     return os.path.isfile(folder / PROFILE / "ipcluster_config.py")
 
 
 def folder() -> Path:
-    """The workshop folder: the nearest one above this notebook, else the one that holds this package."""
+    """Return the workshop folder: the nearest one above this notebook, else the one that contains this package.
+
+    Raises:
+        DtlibError: if there is none.
+    """
     here = current_folder()
     for candidate in [here, *here.parents, Path(__file__).resolve().parents[2]]:
         if is_workshop(candidate):
@@ -70,7 +81,7 @@ def folder() -> Path:
 
 
 def working_folder() -> Path:
-    """Where a learner who is here works: there may be nothing in it yet."""
+    """Return the learner's folder for the current folder; it may be empty or missing."""
     here = current_folder()
     for candidate in (here, *here.parents):
         if is_workshop(candidate):
@@ -79,10 +90,10 @@ def working_folder() -> Path:
 
 
 def open_folder() -> tuple[Path, str]:
-    """The folder in which a learner who is here works, with the course in it, and a sentence about what is new there.
+    """Return the learner's folder after copying the course into it, and a message about new files.
 
     Raises:
-        DtlibError: where there are other things, or where nothing can be written.
+        DtlibError: if the folder has other contents, or cannot be written.
     """
     folder = working_folder()
     if folder == current_folder() and not (folder / PROFILE).exists() and not _is_empty(folder):
@@ -94,7 +105,7 @@ def open_folder() -> tuple[Path, str]:
 
 
 def lay_out(folder: Path) -> str:
-    """Copy to ``folder`` what is missing there and what is old and untouched; returns a sentence about it, or ''."""
+    """Copy missing and outdated files to ``folder``, but keep changed ones; return a message, or an empty string."""
     record, copied, newer = _read_record(folder), 0, []
     if not record:
         _close(folder)
@@ -102,8 +113,10 @@ def lay_out(folder: Path) -> str:
         copy, digest, before = folder / name, _digest(source), record.get(name)
         there = _digest(copy) if copy.is_file() else None
         if name == START_PAGE.as_posix() and there and before == digest:
-            continue  # it differs by the learner's ticks alone
-        if there not in (None, digest, before) and name != START_PAGE.as_posix():  # the learner's work
+            # Only the learner's ticks differ.
+            continue
+        # The copy differs from the course's file and from the recorded one, so the learner has changed it.
+        if there not in (None, digest, before) and name != START_PAGE.as_posix():
             newer += [name] * (before != digest)
             continue
         if there != digest:
@@ -121,11 +134,14 @@ def lay_out(folder: Path) -> str:
 
 
 def fresh(lesson: str) -> list[str]:
-    """Give each notebook of a lesson anew, and keep the one that was there under another name; a sentence for each.
+    """Replace a lesson's notebooks by the course's originals; keep each old one under another name.
 
     Args:
-        lesson: its number, such as 04, or the name of one notebook, such as 04_data_parallel_exercises, with its folder
-            or without.
+        lesson: its number, such as 04, or the name of one notebook, such as 04_data_parallel_exercises, with or without
+            its folder.
+
+    Returns:
+        One message for each notebook.
     """
     books = {name: path for name, path in sources().items() if path.suffix == ".ipynb"}
     wanted = Path(lesson.removesuffix(".ipynb"))
@@ -155,11 +171,12 @@ def fresh(lesson: str) -> list[str]:
 
 
 def fresh_here() -> None:
-    """Give the notebook in which this is called anew, as the course has it; the one that was there, as it was last
-    saved, is kept beside it. ``lab.fresh()`` in a cell.
+    """Replace the notebook in which this is called by the course's original: ``lab.fresh()`` in a cell.
+
+    The notebook as it was last saved is kept beside the new one.
 
     Raises:
-        DtlibError: for a notebook that is none of the course.
+        DtlibError: for a notebook that does not belong to the course.
     """
     name = os.environ.get("JPY_SESSION_NAME", "")
     if not name.endswith(".ipynb"):
@@ -172,11 +189,12 @@ def fresh_here() -> None:
 
 
 def sources() -> dict[str, Path]:
-    """The files of the course by their names in a folder where it is laid out."""
+    """Return the files of the course, by their relative paths in a learner's folder."""
     found = {path.relative_to(SOURCE).as_posix(): path for pattern in FILES for path in sorted(SOURCE.glob(pattern))}
     if not found:
         raise DtlibError(f"{SOURCE} has no course: install dtlib again, from a wheel or a complete clone.")
-    return {"AGENTS.md": found["notebooks/AGENTS.md"], **found}  # an AI reads the one that is nearest
+    # AI assistants read the nearest AGENTS.md, so the course's top folder gets a copy.
+    return {"AGENTS.md": found["notebooks/AGENTS.md"], **found}
 
 
 def _number(name: str) -> str:
@@ -184,7 +202,7 @@ def _number(name: str) -> str:
 
 
 def _is_empty(folder: Path) -> bool:
-    """But for what belongs to the installation: hidden files, virtual environments, wheels."""
+    """Return whether a folder has only files of an installation: hidden files, virtual environments, wheels."""
     return all(
         path.name.startswith(".") or path.suffix == ".whl" or os.path.exists(path / "pyvenv.cfg")
         for path in folder.iterdir()
@@ -192,8 +210,8 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _close(folder: Path) -> None:
-    """Cells, outputs and predictions are their owner's: where a disk has no modes, `dtlib doctor` says so."""
-    with suppress(OSError):  # who copies to it says what is wrong
+    """Make a folder private to its owner; `dtlib doctor` reports file systems without permissions."""
+    with suppress(OSError):  # a later copy reports the problem
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
 
@@ -208,17 +226,20 @@ def _digest(path: Path) -> str:
 
 
 def _copy(source: Path, target: Path) -> None:
-    part = target.with_name(f".{target.name}.part")  # whoever stops this in the middle has the old file or the new one
+    # A temporary file and a rename: an interruption leaves the old file or the new one, never a part.
+    part = target.with_name(f".{target.name}.part")
     with writing(target, "free some space and make it writable, or choose another folder for the course"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, part)  # without its mode: a package may be closed to writing
+        # Copy without permissions: files of an installed package may be read-only.
+        shutil.copyfile(source, part)
         part.replace(target)
 
 
 def _read_record(folder: Path) -> dict[str, str]:
     with suppress(OSError, ValueError):
         return read_json(folder / RECORD, dict)
-    return {}  # then every file that differs counts as the learner's
+    # Without a record, every file that differs counts as changed by the learner.
+    return {}
 
 
 def _write_record(folder: Path, record: dict[str, str]) -> None:
@@ -227,21 +248,21 @@ def _write_record(folder: Path, record: dict[str, str]) -> None:
 
 def _write(path: Path, text: str) -> None:
     with writing(path, "free some space and make it writable"):
-        write_whole(path, text)
+        write_atomically(path, text)
 
 
 def done(name: str) -> None:
-    """Note an exercise that passed or a prediction that was compared: in a learner's folder, and in no other."""
+    """Record an exercise that passed or a prediction that was compared, if this is a learner's folder."""
     _note(lambda record: record["done"].setdefault(name, True))
 
 
 def answered(quiz: str, right: int, of: int) -> None:
-    """Note a quiz of which all questions were answered. The first time counts."""
+    """Record a quiz after all its questions were answered; later results do not replace the first."""
     _note(lambda record: record["done"].setdefault(_of_quiz(quiz), [right, of]))
 
 
 def scored(exercise: str, value: float, par: float, unit: str, ranks: int) -> None:
-    """Note a score, if it is better (a smaller fraction of its par) than the one that is there."""
+    """Record a score if it is better than the recorded one, as a smaller fraction of its par."""
 
     def keep(record):
         best = record["scores"].get(exercise)
@@ -252,12 +273,12 @@ def scored(exercise: str, value: float, par: float, unit: str, ranks: int) -> No
 
 
 def keep(name: str, value: object) -> None:
-    """Note something else that JSON can hold, for the certificate."""
+    """Record another JSON value under ``name``, for the certificate."""
     _note(lambda record: record.update({name: value}))
 
 
 def write_start_page(folder: Path) -> None:
-    """The start page in a learner's folder, with what is done there."""
+    """Write the start page with the learner's progress to ``folder``."""
     known, page = _read_done(folder)["done"], (SOURCE / START_PAGE).read_text(encoding="utf-8")
     rows = {line: _of_row(line, known) for line in page.splitlines() if line.startswith("| [")}
     column = {**rows, "| lesson": "done", "|---": "---"} if any(rows.values()) else {}
@@ -270,7 +291,7 @@ def write_start_page(folder: Path) -> None:
 
 
 def _of_row(line: str, known: dict) -> str:
-    """``lecture 3 of 8, exercises ✓``: of what a row's notebooks ask for, predictions, checks and quizzes."""
+    """Return ``lecture 3 of 8, exercises ✓`` for a row: how many of its predictions, checks and quizzes are done."""
     asked: dict[str, set[str]] = {"lectures": set(), "exercises": set()}
     for book, found in asked_in(line).items():
         asked[book.partition("/")[0]] |= {name for _, name in found}
@@ -282,7 +303,7 @@ def _of_row(line: str, known: dict) -> str:
 
 
 def asked_in(line: str) -> dict[str, list[tuple[str, str]]]:
-    """Notebook -> what it asks for, in its order, as (check, predict or quiz; name in the record)."""
+    """Map each notebook in ``line`` to its tasks in order: (check, predict or quiz; name in the record)."""
     found = {}
     for book in _LINK.findall(line):
         text = (SOURCE / "notebooks" / book).read_text(encoding="utf-8")
@@ -295,9 +316,9 @@ def _of_quiz(name: str) -> str:
 
 
 def _note(change) -> None:
-    """Change the record of what was done, one notebook at a time. What cannot be noted must not spoil what was done."""
+    """Change the record, protected by a lock. A failure prints a message, and does not stop the learner's cell."""
     here = None
-    with suppress(DtlibError):  # no workshop here
+    with suppress(DtlibError):  # outside a workshop
         here = folder()
     if here is None or not (here / RECORD).is_file():
         return
@@ -314,11 +335,13 @@ def _note(change) -> None:
 
 
 def kept() -> dict:
-    """``done``: name -> True, or [right, of] for a quiz; ``scores``: exercise -> value, par, unit, ranks; what was kept
-    by name (``keep``).
+    """Return the record of this folder.
+
+    It has ``done``: name -> True, or [right, of] for a quiz; ``scores``: exercise -> value, par, unit, ranks; and the
+    values that ``keep`` recorded.
 
     Raises:
-        DtlibError: where no record is kept.
+        DtlibError: if this folder has no record.
     """
     here = folder()
     if not (here / RECORD).is_file():
@@ -329,12 +352,12 @@ def kept() -> dict:
 
 
 def _read_done(folder: Path) -> dict:
-    """The record of what was done; a damaged one is kept under another name."""
+    """Return the record of a folder; rename a damaged one and start again."""
     path = folder / DONE
     record: dict = {"done": {}, "scores": {}}
     try:
         found: Any = read_json(path, object)
-        if isinstance(found, list):  # names alone, as an earlier version of the course wrote them
+        if isinstance(found, list):  # a list of names, from an earlier version of the course
             found = {"done": dict.fromkeys(found, True)}
         kinds = [*(isinstance(each, dict) for each in (found, found.get("done", {}), found.get("scores", {})))]
         if not all(kinds) or not all(isinstance(name, str) for name in found.get("done", {})):

@@ -1,8 +1,8 @@
-"""lab.chart(): which cut when, on one page: the question, the inequality that decides it, and where it was measured.
+"""lab.chart(): which parallelism to use when, on one page: question, deciding inequality, and the lesson to measure it.
 
 P: parameters. N: data ranks. t: tensor ranks. c: context ranks. p: stages. m: micro-batches. n: tokens of a micro-batch
-on one rank. h: hidden size. k: width of keys and values. s: tokens of a sample. F: operations per second of a GPU.
-B: bytes per second of the link. 16 bytes per parameter: mixed precision with Adam.
+on one rank. h: hidden size. k: width of keys and values. s: tokens of a sample. F: operations per second of a GPU. B:
+bytes per second of the link. 16 bytes per parameter: mixed precision with Adam.
 """
 
 from textwrap import fill
@@ -10,7 +10,7 @@ from textwrap import fill
 from dtlib.lab.drawing import POINTS, shown, subplots
 from dtlib.lab.tables import Table
 
-# question, the inequality that says yes, what to do then, where it was measured
+# question, the inequality for yes, the method to use then, the lesson that measures it
 BRANCHES = (
     ("Does it fit on one GPU?", "16 P + activations\n≤ memory", "data parallelism:\none copy per GPU", "lesson 04"),
     ("Are activations the\nlargest part?", "activations\n> model states",
@@ -29,6 +29,7 @@ BRANCHES = (
      "expert parallelism,\nwithin a node", "lesson 12b"),
 )  # fmt: skip
 ELSE = "More GPUs, a smaller model, or fewer bytes per parameter"
+# The legend is the second paragraph of this module's docstring.
 LETTERS = " ".join(__doc__.partition("\n\n")[2].split())
 ALL_SHARDED = ("Do they fit, sharded\nover all ranks?", "16 P/N ≤ memory", *BRANCHES[3][2:])
 OF_TWO_HOURS = (BRANCHES[0], BRANCHES[2], ALL_SHARDED, BRANCHES[5])
@@ -38,9 +39,9 @@ QUESTION, CUT, LINE = "#dfe9f5", "#cfe8d5", "#555555"
 
 @shown
 def chart(short: bool = False) -> tuple:
-    """Draw the chart; each question is asked if the one above it was answered with no, or was not enough.
+    """Draw the chart. Each question follows if the answer above was no, or if the method above was not enough.
 
-    ``short``: the four questions of the two hours.
+    ``short``: only the four questions of the two-hour track.
     """
     branches, letters = (OF_TWO_HOURS, THEIR_LETTERS) if short else (BRANCHES, LETTERS)
     rows = len(branches)

@@ -1,17 +1,17 @@
-"""Handwritten digits that come with scikit-learn (Alpaydin and Kaynak, UCI, 1998): small enough to train in seconds."""
+"""Handwritten digits from scikit-learn (Alpaydin and Kaynak, UCI, 1998): small enough to train in seconds."""
 
 from collections.abc import Callable
 from itertools import pairwise
 
 from dtlib.lab.foreign import Communicator, Dtype, Module, Tensor
 
-TRAINING = 1440  # images; the number divides by 2, 3, 4, 5, 6 and 8 ranks
+TRAINING = 1440  # images; divisible by 2, 3, 4, 5, 6 and 8 ranks
 
 
 def load(dtype: "Dtype | None" = None) -> tuple[tuple[Tensor, Tensor], ...]:
-    """``(x, y), (x_test, y_test)``: 1440 images to train on and 357 to test with, shuffled once and for all.
+    """Return ``(x, y), (x_test, y_test)``: 1440 images for training and 357 for testing, always in the same order.
 
-    ``x`` has shape (images, 64) and values from 0 to 1, in float32 or in ``dtype``; ``y`` has the digits, as int64.
+    ``x`` has shape (images, 64) and values from 0 to 1, in float32 or ``dtype``; ``y`` has the digits, as int64.
     """
     import torch
 
@@ -21,7 +21,7 @@ def load(dtype: "Dtype | None" = None) -> tuple[tuple[Tensor, Tensor], ...]:
 
 
 def net(hidden: int = 64, dtype: "Dtype | None" = None, layers: int = 1) -> Module:
-    """64 pixels, so many hidden layers, ten digits; initialised from torch's random numbers."""
+    """Return a network of 64 pixels, ``layers`` hidden layers and ten digits, initialised by torch's generator."""
     import torch
     from torch import nn
 
@@ -31,8 +31,11 @@ def net(hidden: int = 64, dtype: "Dtype | None" = None, layers: int = 1) -> Modu
 
 
 def train(model: Module, comm: Communicator, *after_backward: Callable, steps: int = 10) -> Tensor:
-    """The mean loss of each step, in a tensor. A step has 96 images, of which a rank takes every N-th, in the model's
-    dtype; after its backward pass come ``after_backward``, such as an optimizer's ``step`` and ``zero_grad``."""
+    """Train for ``steps`` steps, and return each step's mean loss over ranks, in a tensor of shape (steps,).
+
+    A step has 96 images; each rank takes every N-th, in the model's dtype. The functions ``after_backward``, such as an
+    optimizer's ``step`` and ``zero_grad``, are called after each backward pass.
+    """
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -48,7 +51,7 @@ def train(model: Module, comm: Communicator, *after_backward: Callable, steps: i
 
 
 def accuracy(model: Module, test: tuple[Tensor, Tensor]) -> float:
-    """The fraction of ``test`` = (x, y) that a model gets right."""
+    """Return the fraction of ``test`` = (x, y) that the model classifies correctly."""
     import torch
 
     x, y = test

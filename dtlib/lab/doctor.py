@@ -1,4 +1,4 @@
-"""``dtlib doctor``: what this machine offers, and what would go wrong, with the cure."""
+"""``dtlib doctor``: report this machine's software and hardware, and every problem with its remedy."""
 
 import importlib.metadata
 import importlib.util
@@ -24,10 +24,10 @@ from dtlib.world.launch import (
     forked_ranks,
     library_version,
     mpiexec_command,
+    mpiexec_error,
     python_of_a_rank,
     rank_environment,
     start_ranks,
-    what_mpi_said,
 )
 from dtlib.world.machine import gpu_names, usable_cores
 from dtlib.world.processes import Process, end_processes, listening, with_descendants
@@ -38,7 +38,7 @@ _WAIT = f"{_COUNT_WORLD}; import time; time.sleep(60)"
 
 
 def report() -> int:
-    """Print the findings as a table and, in short, as a code; returns 0 if nothing would go wrong, else 1."""
+    """Print the findings as a table and as a short code; return 0 without problems, else 1."""
     from tabulate import tabulate
 
     rows = []
@@ -56,8 +56,7 @@ def report() -> int:
 
 
 def decode(codes: list[str]) -> int:
-    """Print what codes of learners say; returns 0 if nothing would go wrong on any of their machines, else 1, and 2 for
-    a code that cannot be read."""
+    """Print the contents of learners' codes; return 0 without problems, 1 with any, and 2 for an unreadable code."""
     print(doctor_code.report(codes, list(_LOOKS), dtlib.__version__))
     try:
         return int(any([doctor_code.decoded(code)[0].failed for code in codes]))
@@ -82,7 +81,7 @@ def _mpiexec() -> str:
 
 
 def _world_of_two() -> str:
-    """Start two ranks for real."""
+    """Start two real ranks."""
     command = [*mpiexec_command(2), sys.executable, "-c", _COUNT_WORLD]
     environment = {**os.environ, **rank_environment(2)}
     try:
@@ -90,13 +89,13 @@ def _world_of_two() -> str:
     except subprocess.TimeoutExpired:
         raise DtlibError("two ranks did not start within 60 s: check for a firewall or a full /tmp.") from None
     if ran.stdout.split() != ["2", "2"]:
-        said = what_mpi_said(ran.stderr + ran.stdout)
+        said = mpiexec_error(ran.stderr + ran.stdout)
         raise DtlibError(f"two ranks do not form a world of two; {said} If this does not help, {INSTALL_MPI}.")
     return "two ranks start and see each other"
 
 
 def _ports() -> str:
-    """Look who listens while two ranks run."""
+    """Report which processes listen on ports while two ranks run."""
     job = allocation()
     if job and not job.is_here:
         return (
@@ -135,7 +134,7 @@ def _torch() -> str:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         raise DtlibError(f"torch is not installed: {INSTALL_AGAIN}.") from None
-    # In a process of its own: a broken torch can end the process that imports it.
+    # In a separate process, because a broken torch can crash the process that imports it.
     ran = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True)
     if ran.returncode:
         last = (ran.stderr.strip() or f"exit status {ran.returncode}").splitlines()[-1]
@@ -190,7 +189,7 @@ def _engines() -> str:
 
 
 def _forked_ranks() -> str:
-    """Fork one for real."""
+    """Fork one real rank."""
     try:
         if why := forking.why_not(find_mpiexec()):
             return f"started separately: {why}"
@@ -211,11 +210,12 @@ def _forked_ranks() -> str:
 
 
 def _bytecode() -> str:
-    """Look whether every process compiles torch or dtlib again."""
+    """Report whether every process must compile torch or dtlib again."""
     own = Path(dtlib.__file__).parent
     packages = {own: list(own.rglob("*.py"))}
     if (torch := importlib.util.find_spec("torch")) and torch.origin:
-        packages[Path(torch.origin).parent] = [Path(torch.origin)]  # set-up compiles what is imported, not all of torch
+        # Installation compiles only the imported files of torch, so one file stands for the package.
+        packages[Path(torch.origin).parent] = [Path(torch.origin)]
     missing = [folder for folder, sources in packages.items() if not all(map(_is_compiled, sources))]
     closed = [str(folder) for folder in missing if not (sys.pycache_prefix or os.access(folder, os.W_OK))]
     if not missing:
@@ -234,7 +234,7 @@ def _is_compiled(source: Path) -> bool:
     return os.path.exists(cached) and os.path.getmtime(cached) >= source.stat().st_mtime
 
 
-# What is new goes to the end: the codes of learners count the checks.
+# Add new checks at the end: learners' codes identify a check by its position.
 _LOOKS = {
     "Python": _python, "cores": _cores, "MPI library": library_version, "mpiexec": _mpiexec, "ranks": _world_of_two,
     "ports": _ports, "torch": _torch, "GPUs": _gpus, "scheduler": _scheduler, "JupyterLab": _jupyterlab,

@@ -1,9 +1,9 @@
-"""The last line of ``dtlib doctor``: a code that learners send the day before, and what an instructor reads in it.
+"""The last line of ``dtlib doctor``: a code that learners send to the instructor before the course.
 
     dtlib-0.1.0-1-1-11-2-8-0-C1E7-OK      dtlib-VERSION-NUMBERS-SUM-OK or -FAILS
 
-The numbers are the fields of ``Machine``, the sum is one over all of the code: half of zlib's CRC-32, in hexadecimal.
-Nothing in it names a person, a machine or a folder.
+The numbers are the fields of ``Machine``. The sum covers the whole code: half of zlib's CRC-32, in hexadecimal. The
+code names no person, machine or folder.
 """
 
 import platform
@@ -21,8 +21,11 @@ _FORM = re.compile(r"DTLIB-(\d+(?:\.\d+)*)-((?:[\dOIL]{1,6}-){6}[\dA-FOIL]{4})-(
 
 @dataclass(frozen=True)
 class Machine:
-    """``system`` and ``machine`` are places in the tables above, ``python`` is the 11 of 3.11, ``memory`` is in GB;
-    ``failed`` has a bit for each check of the doctor, the first one lowest."""
+    """The facts about a machine in a code.
+
+    ``system`` and ``machine`` are indices into the tables above, ``python`` is the 11 of 3.11, ``memory`` is in GB.
+    ``failed`` has one bit for each check of the doctor; the lowest bit is the first check.
+    """
 
     system: int
     machine: int
@@ -33,12 +36,13 @@ class Machine:
 
     @property
     def words(self) -> tuple[str, ...]:
+        """System, Python version, cores and memory, as text."""
         system = f"{_SYSTEMS[self.system]}, {_MACHINES[self.machine]}"
         return system, f"3.{self.python}", str(self.cores), f"{self.memory} GB"
 
 
 def of_this_machine(failed: int) -> Machine:
-    """What the code says of this machine, ``failed`` from the checks."""
+    """Return the facts about this machine; ``failed`` has the bits of the failed checks."""
     import psutil
 
     from dtlib.world.machine import usable_cores
@@ -51,16 +55,16 @@ def of_this_machine(failed: int) -> Machine:
 
 
 def encoded(machine: Machine, version: str) -> str:
-    """The code of a machine with this version of dtlib."""
+    """Return the code of a machine with this version of dtlib."""
     numbers = "-".join(map(str, astuple(machine)))
     return f"dtlib-{version}-{numbers}-{_sum(machine, version):04X}-{'FAILS' if machine.failed else 'OK'}"
 
 
 def decoded(code: str) -> tuple[Machine, str]:
-    """The machine, and its version of dtlib.
+    """Return the machine in a code, and its version of dtlib.
 
     Raises:
-        DtlibError: for what is no code, or was not copied as it was.
+        DtlibError: if this is no code, or if its checksum differs.
     """
     found = _FORM.fullmatch("".join(code.split()).upper())
     if not found:
@@ -81,9 +85,9 @@ def _number_of(name: str, known: tuple[str, ...]) -> int:
 
 
 def report(codes: list[str], checks: list[str], version: str) -> str:
-    """A row for each code, with the checks that failed, and what to do about codes that cannot be read.
+    """Return a table with one row per code and the failed checks, followed by messages about unreadable codes.
 
-    ``checks`` and ``version`` are those of the dtlib that reads: another one may have other checks.
+    ``checks`` and ``version`` belong to the dtlib that reads the codes; another version may have other checks.
     """
     from tabulate import tabulate
 

@@ -1,4 +1,4 @@
-"""A figure as every lesson shows it: sharp at any size, with a sentence for whoever does not see it, and its text.
+"""Figures of the lessons: sharp at any size, with alternative text and a text version.
 
     @shown
     def ladder(rungs):
@@ -6,9 +6,10 @@
         ...
         return figure, "Bars: points per second of each rung.", Table(rows, headers)
 
-The figure is an SVG in an <img>: so it has alternative text, its names do not clash with those of other figures, and it
-is shown in a notebook that was not run here (in HTML that JupyterLab does not trust it leaves out SVG). An <img> hears
-of no theme: on a dark page its white is a card, less bright (settings/custom/custom.css, docs/_static/site.css).
+A figure is an SVG in an <img>. So it can have alternative text, and its internal names do not clash with those of other
+figures. JupyterLab also shows it in a notebook that was not run here, whose inline SVG it would remove as untrusted. An
+<img> ignores the page's theme, so on a dark page the figure is a white card with reduced brightness
+(settings/custom/custom.css, docs/_static/site.css).
 """
 
 import functools
@@ -20,23 +21,24 @@ from urllib.parse import quote
 
 from dtlib.lab.foreign import Axis, Figure
 
-WIDTH = 8.6  # inches of 96 CSS pixels: an output beside JupyterLab's file browser in a window of 1,280 pixels
-POINTS = 12  # of all text: 16 CSS pixels
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # which differ by shape as well as by colour
+# Inches of 96 CSS pixels. This is the width of an output beside JupyterLab's file browser in a window of 1,280 pixels.
+WIDTH = 8.6
+POINTS = 12  # size of all text; 12 points are 16 CSS pixels
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # shapes, so that colour is not the only difference
 STYLE: dict = {
     **{f"{what}.labelsize": POINTS for what in ("axes", "xtick", "ytick")},
     "font.size": POINTS, "axes.titlesize": POINTS, "legend.fontsize": POINTS, "hatch.linewidth": 0.7,
     "font.sans-serif": ["DejaVu Sans", "Verdana"], "svg.fonttype": "none",
-    "svg.hashsalt": "dtlib",  # the same figure has the same bytes
+    "svg.hashsalt": "dtlib",  # equal figures give equal bytes
     "figure.constrained_layout.use": True, "figure.dpi": 100,
-    "savefig.dpi": 192,  # of what is too much to be drawn as lines
+    "savefig.dpi": 192,  # for parts that are drawn as pixels
 }  # fmt: skip
-LARGER = 1.5  # on a projector: letters, lines and marks, in a figure that is as wide as before
+LARGER = 1.5  # factor for letters and taller figures on a projector
 _COORDINATES = re.compile(r' (?:d|x|y|transform)="[^"]*"')
 
 
 def projector(on: bool = True) -> None:
-    """Larger letters, thicker lines and taller figures from the next figure on; ``projector(False)`` takes it back."""
+    """Draw later figures with larger letters and thicker lines; ``projector(False)`` returns to normal."""
     _projector["on"] = on
 
 
@@ -51,7 +53,7 @@ def _style() -> dict:
 
 
 class Picture:
-    """A figure, a sentence that says what it shows, and its text equivalent: tables and texts."""
+    """A figure with alternative text and its text version: tables and texts."""
 
     def __init__(self, figure: Figure, alt: str, *texts: object):
         self.alt, self.texts = alt, texts
@@ -78,7 +80,10 @@ class Picture:
 
 
 def shown(draw: Callable) -> Callable:
-    """Have a function that returns the arguments of a ``Picture`` show it; its ``drawn`` returns the picture."""
+    """Make a function that returns the arguments of a ``Picture`` display it.
+
+    The function's attribute ``drawn`` is a function that returns the picture instead.
+    """
 
     def drawn(*arguments, **named) -> Picture:
         from matplotlib import rc_context
@@ -97,7 +102,7 @@ def shown(draw: Callable) -> Callable:
 
 
 def show_widget(widget: object, text: str) -> None:
-    """Show a widget; where nobody could move it, its place says in words what would be there."""
+    """Show a widget; without a page that can show it, print ``text`` instead."""
     from IPython.display import display
 
     data = widget._repr_mimebundle_() if hasattr(widget, "_repr_mimebundle_") else {}
@@ -105,7 +110,7 @@ def show_widget(widget: object, text: str) -> None:
 
 
 def subplots(rows: int = 1, columns: int = 1, *, height: float, width: float = WIDTH, **other: object) -> tuple:
-    """A figure of so many inches and its axes, as pyplot would make them, but known to nobody else."""
+    """Return a figure and its axes, sized in inches, without registering them in pyplot."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height * (LARGER**0.5 if _projector["on"] else 1)))
@@ -114,26 +119,26 @@ def subplots(rows: int = 1, columns: int = 1, *, height: float, width: float = W
 
 
 def fits(text: object, inches: float) -> bool:
-    """Whether a label fits into so much of a figure."""
+    """Return whether a label fits into a width in inches."""
     return inches > text_width(text) + 0.06
 
 
 def text_width(text: object) -> float:
-    """Inches."""
+    """Return the width of a text in inches."""
     from matplotlib.textpath import TextPath
 
     return TextPath((0, 0), str(text), size=POINTS * (LARGER if _projector["on"] else 1)).get_extents().width / 72
 
 
 def in_short(value: float) -> str:
-    """Two digits of it: 1.4 G, 790 k."""
+    """Return a number with two digits and a prefix, such as 1.4 G or 790 k."""
     from matplotlib.ticker import EngFormatter
 
     return EngFormatter()(float(f"{value:.2g}"))
 
 
 def units(axis: Axis, unit: str = "") -> None:
-    """Label a logarithmic axis with 1 k, 10 k, 1 M (of a unit): powers would be in small print."""
+    """Label a logarithmic axis with 1 k, 10 k, 1 M and a unit; exponents would be in small print."""
     from matplotlib.ticker import EngFormatter, NullFormatter
 
     axis.set_major_formatter(EngFormatter(unit))
@@ -144,6 +149,7 @@ def _svg(figure) -> str:
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = file.getvalue()
+    # Remove comments, metadata and surplus digits: notebooks store the SVG, and equal figures must give equal text.
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = _COORDINATES.sub(lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found.group()), svg)
     return re.sub(r"\s+", " ", svg)

@@ -1,4 +1,4 @@
-"""Types of libraries that are loaded late, and so are names alone here: ``"Tensor | None"`` in quotes."""
+"""Type aliases for libraries that are imported late; in annotations they stand in quotes, as in ``"Tensor | None"``."""
 
 from typing import TYPE_CHECKING, TypeAlias
 

@@ -1,6 +1,6 @@
-"""What happens in a notebook (a verdict, a guess, a quiz answer, a wait), told to those who listen: dtlib/wall does.
+"""Report events in a notebook (verdicts, guesses, quiz answers, waits) to listeners such as dtlib/wall.
 
-Who listens is an entry point ``dtlib.lab.listeners``: a module that adds itself to ``listeners`` when it is imported.
+A listener is an entry point in ``dtlib.lab.listeners``: a module that adds itself to ``listeners`` when imported.
 """
 
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import entry_points
 
-listeners: list[Callable] = []  # called with the kind of what has happened, and its facts by name
+listeners: list[Callable] = []  # called with the kind of an event, and its facts as keyword arguments
 
 
 def report(kind: str, **facts: object) -> None:
-    """Tell all listeners; it never fails."""
+    """Call all listeners with an event; errors in listeners are ignored."""
     _import_listeners()
     for tell in listeners:
         with suppress(Exception):

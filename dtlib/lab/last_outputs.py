@@ -1,7 +1,7 @@
-"""``lab.last()``: what a cell showed, again. A page that was closed meanwhile has lost it; the kernel keeps a copy.
+"""``lab.last()``: show a cell's output again. A page that was closed meanwhile has lost it; the kernel keeps a copy.
 
-All that a kernel shows goes through its session's ``send``, with the request that it belongs to. There it is noted: of
-the latest cells, and of each no more than a notebook should hold.
+A kernel sends all output through its session's ``send``, with the id of the request. This module records the output
+there, for the latest cells and up to a limited size for each.
 """
 
 import sys
@@ -13,31 +13,33 @@ from dtlib.errors import DtlibError
 from dtlib.lab.foreign import Kernel
 
 MOST_CELLS = 20
-MOST_BYTES = 1_000_000  # of one cell
+MOST_BYTES = 1_000_000  # per cell; later output is dropped
 
-_cells: dict[str, "Ran"] = {}  # by the id of the request, in their order
-_lock = threading.Lock()  # prints come from a thread of the kernel's own
+_cells: dict[str, "Ran"] = {}  # id of the request -> cell, in order
+_lock = threading.Lock()  # the kernel sends prints from another thread
 
 
 @dataclass
 class Ran:
-    """A cell that was run, and its outputs so far: the content of the messages, by their type."""
+    """A cell that ran, and its outputs so far: (type, content) of the messages."""
 
     number: int
     code: str
     began: float
     ended: float | None = None
     outputs: list[tuple[str, dict]] = field(default_factory=list)
-    clears: bool = False  # with the next output
+    clears: bool = False  # clear the outputs when the next one arrives
     bytes: int = 0
     shows_another: bool = False
 
     def keep(self, kind: str, content: dict) -> None:
+        """Record one output message."""
         if kind == "clear_output":
             self.clears = True
             if not content.get("wait"):
                 self._clear()
             return
+        # An update replaces the recorded output with the same display id.
         if kind == "update_display_data":
             for _, shown in self.outputs:
                 if _display_id(shown) == _display_id(content) is not None:
@@ -59,13 +61,13 @@ class Ran:
 
 
 def last(number: int | None = None) -> None:
-    """Show again what a cell of this notebook showed, for instance one that ended while its page was closed.
+    """Show the output of a cell of this notebook again, for example of one that ended while its page was closed.
 
     Args:
-        number: that of the cell, as it stands in brackets beside it; by default the cell that was run last.
+        number: the number in brackets beside the cell; by default the latest cell.
 
     Raises:
-        DtlibError: where that cell is none of the twenty latest.
+        DtlibError: if the cell is not among the latest twenty.
     """
     from IPython import get_ipython
 
@@ -108,7 +110,7 @@ def _show(ran: Ran) -> None:
 
 
 def cells() -> list[tuple[int, str, bool]]:
-    """The latest cells, the last one first: number, code, and whether it ended with an error."""
+    """Return number, code, and whether it ended with an error, for the latest cells; the newest first."""
     with _lock:
         return [
             (ran.number, ran.code, any(kind == "error" for kind, _ in ran.outputs)) for ran in reversed(_cells.values())
@@ -116,7 +118,7 @@ def cells() -> list[tuple[int, str, bool]]:
 
 
 def install(kernel: Kernel) -> None:
-    """Have this kernel keep what its cells show; a second time changes nothing."""
+    """Make this kernel record the output of its cells; a second call changes nothing."""
     session = kernel.session
     if session is None or hasattr(session.send, "keeps"):
         return

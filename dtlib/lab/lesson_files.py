@@ -1,9 +1,9 @@
-"""Where the lessons are: a folder each in ``dtlib/lessons``, a floor above, found by what lies in it.
+"""Find the lessons' files. Each lesson is a folder in ``dtlib/lessons``.
 
-judge_*.py      has EXERCISES: their names in the first column of a table that begins a line
-__init__.py     has NOTEBOOKS: of each source of a notebook, the notebook's name
+    judge_*.py      defines EXERCISES, a dictionary whose keys are the names of exercises
+    __init__.py     defines NOTEBOOKS, which maps each source to the name of its notebook
 
-dtlib/lessons/l04/exercises.py  ->  04_data_parallel_exercises
+For example, dtlib/lessons/l04/exercises.py is the source of 04_data_parallel_exercises.
 """
 
 import re
@@ -18,19 +18,22 @@ FOLDER = Path(str(files("dtlib"))) / "lessons"
 
 
 def found(pattern: str) -> Iterator[tuple[str, Path]]:
-    """(lesson, file) for each file of that name in a lesson's folder, in the lessons' order; ``11b`` is a lesson."""
+    """Yield (lesson, file) for each matching file in the lessons' folders, in the lessons' order.
+
+    A lesson is a name such as ``11b``.
+    """
     return ((file.parent.name[1:], file) for file in sorted(FOLDER.glob(f"l*/{pattern}")))
 
 
 def module_of(file: Path) -> ModuleType:
-    """What a file of a lesson defines."""
+    """Import the module of a lesson's file."""
     package = f"dtlib.lessons.{file.parent.name}"
     return import_module(package if file.stem == "__init__" else f"{package}.{file.stem}")
 
 
 @cache
 def notebooks() -> dict[str, Path]:
-    """The name of each notebook of the lessons -> its source, in the notebooks' order."""
+    """Map the name of each notebook to its source, in the notebooks' order."""
     of_all = {
         name: file.with_name(f"{source}.py")
         for _, file in found("__init__.py")
@@ -40,6 +43,6 @@ def notebooks() -> dict[str, Path]:
 
 
 def title(source: Path) -> str:
-    """``03 Collectives``, from the first lines of a source."""
+    """Return the title of a source, such as ``03 Collectives``."""
     (first, *_) = re.findall(r"^# # (.+)$", source.read_text(encoding="utf-8"), re.M)
     return first

@@ -1,4 +1,4 @@
-"""The figures that several lessons share, each with its text (drawing.py)."""
+"""Figures that several lessons share, each with its text version (drawing.py)."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from dtlib.lab.tables import Table
 
 @shown
 def darts(points: Sequence[tuple]) -> tuple:
-    """Points in the unit square, one colour and shape a rank; inside the quarter circle they are filled.
+    """Draw points in the unit square, with one colour and shape per rank; points in the quarter circle are filled.
 
-    ``points`` has a pair of arrays a rank: x and y, integers from 0 to 2**31 - 1.
+    ``points`` has a pair of arrays for each rank: x and y, integers from 0 to 2**31 - 1.
     """
     import numpy as np
 
@@ -37,9 +37,9 @@ def darts(points: Sequence[tuple]) -> tuple:
 
 @shown
 def errors(points: Sequence, absolute_errors: Sequence, standard_errors: Sequence) -> tuple:
-    """The error of an estimate against its number of points: one dot a seed, and the standard error as a line.
+    """Draw the error of an estimate against its number of points: one dot per seed, and the standard error as a line.
 
-    ``absolute_errors`` has a list of errors (one a seed) for each entry of ``points``.
+    ``absolute_errors`` has, for each entry of ``points``, a list with one error per seed.
     """
     import numpy as np
 
@@ -58,7 +58,7 @@ def errors(points: Sequence, absolute_errors: Sequence, standard_errors: Sequenc
 
 @shown
 def ladder(rungs: dict) -> tuple:
-    """Points per second of each rung, as bars on a logarithmic scale. ``rungs`` maps a name to points per second."""
+    """Draw points per second as bars on a logarithmic scale; ``rungs`` maps a name to points per second."""
     names, speeds = list(rungs), list(rungs.values())
     figure, axes = subplots(height=0.42 * len(names) + 0.8)
     bars = axes.barh(names[::-1], speeds[::-1], color=RANK_COLOURS[0])
@@ -72,7 +72,7 @@ def ladder(rungs: dict) -> tuple:
 
 @shown
 def speed_up(seconds: dict, cores: int) -> tuple:
-    """Speed-up against the number of ranks, with the number of cores marked. ``seconds`` maps ranks to seconds."""
+    """Draw speed-up against ranks, and mark the number of cores; ``seconds`` maps a number of ranks to seconds."""
     ranks = list(seconds)
     gains = [seconds[1] / seconds[count] for count in ranks]
     figure, axes = subplots(height=4)
@@ -89,9 +89,9 @@ def speed_up(seconds: dict, cores: int) -> tuple:
 
 @shown
 def costs(measured: dict, model: dict, title: str = "") -> tuple:
-    """Seconds against bytes, one colour and mark an algorithm; what the model says is a dashed line.
+    """Draw seconds against bytes, with one colour and mark per algorithm; dashed lines show the model.
 
-    ``measured`` and ``model`` map the name of an algorithm to a dict of bytes and seconds.
+    ``measured`` and ``model`` map the name of an algorithm to a dictionary from bytes to seconds.
     """
     figure, axes = subplots(height=4.2)
     rows = []
@@ -116,9 +116,9 @@ def costs(measured: dict, model: dict, title: str = "") -> tuple:
 
 @shown
 def lines(series: dict, xlabel: str, ylabel: str, title: str = "", log: str = "xy", form: str = ",.3g") -> tuple:
-    """One line, colour and mark for each entry of ``series``, which maps a name to a dict of x and y.
+    """Draw one line for each entry of ``series``, which maps a name to a dictionary from x to y.
 
-    ``log`` names the axes that are logarithmic; another one begins at 0.
+    ``log`` names the logarithmic axes; a linear y axis begins at 0.
     """
     figure, axes = subplots(height=4)
     for number, (name, points) in enumerate(series.items()):
@@ -129,7 +129,7 @@ def lines(series: dict, xlabel: str, ylabel: str, title: str = "", log: str = "x
     axes.set(xscale="log" if "x" in log else "linear", yscale="log" if "y" in log else "linear")
     if "y" in log:
         units(axes.yaxis)
-        axes.yaxis.set_major_formatter("{x:g}")  # the label has a unit: no thousandths of it
+        axes.yaxis.set_major_formatter("{x:g}")  # plain numbers, because the label has a unit already
     else:
         axes.set_ylim(0)
     axes.xaxis.minorticks_off()
@@ -142,17 +142,20 @@ def lines(series: dict, xlabel: str, ylabel: str, title: str = "", log: str = "x
     return figure, alt, Table(rows, headers, title)
 
 
-# Kinds of events differ by hatch as well as by shade. A rank that reads computes nothing.
-_HATCHES = {"phase": "", "reads": "xx", "operation": "//", "wait": "--"}  # not dots: each would be a curve of its own
-_STRENGTH = {"phase": 1.0, "reads": 0.25, "operation": 0.6, "wait": 0.08}  # of the colour: what is lost looks empty
+# Kinds of events differ in hatch and in shade. Reading is paler than computing, and waiting is almost white, because
+# the rank computes nothing. No dotted hatch: each dot would be a separate curve in the SVG.
+_HATCHES = {"phase": "", "reads": "xx", "operation": "//", "wait": "--"}
+_STRENGTH = {"phase": 1.0, "reads": 0.25, "operation": 0.6, "wait": 0.08}  # strength of the rank's colour
 MOST_ROWS = 24
-OWN, LANE, NARROW = 0.36, 0.2, 0.11  # inches of a rank's row: what it does itself, a lane below it, one of many
-MOST_LANES = 8  # what is under way beside as many others is drawn over the last of them
-OF_OPERATIONS = tuple(RANK_COLOURS[number] for number in (5, 2, 3, 1, 6))  # where one rank is drawn
+# Heights in inches: a rank's own bars, a lane of asynchronous operations, and such a lane if there are many.
+OWN, LANE, NARROW = 0.36, 0.2, 0.11
+MOST_LANES = 8  # further overlapping operations are drawn in the last lane
+# Colours of operations if only one rank is drawn.
+OF_OPERATIONS = tuple(RANK_COLOURS[number] for number in (5, 2, 3, 1, 6))
 
 
 def _paler(colour: str, strength: float) -> tuple:
-    """A colour mixed with white: where there is a hatch, an SVG forgets how opaque the colour below it is."""
+    """Mix a colour with white; an SVG with a hatch ignores the opacity of the colour below."""
     from matplotlib.colors import to_rgb
 
     return tuple(1 - strength * (1 - channel) for channel in to_rgb(colour))
@@ -169,27 +172,27 @@ def _style(kind: str, colour: str) -> dict:
 
 @shown
 def timeline(*traces: "dtlib.Timeline | str", rank: int | None = None, ends: dict | None = None) -> tuple:
-    """Time across, ranks down: what each rank computed, which operations it called, and where it waited.
+    """Draw time to the right and ranks down: computation, operations and waits of each rank.
 
-    A trace is a ``dtlib.Timeline``, or the name of a trace on the ranks, which becomes the title of its panel; panels
-    share the axis of time. What was started with ``async_op=True`` is drawn below the rank's own bars, from start to
-    end: where several are under way at once, each in a lane of its own. What never ended is drawn to the edge.
+    A trace is a ``dtlib.Timeline``, or the name of a trace on the ranks, which becomes the title of its panel. Panels
+    share the time axis. Operations with ``async_op=True`` are drawn below the rank's own bars, from start to end, in
+    separate lanes where they overlap. Operations that never completed extend to the right edge.
 
-    With ``rank`` the rows are what this rank did, and each operation has a colour. ``ends`` maps the name of a phase to
-    a label: a line shows where the last phase of this name ended.
+    With ``rank``, the rows are the operations of this rank, and each operation has a colour. ``ends`` maps the name of
+    a phase to a label: a line marks the end of the last phase with this name.
     """
     records = [_timeline_of(trace, rank) for trace in traces]
     events = [event for record in records for event in record.events]
     last = max(record.end for record in records)
     scale, unit = (1, "s") if last >= 1 else (1e3, "ms")
-    # What never ended gets room to be seen.
+    # Leave space on the right for operations that never ended.
     right = max(1e-3, last * (1.5 if any(event.end is None for event in events) else 1.05))
     panels = [_rows(record, rank) for record in records]
     highs = [sum(high for *_, high in rows) for rows in panels]
     tall = sum(highs) + 0.4 * len(panels) + 0.9
     figure, grid = subplots(len(panels), height=tall, height_ratios=highs, sharex=True, squeeze=False)
     operations = sorted({event.name for event in events if event.kind == "operation"})
-    # Of one rank, the row and the colour tell which operation it is.
+    # With one rank, row and colour identify the operation.
     colours = {} if rank is None else dict(zip(operations, OF_OPERATIONS, strict=False))
     alts, tables = [], []
     for axes, trace, record, rows in zip(grid[:, 0], traces, records, panels, strict=True):
@@ -200,7 +203,7 @@ def timeline(*traces: "dtlib.Timeline | str", rank: int | None = None, ends: dic
                 took = (right if event.end is None else event.end) - event.start
                 coloured = event.kind == "operation" and event.name in colours
                 look = ("phase", colours[event.name]) if coloured else (_kind(event), rank_colour(event.rank))
-                style = {**_style(*look), "zorder": 2 - number / (number + 1)}  # the first is in front
+                style = {**_style(*look), "zorder": 2 - number / (number + 1)}  # earlier bars are in front
                 axes.broken_barh([(event.start * scale, took * scale)], (top + below, high), **style)
                 labels = _open(event, record) if event.end is None else (event.name, event.name.split()[-1])
                 written = next((text for text in labels if fits(text, 0.85 * WIDTH * took / right)), None)
@@ -214,7 +217,8 @@ def timeline(*traces: "dtlib.Timeline | str", rank: int | None = None, ends: dic
         axes.set_yticks(ticks, [label for label, *_ in rows])
         hangs = rank is None and any(event.end is None for event in record.events)
         for tick, (_, bars, _) in zip(ticks, rows, strict=True):
-            if hangs and all(event.end is not None for event, *_ in bars):  # this rank does not wait
+            # All events of this rank have ended, while other ranks wait.
+            if hangs and all(event.end is not None for event, *_ in bars):
                 done = scale * max((event.end for event, *_ in bars), default=0)
                 axes.annotate("finished", (done, tick), (5, 0), textcoords="offset points", va="center")
         for phase, label in (ends or {}).items():
@@ -242,7 +246,10 @@ def _legend(figure, present: set, operations: list) -> None:
 
 
 def _rows(record, rank: int | None) -> list[tuple]:
-    """From top to bottom: a label, the row's bars (event, inches below its top, height), and its height."""
+    """Return (label, bars, height) for each row from top to bottom.
+
+    A bar is (event, inches below the row's top, height in inches).
+    """
     rows: dict[str, list] = {f"rank {each}": [] for each in record.ranks if rank is None}
     for event in record.events:
         name = {"phase": "phases", "wait": "waits"}.get(event.kind, event.name)
@@ -261,8 +268,8 @@ def _rows(record, rank: int | None) -> list[tuple]:
 
 
 def _lanes(events) -> list[int]:
-    """The first lane that is free when each event starts."""
-    until, lanes = [0.0] * MOST_LANES, []  # when a lane is free again
+    """Return for each event the first lane that is free when it starts."""
+    until, lanes = [0.0] * MOST_LANES, []  # until: when each lane is free again
     for event in events:
         free = (lane for lane in range(MOST_LANES) if until[lane] <= event.start)
         lanes.append(next(free, MOST_LANES - 1))
@@ -271,14 +278,14 @@ def _lanes(events) -> list[int]:
 
 
 def _open(event, record) -> tuple[str, ...]:
-    """What is written on the bar of an event that never ended, the longest first."""
+    """Return labels for the bar of an event that never ended, the longest first."""
     until = record.until.get(event.rank)
     waited = "" if until is None else f" after {until - event.start:.1f} s"
     return f"{event.name} had not ended{waited}", f"{event.name} never ended", "never ended", "..."
 
 
 def _timeline_of(trace, rank: int | None):
-    """The timeline, or one rank's part of it."""
+    """Return the timeline, or the part of one rank."""
     from copy import copy
 
     from dtlib.lab.engines.names import values
@@ -291,7 +298,7 @@ def _timeline_of(trace, rank: int | None):
 
 
 def _table(record, title: str) -> Table:
-    """A row for each event; where these are many, or beside another record, their sums."""
+    """Return a table with one row per event; for many events, or several traces, with sums."""
     if not title and len(record.events) <= MOST_ROWS:
         rows = [
             (

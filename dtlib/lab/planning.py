@@ -1,4 +1,4 @@
-"""lab.plan(): which meshes a model fits on, and how long a step takes there, as a table and a map."""
+"""lab.plan(): the meshes that fit a model and the time of a step on each, as a table and a map."""
 
 from math import nan
 
@@ -15,15 +15,16 @@ def plan(
     model: Model | str | dict = "llama3-8b", gpus: int = 64, device: Device | str = "h100", batch: int = 0,
     seq: int = 0, best: int = 10, **fixed: object,
 ) -> list[Estimate]:  # fmt: skip
-    """Show the ``best`` meshes and the map of what fits; return the estimates of the best, the fastest first.
+    """Show the ``best`` meshes and a map of all meshes; return the best estimates, the fastest first.
 
     Args:
         model: a name in ``dtlib.planner.MODELS``, a ``Model``, a transformers config (dictionary or file), or sizes.
-        gpus: of the whole job.
+        gpus: number of GPUs in the whole job.
         device: a name in ``dtlib.planner.DEVICES``, or a ``Device``.
-        batch: samples of a step; by default four million tokens.
-        seq: tokens of a sample, in place of the model's.
-        fixed: fields of ``dtlib.planner.Plan`` that are given, such as ``zero=3``.
+        batch: samples per step; by default as many as make four million tokens.
+        seq: tokens per sample; overrides the model's.
+        best: number of meshes to show.
+        fixed: fields of ``dtlib.planner.Plan`` with fixed values, such as ``zero=3``.
     """
     found, tried = asked(model, gpus, device, batch, seq, fixed, best)
     print(report.summary(found, tried))
@@ -35,12 +36,16 @@ def plan(
 
 @shown
 def what_fits(tried: list[Estimate]) -> tuple:
-    """A square a tensor and a pipe axis: its shade is the GiB of the fastest that fits, and its text the bounds of the
-    step in seconds. Red squares have the GiB of the smallest, which does not fit."""
+    """Draw one square for each size of the tensor and the pipe axis.
+
+    The shade is the memory in GiB of the fastest mesh that fits, and the text has the range of a step in seconds. Red
+    squares show the GiB of the smallest mesh, which does not fit.
+    """
     from matplotlib.colors import LinearSegmentedColormap
 
     tensors, pipes = (sorted({getattr(e.plan, axis) for e in tried}) for axis in ("tensor", "pipe"))
-    found = {(e.plan.tensor, e.plan.pipe): e for e in reversed(tried)}  # the best of a square is the last
+    # The best mesh of a square comes first in `tried`: reversed, it is stored last.
+    found = {(e.plan.tensor, e.plan.pipe): e for e in reversed(tried)}
     gib = {mesh: e.memory.total / GIB for mesh, e in found.items()}
     room = tried[0].device.memory / GIB
     shades = LinearSegmentedColormap.from_list("room", ("white", FULL)).with_extremes(bad=NONE, over=NOT)

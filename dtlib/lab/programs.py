@@ -1,4 +1,4 @@
-"""Programs on ranks of their own, started from a notebook as one starts them in a terminal."""
+"""Run programs on separate ranks from a notebook, as from a terminal."""
 
 import subprocess
 from pathlib import Path
@@ -10,12 +10,12 @@ from dtlib.world.processes import Process, end_processes, with_descendants
 
 
 def mpiexec(script: str | Path, ranks: int) -> None:
-    """``mpiexec -n ranks python script``, with this environment's mpiexec; prints what the ranks print. Stop ends it.
+    """Run ``mpiexec -n ranks python script`` with this environment's mpiexec, and print the output. Stop ends it.
 
-    ``script`` is a path, or the name of a program of the course, such as ``pi_mpi4py.py`` in ``notebooks``.
+    ``script`` is a path, or the name of one of the course's programs, such as ``pi_mpi4py.py`` in ``notebooks``.
 
     Raises:
-        DtlibError: for a program that does not end well.
+        DtlibError: if the program ends with an error.
     """
     script = script if Path(script).exists() else course.folder() / "notebooks" / script
     process = start_ranks([str(script)], ranks, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

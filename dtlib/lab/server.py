@@ -1,4 +1,4 @@
-"""``dtlib lab``: JupyterLab, opened on the workshop; ``dtlib lab --hub``: the same for a learner of a JupyterHub."""
+"""``dtlib lab``: open JupyterLab on the workshop; ``dtlib lab --hub``: the same for a learner of a JupyterHub."""
 
 import importlib.util
 import os
@@ -15,26 +15,27 @@ from dtlib.world.launch import start_zygote
 
 SETTINGS = Path(__file__).with_name("settings")
 FIRST_PAGE = f"/lab/tree/{course.START_PAGE.as_posix()}"
-COURSE = "course"  # the folder in a learner's home that `dtlib lab --hub` lays out
+COURSE = "course"  # the folder in a learner's home that `dtlib lab --hub` uses
 TOLD_BY_A_HUB = "JUPYTERHUB_API_TOKEN"
-# Without the package by which jsonschema checks addresses: its import takes seconds, and JupyterLab has none to check.
+# Hide rfc3987_syntax, with which jsonschema checks addresses: its import takes seconds, and JupyterLab has no addresses
+# to check.
 START = "import runpy, sys; sys.modules['rfc3987_syntax'] = None; runpy.run_module(sys.argv.pop(1), {}, '__main__', 1)"
 
 
 def command(folder: Path, browser: bool, extra: list[str], program: str = "jupyterlab") -> list[str]:
-    """The command line of JupyterLab on the workshop in ``folder``, with this Python's kernels."""
+    """Return the command line of JupyterLab on the workshop in ``folder``, with kernels of this Python."""
     line = [
         sys.executable, "-c", START, program,
         f"--ServerApp.root_dir={folder}",
         f"--LabApp.default_url={FIRST_PAGE}",
-        # No question about news and updates in front of the first lesson.
+        # Settings that suppress the question about news and updates.
         f"--LabApp.app_settings_dir={SETTINGS}",
-        # A kernel whose notebook is closed ends when it has done nothing for an hour.
+        # End kernels of closed notebooks after one idle hour (3,600 seconds).
         "--MappingKernelManager.cull_idle_timeout=3600",
-        # Lines of output that break between words, and code in the colours of the theme.
+        # CSS that wraps output between words and colours code by the theme.
         "--LabApp.custom_css=True",
         f"--ServerApp.tornado_settings=static_custom_path={SETTINGS / 'custom'}",
-        # Where nobody watches a terminal, Jupyter would start login shells, which reset PATH.
+        # Without a terminal, Jupyter would start login shells, which reset PATH.
         f"--ServerApp.terminado_settings=shell_command={os.environ.get('SHELL', 'bash')}",
     ]  # fmt: skip
     line.append(f"--KernelManager.transport={transport()}")
@@ -44,23 +45,24 @@ def command(folder: Path, browser: bool, extra: list[str], program: str = "jupyt
 
 
 def transport() -> str:
-    """How a notebook reaches its kernel: by sockets in its owner's folder, since every user of a machine hears ports.
+    """Return the transport between notebook and kernel: sockets in a private folder, else TCP.
 
-    A socket's path is at most 103 bytes long on some systems, and ends in /kernel-, 36 letters, -ipc-5.
+    Every user of a machine can reach TCP ports. On some systems a socket's path has at most 103 bytes, and it ends in
+    /kernel-, 36 letters, -ipc-5.
     """
     return "ipc" if os.name == "posix" and len(os.fsencode(jupyter_runtime_dir())) + 50 <= 103 else "tcp"
 
 
 def serve(browser: bool, extra: list[str]) -> int:
-    """Lay out the course where it is missing or old, and become JupyterLab; does not return."""
+    """Copy missing and outdated files of the course, and replace this process by JupyterLab; does not return."""
     return _become("jupyterlab", browser, extra)
 
 
 def serve_hub(extra: list[str]) -> int:
-    """What a hub starts for a learner: the course in the home folder, in the hub's server; does not return.
+    """Start the course in a learner's home folder, in the hub's server; does not return.
 
     Raises:
-        DtlibError: where JupyterHub is missing, or has not started this.
+        DtlibError: if JupyterHub is missing, or if no hub started this process.
     """
     if importlib.util.find_spec("jupyterhub") is None:
         raise DtlibError("--hub needs JupyterHub, which is not installed here: pip install 'dtlib[hub]'.")
@@ -82,20 +84,21 @@ def _become(program: str, browser: bool, extra: list[str]) -> int:
     if said:
         print(said, flush=True)
     line = command(folder, browser, extra, program)
-    # Kernels with %%px from the start: here python3 is found before the environment's own of that name.
+    # Kernels that know %%px from the start: this kernelspec python3 is found before the environment's own.
     os.environ["JUPYTER_PATH"] = os.pathsep.join(
         filter(None, [str(SETTINGS / "jupyter"), os.environ.get("JUPYTER_PATH")])
     )
-    # So that `dtlib` is known in JupyterLab's terminals.
+    # Make `dtlib` available in JupyterLab's terminals.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    start_zygote()  # ready when the first cell runs; it ends with JupyterLab, which this process becomes
+    # The zygote is ready when the first cell runs. It ends with JupyterLab, which execv puts into this process.
+    start_zygote()
     os.execv(line[0], line)
 
 
 def _keep_private() -> None:
-    """What is written from now on, cells and outputs and IPython's history of them, is for its owner alone."""
+    """Make files that are written from now on (cells, outputs, IPython's history) readable by their owner only."""
     os.umask(0o077)
-    with suppress(OSError):  # a disk without modes
+    with suppress(OSError):  # a file system without permissions
         ipython = Path(get_ipython_dir())
         ipython.mkdir(exist_ok=True)
         ipython.chmod(0o700)

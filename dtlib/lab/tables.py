@@ -1,7 +1,9 @@
-"""Tables, as a notebook shows them and as text: HTML whose sentences wrap, and a twin that fits on a page.
+"""Tables as HTML, with sentences that wrap, and as text that fits on a page.
 
-lab.table(rows, ("rank", "bytes sent"))        shown, also by a rank in a %%px cell
-Table(rows, headers)                           a part of a picture's text (pictures.py)
+    lab.table(rows, ("rank", "bytes sent"))        display a table, also on a rank in a %%px cell
+    Table(rows, headers)                           a part of a picture's text version (pictures.py)
+
+In both forms ``rows`` may be any iterable.
 """
 
 import re
@@ -11,16 +13,16 @@ from html import escape
 
 from dtlib.lab.colours import rank_badge
 
-WIDEST = 95  # columns of text: what is stored of an output, and read in a terminal or a narrow window
-LONGEST = 10_000  # letters of a line that is folded: nobody reads longer ones
-NARROWEST = 14  # columns of a text that is wrapped, at least
-GAP = 2  # columns between two columns of a table
-PADDING = 2  # of a header, by tabulate
+WIDEST = 95  # columns of a text output, which a terminal or a narrow window can show
+LONGEST = 10_000  # longer lines are not folded
+NARROWEST = 14  # least width of a wrapped column
+GAP = 2  # spaces between two columns
+PADDING = 2  # tabulate pads a header by two columns
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?(%|[a-zA-Zµ]{1,2}))?")
 
 
 def fold(text: object, width: int = WIDEST) -> str:
-    """The same text with lines that are too long broken between words; what goes on is indented."""
+    """Return a text with long lines broken between words; continuation lines are indented."""
     return "\n".join(part for line in str(text).split("\n") for part in _folded(line, width))
 
 
@@ -32,21 +34,22 @@ def _folded(line: str, width: int) -> list[str]:
 
 
 def _wrap(text: str, width: int, **other) -> list[str]:
-    """Between words alone: a number stays whole."""
+    """Break between words only, so that numbers stay whole."""
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, **other) or [""]
 
 
 def table(rows: Iterable, headers: Iterable = (), title: str = "", floats: str = "g", align: str = "") -> None:
-    """Show a table. For the arguments see ``Table``."""
+    """Display a table; arguments as for ``Table``."""
     from IPython.display import display
 
     display(Table(rows, headers, title, floats, align))
 
 
 class Table:
-    """Rows of cells. Whole numbers get commas, real ones the format ``floats``; the rest is shown as it is.
+    """Rows of cells, with HTML and text forms.
 
-    ``align`` has a letter a column, l or r; by default numbers stand on the right. A column with the header "rank" has
+    Integers get thousands separators, floats the format ``floats``; other cells are shown as they are. ``align`` has
+    one letter per column, l or r; by default numbers are aligned to the right. A column with the header "rank" shows
     the colour of each rank beside its number.
     """
 
@@ -58,7 +61,7 @@ class Table:
         self.align = align or "".join("r" if self.cells and _is_numeric(column) else "l" for column in columns)
 
     def __str__(self) -> str:
-        """At most ``WIDEST`` columns: long cells are wrapped, and what still is too wide goes on in a block below."""
+        """Return text of at most ``WIDEST`` columns: long cells wrap, and surplus columns continue in a block below."""
         from tabulate import tabulate
 
         blocks = []
@@ -91,7 +94,7 @@ class Table:
         return f"<tr>{''.join(cells)}</tr>"
 
     def _blocks(self):
-        """Which columns stand side by side, and how wide each of them is. The first one stands in every block."""
+        """Yield which columns stand side by side, and their widths; the first column is in every block."""
         columns = [[header, *cells] for header, *cells in zip(self.headers, *self.cells, strict=True)]
         for column in columns:
             column[0] += " " * PADDING if column[0] else ""
@@ -105,6 +108,7 @@ class Table:
             ])
             for column, width, side in zip(columns, natural, self.align, strict=True)
         ]  # fmt: skip
+        # Each block takes as many further columns as fit, by their least widths.
         begin, last = (1 if len(columns) > 1 else 0), len(columns)
         while begin < last:
             end = last
@@ -116,7 +120,7 @@ class Table:
 
 
 def _narrowed(widths: list[int], least: list[int]) -> list[int]:
-    """The widest columns give up as much as is needed."""
+    """Reduce the widest columns until the row fits."""
     while sum(widths) + GAP * (len(widths) - 1) > WIDEST:
         wide = [i for i, width in enumerate(widths) if width > least[i]]
         if not wide:

@@ -1,1 +1,1 @@
-"""What every rank did and held: traces, memory, progress."""
+"""Measurements on each rank: traces of operations, memory, and progress bars."""

@@ -1,4 +1,4 @@
-"""Tensors that autograd keeps while a block runs."""
+"""Memory of activations: the storages that autograd saves for the backward pass."""
 
 import torch
 
@@ -6,16 +6,16 @@ from dtlib.measure.storages import storage_key
 
 
 class Activations:
-    """A context in which the storages that autograd keeps are counted, each once: ``now``, and ``most`` at a time.
+    """A context manager that counts the storages that autograd saves, each once.
 
-    ``others`` are keys of storages that are none, such as parameters. Autograd does not notice meanwhile that a tensor
-    that it keeps is changed in place.
+    ``now`` is their size in bytes, and ``most`` is the largest size so far. ``others`` are keys of storages that are
+    not activations, such as parameters. Inside the block autograd does not detect in-place changes of saved tensors.
     """
 
     def __init__(self):
         self.others = set()
         self.now = self.most = 0  # bytes
-        self._kept = {}  # by storage: how often autograd keeps it
+        self._kept = {}  # storage key -> how many saved tensors use it
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def __enter__(self) -> "Activations":
@@ -36,7 +36,8 @@ class Activations:
         self._kept[key] += 1
         return _Kept(tensor, self)
 
-    def let_go(self, tensor: torch.Tensor) -> None:
+    def release(self, tensor: torch.Tensor) -> None:
+        """Record that autograd has freed a saved tensor."""
         key = storage_key(tensor)
         self._kept[key] -= 1
         if not self._kept[key]:
@@ -45,13 +46,13 @@ class Activations:
 
 
 class _Kept:
-    """A tensor that autograd keeps; once it does not, this object goes, and says so."""
+    """A saved tensor. When autograd frees it, this object's destructor updates the count."""
 
     def __init__(self, tensor, activations: Activations):
         self.tensor, self._activations = tensor, activations
 
     def __del__(self):
-        self._activations.let_go(self.tensor)
+        self._activations.release(self.tensor)
 
 
 def _unpack(kept):

@@ -1,13 +1,13 @@
-"""``Live``: the bytes of all tensors that are alive on this rank: now, at most, and by the line that allocated them.
+"""``Live``: the bytes of all live tensors on this rank: now, at the peak, and by the line that allocated them.
 
-    with Live(*model.parameters()) as live:     these are counted from the start
+    with Live(*model.parameters()) as live:     these tensors are counted from the start
         loss_of(model, batch).backward()        live.now: bytes at this moment
         optimizer.step()                        live.peak: the most so far
     for bytes_, place, text in live.by_line(): ...
 
-Storages are counted, each once, however many views and handles keep it: from the operation that allocates it until
-nothing refers to it any more. Activations, gradients, messages and temporaries are all storages. Memory of a message is
-one as well, as communicators allocate theirs through torch.
+Each storage is counted once, even if it has many views. It is counted from the operation that allocates it until
+nothing refers to it. Activations, gradients and temporaries are storages. Message buffers are storages, too, because
+communicators allocate them through torch.
 """
 
 import linecache
@@ -22,16 +22,17 @@ from torch.utils._pytree import tree_leaves
 
 from dtlib.measure.storages import strided
 
-Place = tuple[str, int]  # a file and a line in it
+Place = tuple[str, int]  # file name and line number
 BEFORE: Place = ("before", 0)
-PASSED_BY = f"{torch.__path__[0]}/", __file__  # frames that allocate for others
+PASSED_BY = f"{torch.__path__[0]}/", __file__  # files whose frames are skipped when we look for the allocating line
 
 
 class Live(TorchDispatchMode):
-    """Count storages that operations of this thread allocate in a block, and those of ``tensors``.
+    """A context manager that counts the storages of ``tensors``, and those that this thread allocates in the block.
 
-    ``now`` and ``peak`` are bytes; ``changed``, if it is set, is called with ``now`` after each change. What an
-    operation of torch allocates and frees within itself is not seen, nor what was there before the block.
+    ``now`` and ``peak`` are bytes. If ``changed`` is set, it is called with ``now`` after each change. Two kinds of
+    memory are not counted: temporaries inside an operation of torch, and other tensors from before the block.
+
     Counterpart: ``torch.distributed._tools.mem_tracker.MemTracker``.
     """
 
@@ -39,7 +40,7 @@ class Live(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self.changed: Callable[[int], object] | None = None
-        self._alive: dict[int, tuple[weakref.ref, int, Place]] = {}  # by storage: itself, its bytes, its line
+        self._alive: dict[int, tuple[weakref.ref, int, Place]] = {}  # storage key -> reference, bytes, line
         self._by_line: Counter[Place] = Counter()
         self._at_peak: Counter[Place] = Counter()
         for storage in set(_storages(tensors)):
@@ -47,6 +48,7 @@ class Live(TorchDispatchMode):
 
     def __enter__(self) -> "Live":
         super().__enter__()
+        # ``resize_`` of a storage is not an operation of torch's dispatcher, so replace the method in the block.
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = lambda storage, size: self._resized(storage, size)  # type: ignore
         return self
@@ -56,7 +58,7 @@ class Live(TorchDispatchMode):
         super().__exit__(*problem)
 
     def by_line(self, at_peak: bool = False) -> list[tuple[int, str, str]]:
-        """Bytes alive, the file and line that allocated them, and what stands there; the most first."""
+        """Return, for each line, live bytes, ``file:line``, and the line's text; the largest number of bytes first."""
         lines = (self._at_peak if at_peak else self._by_line).most_common()
         return [
             (count, f"{file.rpartition('/')[2]}:{line}", linecache.getline(file, line).strip())
@@ -66,6 +68,7 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         result = func(*args, **(kwargs or {}))
+        # A result in a storage of the arguments is a view or an in-place result. Any other storage is new.
         before = {storage._cdata for storage in _storages(tree_leaves((args, kwargs)))}
         for storage in _storages(tree_leaves(result)):
             if storage._cdata in self._alive:
@@ -89,7 +92,7 @@ class Live(TorchDispatchMode):
         self._alive[key] = reference, size, place
         if size != before:
             self._count(size, place)
-            self._count(-before, place)  # afterwards: what grows is copied
+            self._count(-before, place)  # after the addition: while a storage grows, old and new memory both exist
 
     def _freed(self, key: int) -> None:
         _, size, place = self._alive.pop(key)
@@ -104,7 +107,9 @@ class Live(TorchDispatchMode):
             self.changed(self.now)
 
 
-LIFT = torch.ops.aten.lift_fresh.default  # of tensors made of Python's numbers, or of numpy's, whose memory is not ours
+# The operation that torch applies to a tensor made from Python's numbers or from a numpy array. A numpy array's storage
+# is not resizable, and its memory is not counted.
+LIFT = torch.ops.aten.lift_fresh.default
 
 
 def _storages(things: Iterable) -> list[torch.UntypedStorage]:
@@ -112,7 +117,7 @@ def _storages(things: Iterable) -> list[torch.UntypedStorage]:
 
 
 def _calling_line() -> Place:
-    """The innermost line outside of torch and of this file."""
+    """Return the innermost line of the call stack that is outside torch and this file."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PASSED_BY):
         frame = frame.f_back

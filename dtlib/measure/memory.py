@@ -1,17 +1,17 @@
-"""``dtlib.memory()``: the bytes that this rank holds, counted from the storages themselves.
+"""``dtlib.memory()``: the memory of training on this rank in bytes, counted from the storages.
 
     with dtlib.memory(model, optimizer) as m:
-        loss_of(model, batch).backward()      m.activations: the most that autograd kept at a time
-        optimizer.step()                      m.gradients: as they stand between backward and step
-    print(m.beside(stage=2))                  the rest as it stands at the end, and the closed formula
+        loss_of(model, batch).backward()      m.activations: the most that autograd saved at any time
+        optimizer.step()                      m.gradients: counted when the optimizer's step begins
+    print(m.beside(stage=2))                  the other lines, counted at the end, and the closed formula
 
-Every byte is counted once, under the first line that claims it. Views claim their bytes of a flat memory; what no
-tensor claims is padding:
+Every byte is counted once, in the first line of the report that claims it. A view claims its bytes of a flat buffer;
+bytes of the buffer that no tensor claims are padding:
 
-    flat memory   [ w1 w1 w1 w1 b1 | b1 w2 w2 w2 .. ]
+    flat buffer   [ w1 w1 w1 w1 b1 | b1 w2 w2 w2 .. ]
     claimed        parameters, or gradients      padding
 
-Who keeps memory of its own says so in a method ``held()`` (held.py).
+Objects that allocate buffers report them through a method ``held()`` (buffers.py).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import torch
 
 from dtlib.errors import DtlibError
-from dtlib.gradients.local_gradient import is_gone
+from dtlib.gradients.local_gradient import is_freed
 from dtlib.gradients.shard_info import info_of
 from dtlib.measure.activations import Activations
-from dtlib.measure.held import held
+from dtlib.measure.buffers import held
 from dtlib.measure.live import Live
 from dtlib.measure.storages import Storages, storage_key
 from dtlib.theory.zero import SCHEMES, Scheme, zero_bytes
@@ -37,52 +37,59 @@ LINES = (
 
 
 class Engine(Protocol):
-    """What ``dtlib.initialize`` gives."""
+    """The interface of an engine, which ``dtlib.initialize`` returns."""
 
     module: torch.nn.Module
     optimizer: torch.optim.Optimizer
 
 
 def memory(model: torch.nn.Module | Engine, optimizer: torch.optim.Optimizer | None = None) -> Memory:
-    """Count what this rank holds for a model while a block runs: ``with dtlib.memory(model, optimizer) as m: ...``
+    """Count a model's memory on this rank while a block runs: ``with dtlib.memory(model, optimizer) as m: ...``
 
     Args:
-        model: a module, with or without ``DataParallel`` or ``fully_shard``, or what ``dtlib.initialize`` returned.
-        optimizer: a torch optimizer or a ``ZeroOptimizer``; an engine brings its own.
+        model: a module, with or without ``DataParallel`` or ``fully_shard``, or the engine of ``dtlib.initialize``.
+        optimizer: an optimizer of torch or a ``ZeroOptimizer``; by default an engine's own optimizer.
 
-    Gradients are looked at when the optimizer's step begins, and wherever the block calls ``m.sample()``; the largest
-    count holds. On the communicator of ``dtlib.comm.solo`` all is counted as on that rank, and marked as simulated.
+    Gradients are counted when the optimizer's step begins, and when the block calls ``m.sample()``; the result is the
+    largest count. With the communicator of ``dtlib.comm.solo``, memory is counted as on that rank, and marked as
+    simulated.
 
-    Counterparts: DeepSpeed's ``estimate_zero2_model_states_mem_needs``, which computes and does not count, and
+    Counterparts: DeepSpeed's ``estimate_zero2_model_states_mem_needs``, which uses a formula and does not count;
     ``torch.distributed._tools.mem_tracker.MemTracker``.
     """
     return Memory(model, optimizer)
 
 
 class Memory:
-    """What ``memory`` gives. All figures are bytes, exact ones.
+    """The context manager that ``memory`` returns. All results are exact numbers of bytes:
 
-    ``parameters``, frozen ones too; ``buffers`` of the modules; ``gradients``; ``master_weights``, which the optimizer
-    updates instead of parameters in 16 bits; ``optimizer_states``, as long as what they belong to; ``step_counters``,
-    which an optimizer keeps once a tensor; ``padding`` of flat memory; ``communication``: memory in which messages are
-    put together, parameters that are gathered, and the communicator's scratch memory (of which ``solo`` has none);
-    ``activations``: what autograd kept for the backward pass, without the lines above; where it computes activations
-    anew, it is what was stored. ``total`` is all lines but activations and peak.
+    * ``parameters``: including frozen ones;
+    * ``buffers``: of the modules;
+    * ``gradients``;
+    * ``master_weights``: tensors that the optimizer updates instead of 16-bit parameters;
+    * ``optimizer_states``: tensors with one element per trained element;
+    * ``step_counters``: numbers that the optimizer has once per tensor;
+    * ``padding``: of flat buffers;
+    * ``communication``: message buffers, gathered parameters, and scratch buffers of a communicator (not ``solo``);
+    * ``activations``: tensors that autograd saved for the backward pass, without the lines above. With activation
+      checkpointing these are the stored tensors only;
+    * ``total``: all lines except activations and peak;
+    * ``peak``: the largest number of live bytes at any time: the lines above when the block began, and all that this
+      thread allocated in the block. Batches from before the block are not included.
 
-    ``peak`` is the most that was alive at a time: what these lines counted when the block began, and what this thread
-    allocated in it. Batches made before the block are in neither. ``live`` (live.py) counts it: ``m.live.now`` at any
-    moment, ``m.live.by_line()`` by the line that allocated it.
+    ``live`` (live.py) counts the peak: ``m.live.now`` is the number at any moment, and ``m.live.by_line()`` lists the
+    lines that allocated the memory.
 
-    Inside the block autograd does not notice that a tensor that it keeps is changed in place.
+    Inside the block autograd does not detect in-place changes of saved tensors.
     """
 
-    _running = False  # one at a time: autograd asks the last one alone what it keeps
+    _running = False  # only one at a time, because autograd calls only the innermost hooks for saved tensors
 
     def __init__(self, model: torch.nn.Module | Engine, optimizer: torch.optim.Optimizer | None = None):
         self._engine: Any = model if hasattr(model, "module") and not isinstance(model, torch.nn.Module) else None
         self._model: Any = model if self._engine is None else model.module
         self._optimizer: Any = optimizer if self._engine is None else optimizer or model.optimizer
-        self.sampled: dict[str, int] = {}  # the largest counts that ``sample`` has found, by line
+        self.sampled: dict[str, int] = {}  # line -> the largest count of any ``sample``
         self._kept = Activations()
         self._formula: dict[str, int] | None = None
 
@@ -93,7 +100,7 @@ class Memory:
         self.simulated = any(getattr(comm, "simulated", False) for comm in comms)
         self.ranks = max((comm.size for comm in comms), default=1)
         self.rank = next((comm.rank for comm in comms if comm.size == self.ranks), 0)
-        with ExitStack() as hooks:  # which go again if something here is refused
+        with ExitStack() as hooks:  # removes the hooks again if an error occurs below
             hooks.enter_context(self._kept)
             hooks.callback(self._model.register_forward_pre_hook(self._look_at_storages, prepend=True).remove)
             if hasattr(self._engine, "before_step_hooks"):
@@ -105,7 +112,7 @@ class Memory:
             storages = Storages()
             self._counted(storages)
             self.live = hooks.enter_context(Live(*storages.tensors.values()))
-            del storages  # it would keep memory alive
+            del storages  # it has references to the tensors, so it would keep their memory alive
             Memory._running = True
             hooks.callback(setattr, Memory, "_running", False)
             self._hooks = hooks.pop_all()
@@ -117,12 +124,13 @@ class Memory:
             self._count_at_the_end()
 
     def sample(self, *_: object) -> None:
-        """Look at gradients and communication buffers now."""
+        """Count gradients and communication buffers now; the report has the largest count."""
         for name, count in self._counted().items():
             self.sampled[name] = max(count, self.sampled.get(name, 0))
 
     def _count_at_the_end(self) -> None:
         at_the_end = self._counted()
+        # Gradients may be freed by the end of the block, so use the samples from before the optimizer's step.
         sampled = self.sampled or at_the_end
         for name in ("gradients", "gradient_padding"):
             at_the_end[name] = sampled[name]
@@ -133,9 +141,10 @@ class Memory:
         self.__dict__.update(self.lines)
         self.total = sum(at_the_end.values())
 
-    # What is there
+    # Counting
 
     def _counted(self, storages: Storages | None = None) -> dict[str, int]:
+        # The order matters: a byte belongs to the first line that claims it.
         storages = storages or Storages()
         held, trained = self._held(), self._parameters()
         updated = [p for one in self._optimizers() for group in one.param_groups for p in group["params"]]
@@ -149,7 +158,7 @@ class Memory:
         lines["step_counters"] = storages.claim(counters)
         lines["optimizer_states"] = storages.claim(state for _, state in states)
         lines["padding"] = storages.rest([*trained, *updated, *held["parameters"], *(s for _, s in states)])
-        gradients = [p.grad for p in [*trained, *updated] if not is_gone(p.grad)] + held["gradients"]
+        gradients = [p.grad for p in [*trained, *updated] if not is_freed(p.grad)] + held["gradients"]
         lines["gradients"] = storages.claim(gradients)
         lines["gradient_padding"] = storages.rest(gradients)
         return lines
@@ -161,7 +170,7 @@ class Memory:
         return list(self._model.parameters())
 
     def _optimizers(self):
-        local = getattr(self._optimizer, "optim", None)  # the one that has the states, inside of one that shares out
+        local = getattr(self._optimizer, "optim", None)  # a ZeroOptimizer's local optimizer, which has the states
         return [one for one in (self._optimizer, local) if one is not None]
 
     def _states(self):
@@ -178,7 +187,10 @@ class Memory:
 
     @property
     def sizes(self) -> tuple[list[int], list[int]]:
-        """Elements of the whole model: trained ones in each flat memory or all together, and frozen ones."""
+        """Numbers of elements of the whole model: trained elements per flat buffer, and frozen elements per buffer.
+
+        Parameters outside flat buffers are one number.
+        """
         flats = {storage_key(tensor) for tensor in self._held()["parameters"]}
         trained: dict[int | None, int] = {}
         frozen: dict[int | None, int] = {}
@@ -191,9 +203,9 @@ class Memory:
         return list(trained.values()), list(frozen.values())
 
     def beside(self, stage: int | None = None, ranks: int | None = None, scheme: str | Scheme = "adam") -> Memory:
-        """Have the table show the closed formula of a ZeRO stage (zero_theory.py) too, for this rank; returns itself.
+        """Add a column to the table: the closed formula of a ZeRO stage for this rank (theory/zero.py); return self.
 
-        Stage and ranks are by default those that the model and its optimizer have.
+        By default ``stage`` and ``ranks`` are those of the model and its optimizer.
         """
         if stage is None:
             sharded = any(info_of(tensor).slice for tensor in self._held()["parameters"])
@@ -206,9 +218,9 @@ class Memory:
         return self
 
     def table(self, form: str = "simple") -> str:
-        """A row a line: bytes, bytes for each parameter of the whole model, and the formula after ``beside()``.
+        """Return a table with one row per line: bytes, bytes per parameter of the whole model, and perhaps the formula.
 
-        ``form`` is one of tabulate's.
+        ``form`` is a table format of the package tabulate. The formula is included after ``beside()``.
         """
         from tabulate import tabulate
 

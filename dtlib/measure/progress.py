@@ -1,4 +1,4 @@
-"""One progress bar for all ranks, which do the same at the same time: rank 0 draws it, and nothing is sent."""
+"""One progress bar for all ranks. Rank 0 draws its own progress, so no messages are sent."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 PUBLISH_SECONDS = 0.2
-MOST_POINTS = 300  # of a curve that is shown while it grows
+MOST_POINTS = 300  # the largest number of points of a curve in the notebook
 
 
 def tell(words: str) -> None:
-    """Say what this rank is busy with, where a notebook shows it while the cell runs; "" takes it back."""
+    """Show in the notebook what this rank does while the cell runs; "" removes the text."""
     if in_engine():
         from ipyparallel.engine.datapub import publish_data
 
@@ -25,18 +25,18 @@ def tell(words: str) -> None:
 
 
 class RankProgress:
-    """Progress of a known amount of work over all ranks of ``comm``.
+    """A progress bar for ``total`` units of work over all ranks of ``comm``.
 
-    Use as a context manager and call it with the units that all ranks have done since the last call. The bar shows on
-    rank 0 once the work has taken two seconds; in an engine the notebook draws it.
+    Use it as a context manager. Call it with the number of units that all ranks have done since the last call. Rank 0
+    shows the bar after two seconds. In an engine the notebook draws it.
     """
 
     def __init__(self, comm: Communicator, total: int, unit: str = "points"):
         self.total, self.unit, self.done = total, unit, 0
-        self._draws, self._published = comm.rank == 0, 0.0  # when, in an engine
+        self._draws, self._published = comm.rank == 0, 0.0  # the second is the time of the last message to the notebook
         self._bar = None
         if self._draws and not in_engine():
-            from tqdm.auto import tqdm  # which looks now whether this is a notebook's kernel
+            from tqdm.auto import tqdm  # imported here, because it checks on import whether a notebook's kernel runs it
 
             self._bar = tqdm(total=total, unit=f" {unit}", unit_scale=True, delay=2, leave=False)
 
@@ -48,7 +48,7 @@ class RankProgress:
             self._bar.close()
 
     def __call__(self, units: int, curve: Sequence[float] = (), held: list[int] | None = None) -> None:
-        """``curve``, such as the losses so far, and ``held``, the bytes of each rank, are shown beside it."""
+        """Add ``units`` to the bar; show ``curve``, such as the losses so far, and ``held``, the bytes per rank."""
         if not self._draws:
             return
         self.done += units

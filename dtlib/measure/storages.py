@@ -1,4 +1,4 @@
-"""Memory claimed byte by byte: tensors are views of storages, and a byte counts once, for whoever claims it first."""
+"""Counting of memory: tensors are views of storages, and each byte of a storage is counted once."""
 
 from collections.abc import Iterable, Iterator
 from itertools import product
@@ -7,14 +7,14 @@ import torch
 
 
 class Storages:
-    """Bytes of storages, each counted once: for whoever claims it first."""
+    """A record of the bytes of storages that are already counted; each byte belongs to the first claim."""
 
     def __init__(self):
-        self._claimed = {}  # by storage: disjoint spans of bytes, in order
-        self.tensors: dict[int, torch.Tensor] = {}  # one of each storage
+        self._claimed = {}  # storage key -> sorted, disjoint spans of bytes
+        self.tensors: dict[int, torch.Tensor] = {}  # storage key -> one of its tensors
 
     def claim(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Bytes of these tensors that nobody has claimed."""
+        """Claim the bytes of these tensors; return how many were not claimed before."""
         spans: dict[int, list[tuple[int, int]]] = {}
         for tensor in strided(tensors):
             spans.setdefault(storage_key(tensor), []).extend(_spans(tensor))
@@ -27,7 +27,7 @@ class Storages:
         return gained
 
     def rest(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Bytes around these tensors, in the same storages, that nobody has claimed."""
+        """Claim all other bytes of these tensors' storages; return how many were not claimed before."""
         gained = 0
         for key, storage in {storage_key(tensor): tensor.untyped_storage() for tensor in strided(tensors)}.items():
             gained += storage.nbytes() - _length(self._claimed.get(key, []))
@@ -36,17 +36,17 @@ class Storages:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Which storage it is. Its address will not do: it changes when a storage is resized."""
+    """Return a key of the tensor's storage. It is not the address, which changes when a storage is resized."""
     return _local(tensor).untyped_storage()._cdata
 
 
 def _local(tensor):
-    """This rank's shard of what torch has sharded."""
+    """Return this rank's part of a DTensor, otherwise the tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def strided(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors that have memory: of a sparse one its indices and values, of one on the meta device none."""
+    """Yield the tensors that have memory: indices and values of a sparse tensor; nothing for a meta tensor."""
     for tensor in map(_local, tensors):
         if tensor.layout == torch.sparse_coo:
             yield from (tensor._indices(), tensor._values())
@@ -55,9 +55,10 @@ def strided(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _spans(tensor) -> list[tuple[int, int]]:
-    """The bytes of its storage that a tensor has: one span where it is dense, else one for each run of elements."""
+    """Return the spans of bytes that a tensor has in its storage: one if it is dense, else one per contiguous run."""
     if not tensor.numel():
         return []
+    # ``run`` is the length of a contiguous run of elements. The other dimensions repeat it with their strides.
     run, outer = 1, []
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= run:

@@ -1,4 +1,4 @@
-"""``dtlib.trace()``: what every rank did and when, on one clock.
+"""``dtlib.trace()``: a record of the operations and compute phases of all ranks, on one clock.
 
     %%px
     with dtlib.trace() as trace:
@@ -6,8 +6,8 @@
             ...
         world.comm.all_reduce(gradients)
 
-From the record come the messages and bytes that exercises check, the timelines that notebooks draw
-(``lab.timeline("trace")``), and a file that https://ui.perfetto.dev and Chrome's about:tracing open.
+Exercises check the messages and bytes of the record, and notebooks draw its timeline (``lab.timeline("trace")``).
+``Timeline.save`` writes a file for https://ui.perfetto.dev and Chrome's about:tracing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROUND_TRIPS = 20
 
 @dataclass
 class Trace:
-    """The record of one rank. ``clock_offset`` is what to add to its times to get those of rank 0's clock."""
+    """The record of one rank. Its times plus ``clock_offset`` are times of rank 0's clock, in seconds."""
 
     rank: int
     clock_offset: float = 0.0
@@ -43,12 +43,12 @@ class Trace:
     until: float | None = None  # when the block ended
 
     def sent(self, operation: str | None = None) -> tuple[int, int]:
-        """Messages and payload bytes that this rank sent, for one operation or for all."""
+        """Return the number of messages and of payload bytes that this rank sent, for one operation or for all."""
         chosen = [event for event in self.events if operation in (None, event.name)]
         return sum(event.messages for event in chosen), sum(event.bytes for event in chosen)
 
     def gather(self, comm: Communicator | None = None) -> Timeline:
-        """The records of all ranks, on every rank; all ranks call it."""
+        """Return the records of all ranks, on every rank; all ranks call it."""
         return Timeline((comm or init().comm).all_gather_object(self))
 
 
@@ -56,11 +56,11 @@ class Trace:
 def trace() -> Iterator[Trace]:
     """Record every operation and phase of this rank while the block runs: ``with dtlib.trace() as trace: ...``
 
-    All ranks enter it together where they are on several machines, as their clocks are compared first. An operation
-    that is still under way at the end gets its end filled in later; one that was interrupted has none.
+    On several machines all ranks must enter it together, because it first compares their clocks. If an operation is
+    pending when the block ends, its end time is set later. An interrupted operation has no end time.
     """
     world = init()
-    # The clocks of one machine are the same clock.
+    # Ranks on one machine read the same clock.
     offset = 0.0 if world.nodes == 1 else clock_offset(world.comm)
     with recorder.recording() as events:
         record = Trace(world.rank, offset, events)
@@ -71,19 +71,20 @@ def trace() -> Iterator[Trace]:
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """A piece of computing, for the timeline: ``with dtlib.phase("forward"): ...``"""
+    """Record a compute phase for the timeline: ``with dtlib.phase("forward"): ...``"""
     return recorder.phase(str(name), init().rank)
 
 
 def clock_offset(comm: Communicator, clock: Callable[[], float] = time.monotonic) -> float:
-    """Seconds to add to this rank's ``clock`` to get rank 0's; all ranks call it.
+    """Return the seconds to add to this rank's ``clock`` to get rank 0's clock; all ranks call it.
 
-    Of several round trips the shortest is believed: rank 0 looked at its clock in the middle of it, give or take half
-    of its length. F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989.
+    The shortest of several round trips is used, as if rank 0 had read its clock in the middle of it. The error is at
+    most half of the round trip. F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989.
 
         rank r   asks at a -----------\\            /-------> gets t at b
         rank 0                         reads t -----           offset = t - (a + b) / 2
     """
+    # Rank 0 serves the other ranks in turn. The shortest round trip has the smallest error.
     reading = np.zeros(1)
     best = (float("inf"), 0.0)
     for other in range(1, comm.size):
@@ -102,7 +103,7 @@ def clock_offset(comm: Communicator, clock: Callable[[], float] = time.monotonic
 
 
 class Timeline:
-    """The events of all ranks in the order of their start, in seconds since the first of them."""
+    """The events of all ranks, sorted by start; times are in seconds since the start of the first event."""
 
     def __init__(self, traces: list[Trace]):
         self.ranks = sorted(trace.rank for trace in traces)
@@ -117,16 +118,16 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """When the last event ended, as far as is known."""
+        """The end of the last event in seconds; for events without an end, their start."""
         return max((event.end or event.start for event in self.events), default=0.0)
 
     @property
     def emulated(self) -> bool:
-        """True if part of it ran on a network that was slowed down on purpose."""
+        """Whether a part ran on an emulated network, which is slowed down on purpose."""
         return any(event.emulated for event in self.events)
 
     def save(self, file: str | PathLike[str]) -> None:
-        """Write the events in the Trace Event Format (Google, 2016) for Perfetto and Chrome; times in microseconds."""
+        """Write the events to ``file`` in the Trace Event Format (Google, 2016) for Perfetto and Chrome, in µs."""
         lanes = {"main": 0, "background": 1}
         rows = [{"ph": "M", "name": "process_name", "pid": r, "args": {"name": f"rank {r}"}} for r in self.ranks]
         for rank, (lane, number) in ((rank, item) for rank in self.ranks for item in lanes.items()):
@@ -142,7 +143,7 @@ class Timeline:
 
 
 def _arguments(event: Event) -> dict:
-    """The facts of an event that are known, and the sentence that they make."""
+    """Return the fields of an event that are set, and its description ``what``."""
     facts = {name: fact for name, fact in vars(event).items() if fact not in (None, "")}
     if event.action is not None:
         facts["action"] = dict(zip(("stage", "kind", "microbatch"), event.action, strict=True))

@@ -1,1 +1,1 @@
-"""Strategies: how to train one model on many ranks. They do not import each other."""
+"""Strategies: ways to train one model on many ranks. Strategies do not import each other."""

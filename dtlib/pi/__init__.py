@@ -1,14 +1,14 @@
-"""Monte Carlo pi: the same count, to the last point, on every rung of the ladder.
+"""Monte Carlo pi with five implementations ("rungs"), which all count exactly the same points.
 
-Throw points at the unit square and count those inside the quarter circle: pi is four times their fraction.
-Point number i comes from a counter-based generator: a function of i alone, so that any rank can compute any
-point without asking the others, in any order and in blocks of any size:
+Throw points at the unit square and count the points inside the quarter circle: pi is four times their fraction.
+Point number i is made by a counter-based generator, a function of i alone. So any rank can compute any point
+without communication, in any order and in blocks of any size:
 
     i + 1 --(multiply, add the seed)--> z --(mix)--> 64 bits --> x: the upper 31 bits, y: the lower 31 bits
 
 The mixing is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014,
-figure 16), which walks through all 2**64 states before it repeats. x and y stay integers: a point is inside if
-x*x + y*y < 2**62. Nothing is rounded, so the counts of two machines must be equal.
+figure 16), whose period is 2**64. x and y stay integers: a point is inside if x*x + y*y < 2**62. Nothing is
+rounded, so two machines must get equal counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtlib.errors import DtlibError
-from dtlib.files import opened_to_read, refuse_to_wait, writing
+from dtlib.files import open_nonblocking, opened_to_read, writing
 from dtlib.pi.generator import GOLDEN, MASK_31, MASK_64, MIX_1, MIX_2, RADIUS_SQUARED
 
 if TYPE_CHECKING:
@@ -38,13 +38,14 @@ BLOCK = 2**13  # points in memory at once: their arrays of 64 kB stay in a core'
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a count says of pi."""
+    """An estimate of pi: ``inside`` of ``points`` points lie in the quarter circle."""
 
     points: int
     inside: int
 
     @property
     def pi(self) -> float:
+        """Four times the fraction of points inside."""
         return 4 * self.inside / self.points
 
     @property
@@ -58,7 +59,7 @@ class Estimate:
 
 
 def point(i: int, seed: int = 0) -> tuple[int, int]:
-    """Point number ``i`` as two integers from 0 to 2**31 - 1."""
+    """Return point number ``i`` as two integers from 0 to 2**31 - 1."""
     z = (seed + (i + 1) * GOLDEN) & MASK_64
     z = ((z ^ (z >> 30)) * MIX_1) & MASK_64
     z = ((z ^ (z >> 27)) * MIX_2) & MASK_64
@@ -67,7 +68,7 @@ def point(i: int, seed: int = 0) -> tuple[int, int]:
 
 
 def count_loop(start: int, stop: int, seed: int = 0) -> int:
-    """How many of the points ``start`` to ``stop - 1`` lie inside: one after the other, in Python."""
+    """Count the points from ``start`` to ``stop - 1`` that lie inside, in a Python loop."""
     inside = 0
     for i in range(start, stop):
         x, y = point(i, seed)
@@ -79,7 +80,7 @@ def count_loop(start: int, stop: int, seed: int = 0) -> int:
 
 
 def points_numpy(start: int, stop: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The points ``start`` to ``stop - 1`` as two uint64 arrays; arithmetic wraps at 2**64 by itself."""
+    """Return the points from ``start`` to ``stop - 1`` as two uint64 arrays, whose arithmetic wraps at 2**64."""
     z = np.arange(start + 1, stop + 1, dtype=np.uint64)
     z *= np.uint64(GOLDEN)
     z += np.uint64(seed & MASK_64)
@@ -97,7 +98,7 @@ def points_numpy(start: int, stop: int, seed: int = 0) -> tuple[np.ndarray, np.n
 
 
 def inside_numpy(x: np.ndarray, y: np.ndarray) -> int:
-    """How many of the points lie inside. Squares ``x`` and ``y`` (uint64) in place."""
+    """Count the points that lie inside. Overwrites ``x`` and ``y`` (uint64)."""
     x *= x
     y *= y
     x += y
@@ -105,7 +106,7 @@ def inside_numpy(x: np.ndarray, y: np.ndarray) -> int:
 
 
 def count_numpy(start: int, stop: int, seed: int = 0, block: int = BLOCK) -> int:
-    """The same with arrays. All points at once would need 16 bytes each; ``block`` of them fit the cache."""
+    """Count with numpy in blocks that fit the cache: all points at once would need 16 bytes per point."""
     return sum(inside_numpy(*points_numpy(a, min(a + block, stop), seed)) for a in range(start, stop, block))
 
 
@@ -134,12 +135,12 @@ def _compiled_kernel():
 
 
 def count_compiled(start: int, stop: int, seed: int = 0) -> int:
-    """The plain loop, compiled by numba: points live in registers and are never stored."""
+    """Count with the plain loop, compiled by numba: points stay in registers and are never stored."""
     return _compiled_kernel()(start, stop, seed & MASK_64)
 
 
 def count_gpu(start: int, stop: int, seed: int = 0) -> int:
-    """The compiled loop in thousands of threads of this rank's GPU."""
+    """Count with thousands of threads on this rank's GPU."""
     from dtlib.pi.gpu import count
 
     return count(start, stop, seed & MASK_64)
@@ -152,9 +153,9 @@ KERNELS = {"loop": count_loop, "numpy": count_numpy, "compiled": count_compiled,
 
 
 def slice_of(points: int, rank: int, size: int) -> tuple[int, int]:
-    """First and one past the last of the points that ``rank`` of ``size`` counts.
+    """Return start and stop (exclusive) of the points that ``rank`` of ``size`` counts.
 
-    The slices meet without gap or overlap for every number of points and differ by one point at most:
+    For any number of points the slices have no gap and no overlap, and differ by at most one point:
 
         10 points, 3 ranks:   0 1 2 | 3 4 5 | 6 7 8 9
     """
@@ -167,8 +168,8 @@ def count_on_ranks(
 ) -> int:  # fmt: skip
     """Count on all ranks of ``comm``; every rank returns the total.
 
-    ``progress(done)`` is called after each burst of about half a second, with the points that all ranks have counted in
-    it if they are alike.
+    Each rank counts in bursts of about half a second. After each burst it calls ``progress(done)`` with an estimate of
+    the points that all ranks counted in it: its own points times the number of ranks.
     """
     start, stop = slice_of(points, comm.rank, comm.size)
     inside = np.zeros(1, dtype=np.int64)
@@ -179,6 +180,7 @@ def count_on_ranks(
         inside += kernel(start, end, seed)
         if progress is not None:
             progress((end - start) * comm.size)
+            # Aim at half a second per burst, but grow at most fourfold, because a short burst is timed badly.
             elapsed = max(time.perf_counter() - began, 1e-6)
             burst = max(1, min(int(burst * 0.5 / elapsed), 4 * burst))
         start = end
@@ -189,9 +191,9 @@ def count_on_ranks(
 
 
 def write_points(path: str | PathLike[str], points: int, seed: int = 0) -> Path:
-    """Write ``points`` points to ``path``: pairs of little-endian uint32, x then y, 8 bytes a point."""
+    """Write ``points`` points to ``path``: pairs of little-endian uint32, x then y, 8 bytes per point."""
     path = Path(path)
-    with writing(path), open(path, "wb", opener=refuse_to_wait) as file:
+    with writing(path), open(path, "wb", opener=open_nonblocking) as file:
         for start in range(0, points, BLOCK):
             pairs = np.stack(points_numpy(start, min(start + BLOCK, points), seed), axis=1)
             file.write(pairs.astype("<u4").tobytes())
@@ -199,7 +201,7 @@ def write_points(path: str | PathLike[str], points: int, seed: int = 0) -> Path:
 
 
 def count_file(path: str | PathLike[str], comm: Communicator) -> Estimate:
-    """Count the points of a file of ``write_points``; each rank reads its own slice and no other."""
+    """Count the points of a file from ``write_points``; each rank reads its own slice only."""
     try:
         with open(path, "rb", opener=opened_to_read) as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""The constants of the generator, and of the circle, that all rungs share."""
+"""Constants of the generator and of the circle, used by all implementations."""
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, made odd: the step of the counter
 MIX_1 = 0xBF58476D1CE4E5B9

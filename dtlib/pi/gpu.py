@@ -1,7 +1,7 @@
 """Monte Carlo pi on a GPU: a Triton kernel that keeps its points in registers.
 
-Each program of the grid counts ``SLICES * BLOCK`` consecutive points. Its threads make a point, test it and
-forget it; memory is touched once, when the program adds its count to the total.
+Each program of the grid counts ``SLICES * BLOCK`` consecutive points. Its threads generate and test points
+without storing them. Each program accesses memory once, when it adds its count to the total.
 
     program 0                            program 1
     slice 0: points 0 .. 1023            slice 0: points 1024 * SLICES ..
@@ -18,7 +18,8 @@ BLOCK = 1024
 SLICES = 256
 
 
-# Without specialising, one compiled kernel serves every range and seed; a seed of 1 would become a constant.
+# By default Triton compiles special kernels, for example with an argument of 1 as a constant. Here one kernel serves
+# all ranges and seeds.
 @triton.jit(do_not_specialize=["start", "stop", "seed"])
 def _count_kernel(
     total, start, stop, seed,
@@ -42,7 +43,7 @@ def _count_kernel(
 
 
 def count(start: int, stop: int, seed: int, device: torch.device | str | None = None) -> int:
-    """How many of the points ``start`` to ``stop - 1`` lie inside, counted on this rank's GPU or on ``device``."""
+    """Count the points from ``start`` to ``stop - 1`` that lie inside, on this rank's GPU or on ``device``."""
     if stop <= start:
         return 0
     if device is None:
@@ -50,7 +51,8 @@ def count(start: int, stop: int, seed: int, device: torch.device | str | None = 
 
         device = init().device
     total = torch.zeros(1, dtype=torch.int64, device=device)
-    signed_seed = seed - 2**64 if seed >= 2**63 else seed  # the same 64 bits, in a type that every launcher takes
+    # The same 64 bits as a signed integer, which all versions of Triton's launcher accept.
+    signed_seed = seed - 2**64 if seed >= 2**63 else seed
     _count_kernel[(triton.cdiv(stop - start, BLOCK * SLICES),)](
         total, start, stop, signed_seed,
         GOLDEN=GOLDEN, MIX_1=MIX_1, MIX_2=MIX_2, MASK_31=MASK_31, RADIUS_SQUARED=RADIUS_SQUARED,

@@ -1,12 +1,14 @@
-"""Will it fit, how long will it take, and how far off was that where it was measured? (pure Python)
+"""The planner: does a model fit on given GPUs, how long does a step take, and how large is the error? (pure Python)
 
 model.py       a transformer and a GPU: sizes, parameters, operations
-mesh.py        a plan: axes, batch, schedule; what cannot be is refused with its numbers
-memory.py      bytes on a GPU                          wire.py    bytes that travel, by axis
-time.py        seconds of a step                       runs.py    days, save interval
-calibrated.py  coefficients, with their bands: written by `python -m tools.planner`, with how far off they were
-estimate.py    one plan in one call; why not; the best of many
-configs.py     a plan for `dtlib train`
+mesh.py        a plan: axes, batch, schedule; impossible plans raise an error
+memory.py      bytes on a GPU                          wire.py    bytes sent, by axis
+time.py        seconds per step                        runs.py    days of a run, checkpoint interval
+calibrated.py  measured coefficients with error bands; `python -m tools.planner` writes this file
+estimate.py    estimate one plan; search the best of many
+exact.py       bytes that dtlib's own strategies store and send
+configs.py     a plan as a config for `dtlib train`
+command.py, report.py    `dtlib plan`, and its tables
 """
 
 from dtlib.planner.calibrated import CALIBRATIONS

@@ -1,4 +1,4 @@
-"""``dtlib plan``: the question as a model, GPUs and a batch, and one error message if it makes no sense."""
+"""``dtlib plan``: parse model, GPUs and batch, search for plans, and print or write them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dtlib.errors import read_number
-from dtlib.files import read_json, refuse_to_wait, writing
+from dtlib.files import open_nonblocking, read_json, writing
 from dtlib.planner import report
 from dtlib.planner.configs import for_dtlib
 from dtlib.planner.estimate import Estimate, search
@@ -20,8 +20,14 @@ MOST_GPUS = 10**6
 
 
 def model_of(asked: Model | str | dict, seq: int = 0) -> Model:
-    """A ``Model``; a name in ``MODELS``; the path of a transformers config.json, or its dictionary; sizes, written as
-    ``layers=24,hidden=2048,heads=16,vocab=51200,seq=1024``."""
+    """Return the ``Model`` that ``asked`` describes; ``seq``, if not 0, overrides its sequence length.
+
+    ``asked`` is a ``Model``, a name in ``MODELS``, the dictionary or the path of a transformers config.json, or sizes,
+    such as ``layers=24,hidden=2048,heads=16,vocab=51200,seq=1024``.
+
+    Raises:
+        PlanError: for an unknown name or a file that is no such config.
+    """
     if isinstance(asked, Model):
         return replace(asked, seq=seq or asked.seq)
     if isinstance(asked, dict):
@@ -44,6 +50,7 @@ def model_of(asked: Model | str | dict, seq: int = 0) -> Model:
 
 
 def device_of(asked: Device | str) -> Device:
+    """Return ``asked`` itself if it is a ``Device``, otherwise the one in ``DEVICES`` with this name."""
     if isinstance(asked, Device):
         return asked
     if asked not in list(DEVICES):
@@ -52,7 +59,7 @@ def device_of(asked: Device | str) -> Device:
 
 
 def fixed_of(text: str) -> dict:
-    """``zero=3,recompute=full`` as fields of a plan."""
+    """Parse text such as ``zero=3,recompute=full`` to fields of a ``Plan``."""
     return _fields(text, Plan, "a plan") if text else {}
 
 
@@ -60,7 +67,10 @@ def asked(
     model: Model | str | dict, gpus: int, device: Device | str = "h100", batch: int = 0, seq: int = 0,
     fixed: dict | None = None, best: int = 10,
 ) -> tuple[list[Estimate], list[Estimate]]:  # fmt: skip
-    """The best plans, and all that were tried. Without a batch: four million tokens, in whole samples a GPU."""
+    """Return the best plans, and all plans that were tried, one per mesh.
+
+    If ``batch`` is 0, it is about four million tokens, rounded to a whole number of samples per GPU.
+    """
     gpus, batch = whole("gpus", gpus, most=MOST_GPUS), whole("batch", batch, least=0)
     model = model_of(model, whole("seq", seq, least=0))
     batch = batch or max(1, round(4e6 / model.seq / gpus)) * gpus
@@ -68,7 +78,7 @@ def asked(
 
 
 def written(best: list[Estimate], path: str) -> str:
-    """Write the fastest plan that ``dtlib train`` can run as its config; return a sentence that says so."""
+    """Write the fastest plan that ``dtlib train`` supports as its config; return a message for the user."""
     refused = []
     for each in best:
         try:
@@ -76,13 +86,14 @@ def written(best: list[Estimate], path: str) -> str:
         except PlanError as problem:
             refused.append(problem)
             continue
-        with writing(path), open(path, "w", encoding="utf-8", opener=refuse_to_wait) as file:
+        with writing(path), open(path, "w", encoding="utf-8", opener=open_nonblocking) as file:
             file.write(text)
         return f"{path}: {each.plan}, for dtlib train"
     raise refused[0]
 
 
 def run(options: Namespace) -> int:
+    """Run the command ``dtlib plan``; return its exit status."""
     fixed = fixed_of(options.fixed)
     best, tried = asked(options.model, options.gpus, options.device, options.batch, options.seq, fixed, options.best)
     if options.json:
@@ -117,16 +128,17 @@ def _as_json(e: Estimate) -> dict:
 
 
 def _fields(text: str, kind, what: str) -> dict:
-    """``a=1,b=full`` as values of the types that the class has."""
+    """Parse text such as ``a=1,b=full`` to values of the types of the fields of dataclass ``kind``."""
     made: dict = {}
-    known = {name: field for name, field in kind.__dataclass_fields__.items() if name != "batch"}  # its own option
+    # The batch has a separate option.
+    known = {name: field for name, field in kind.__dataclass_fields__.items() if name != "batch"}
     for pair in text.split(","):
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or name not in known:
             raise PlanError(f"{pair!r} is nothing of {what}: write name=value, with {', '.join(known)}.")
         if name in made:
             raise PlanError(f"{name} is in {text!r} twice: give it once.")
-        wanted = type(known[name].default)  # sizes that have to be given have none
+        wanted = type(known[name].default)  # required sizes have no default, so this is neither str nor bool
         if wanted is bool and value.lower() not in ("true", "false"):
             raise PlanError(f"{name} is {value!r}: give true or false.")
         words = {str: value, bool: value.lower() == "true"}

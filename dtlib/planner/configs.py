@@ -1,4 +1,4 @@
-"""A plan as a config of `dtlib train`, in DeepSpeed's keys; refused where `dtlib train` cannot do it."""
+"""Convert a plan to a config of `dtlib train`, with DeepSpeed's keys."""
 
 from dataclasses import replace
 
@@ -10,7 +10,13 @@ OURS_RECOMPUTE = {"none": "none", "selective": "selective", "full": "full"}
 
 
 def for_dtlib(model: Model | None, plan: Plan) -> dict:
-    """For `dtlib train --config FILE --ranks {plan.gpus}`; with a model's sizes, if `dtlib train decoder` has such."""
+    """Return a config for `dtlib train --config FILE --ranks {plan.gpus}`.
+
+    The config includes the model's sizes if `dtlib train decoder` supports such a model.
+
+    Raises:
+        PlanError: if `dtlib train` cannot run the plan.
+    """
     own = model if model and is_decoder(model) else None
     if not own and plan.tensor * plan.context * plan.expert > 1:
         raise PlanError(
@@ -34,6 +40,7 @@ def for_dtlib(model: Model | None, plan: Plan) -> dict:
             f"seq is {own.seq}, and {plan.context} context ranks of dtlib train take equal parts: give a multiple of "
             f"{2 * plan.context}."
         )
+    # In dtlib train each context rank reads its own samples: the micro-batch is smaller, and the data axis is longer.
     shared = replace(plan, micro_batch=plan.micro_batch // plan.context, data=plan.shards)
     config: dict = {
         "train_batch_size": shared.batch, "train_micro_batch_size_per_gpu": shared.micro_batch,
@@ -59,7 +66,7 @@ def for_dtlib(model: Model | None, plan: Plan) -> dict:
 
 
 def is_decoder(model: Model | None) -> bool:
-    """Whether `dtlib train decoder` has such a model (workloads/decoder.py)."""
+    """Return whether `dtlib train decoder` supports this model (workloads/decoder.py)."""
     if model is None:
         return False
     if model.experts and model.active > 2:

@@ -1,7 +1,8 @@
-"""One plan, estimated: does it fit, how long does a step take, between which bounds; and the best plans of many.
+"""Estimate one plan: memory, step time and its bounds. Search many plans for the best.
 
-An estimate lists in which respects a plan lies outside of its calibration. Its band is then drawn from rows of other
-papers, on which nothing was fitted, and its time is marked."""
+If a plan is outside the range of its calibration, the estimate says in which respects. Its bounds are then from rows of
+other papers, which were not used for fitting, and its time is marked.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,8 +21,19 @@ from dtlib.planner.wire import step_bytes
 
 @dataclass(frozen=True)
 class Estimate:
-    """``memory`` in bytes; ``seconds`` of a step, of which nine of ten are expected from ``low`` to ``high``; ``parts``
-    of them; ``outside``: sentences on what was never measured."""
+    """The estimate of one plan.
+
+    Args:
+        model: the model.
+        plan: the plan.
+        device: the GPU.
+        memory: on the rank with the most, in bytes.
+        seconds: per step.
+        low: lower bound; nine of ten steps are expected between ``low`` and ``high`` seconds.
+        high: upper bound.
+        parts: the seconds by purpose, such as compute and messages.
+        outside: for each respect in which the plan is outside the measured range, one sentence.
+    """
 
     model: Model
     plan: Plan
@@ -35,32 +47,33 @@ class Estimate:
 
     @property
     def room(self) -> float:
-        """Bytes of a GPU that can be used."""
+        """The usable memory of a GPU, in bytes."""
         return self.device.memory * USABLE
 
     @property
     def fits(self) -> bool:
+        """Whether the plan fits into the usable memory."""
         return self.memory.total <= self.room
 
     @property
     def mfu(self) -> float:
-        """Useful operations over the data sheet's."""
+        """Model FLOPs utilisation: useful operations per second over the peak rate of the data sheet."""
         useful = self.model.operations(self.plan.batch * self.model.seq)
         return useful / (self.seconds * self.plan.gpus * self.device.operations)
 
     @property
     def tokens(self) -> float:
-        """A second."""
+        """Tokens per second, on all GPUs."""
         return self.plan.batch * self.model.seq / self.seconds
 
     @property
     def sent(self) -> dict[str, float]:
-        """Bytes a step of a rank of the first stage, by axis."""
+        """Bytes that a rank of the first stage sends per step, by axis."""
         return step_bytes(self.model, self.plan)
 
     @property
     def why_not(self) -> str:
-        """A sentence on what is too large and what would fit, or an empty one if the plan fits."""
+        """A message that says what is too large and which changes would fit; empty if the plan fits."""
         if self.fits:
             return ""
         total, room, (name, most) = self.memory.total, self.room, next(iter(self.memory.parts().items()))
@@ -74,7 +87,7 @@ class Estimate:
         return f"{says} It would with {', or '.join(ways[:3])}." if ways else f"{says} Cut it over more GPUs."
 
     def said(self, value: float) -> str:
-        """A number of this estimate: to two digits if nothing like it was measured, else to three."""
+        """Format a number of this estimate: two digits if the plan is outside the measured range, else three."""
         return rounded(value) if self.outside else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
     def __str__(self) -> str:
@@ -85,10 +98,10 @@ class Estimate:
 
 
 def estimate(model: Model, plan: Plan, device: Device) -> Estimate:
-    """All of it in one call, with the calibration for this device and so many GPUs, or the nearest.
+    """Estimate a plan with the nearest calibration for its device and number of GPUs.
 
     Raises:
-        PlanError: for a plan that cannot be, with its numbers.
+        PlanError: if the plan is impossible; the message has its numbers.
     """
     known = CALIBRATIONS[nearest(plan.gpus, device)]
     outside, held = outside_of(known, model, plan, device), memory(model, plan)
@@ -99,14 +112,17 @@ def estimate(model: Model, plan: Plan, device: Device) -> Estimate:
 
 
 def nearest(gpus: int, device: Device) -> str:
-    """The calibration of this device, or of the one most like it; within a node that of a node, where there is one."""
+    """Return the name of the calibration for this device, or of ``h100-cluster`` if it has none.
+
+    If the GPUs fit into one node, a calibration on one node is preferred.
+    """
     own = [name for name, known in CALIBRATIONS.items() if known.device == device.name] or ["h100-cluster"]
     in_node = [name for name in own if CALIBRATIONS[name].seen["gpus"][1] <= device.per_node]
     return in_node[0] if in_node and gpus <= device.per_node else own[-1]
 
 
 def outside_of(known: Calibration, model: Model, plan: Plan, device: Device) -> tuple[str, ...]:
-    """What of this plan the calibration has never seen, as sentences."""
+    """Return one sentence for each respect in which a plan is outside the calibration's measured range."""
     said = []
     if device.name != known.device:
         said.append(
@@ -125,7 +141,7 @@ def outside_of(known: Calibration, model: Model, plan: Plan, device: Device) -> 
 
 
 def _cures(plan: Plan) -> list[dict]:
-    """Changes on as many GPUs, the cheapest first."""
+    """Return changes of a plan that need less memory on the same number of GPUs; from the cheapest."""
     cures: list[dict[str, int | str]] = [
         {"micro_batch": size}
         for size in (plan.micro_batch // 2, plan.micro_batch // 4, 1)
@@ -144,7 +160,7 @@ def _cures(plan: Plan) -> list[dict]:
 
 
 def rounded(value: float) -> str:
-    """To two digits: 3.71 is 3.7, 0.0423 is 0.042, 87.7 is 88."""
+    """Format a number with two digits: 3.71 as 3.7, 0.0423 as 0.042, 87.7 as 88."""
     power = floor(log10(value)) - 1 if value > 0 else 0
     return f"{round(value / 10**power) * 10**power:.{max(0, -power)}f}"
 
@@ -152,14 +168,21 @@ def rounded(value: float) -> str:
 def search(
     model: Model, gpus: int, device: Device, batch: int, best: int = 10, **fixed: int | str | bool
 ) -> tuple[list[Estimate], list[Estimate]]:
-    """The fastest plans that fit, at most ``best``, one a mesh; and all that were tried, one a mesh: its fastest that
-    fits, or the smallest that does not.
+    """Return the fastest plans that fit, and the best plan of each mesh that was tried.
+
+    The best plan of a mesh is the fastest that fits, or if none fits, the smallest. The first list has at most ``best``
+    plans, one per mesh.
 
     Args:
-        fixed: fields of ``Plan`` that are given, such as ``zero=1`` or ``recompute="full"``.
+        model: the model to train.
+        gpus: the number of GPUs.
+        device: the GPU.
+        batch: samples per step, on all GPUs.
+        best: the largest number of plans in the first list.
+        fixed: fields of ``Plan`` that must not vary, such as ``zero=1`` or ``recompute="full"``.
 
     Raises:
-        PlanError: if no mesh divides the model and the batch, or there are too many plans to try in a few seconds.
+        PlanError: if no mesh divides the model and the batch, or if there are more than ``MOST_PLANS`` plans.
     """
     found: dict[tuple, Estimate] = {}
     refused: Counter[str] = Counter()
@@ -167,6 +190,7 @@ def search(
         if number == MOST_PLANS:
             raise PlanError(f"{gpus} GPUs have more than {MOST_PLANS:,} plans: fix some, such as tensor=8,pipe=4.")
         each = estimate(model, plan, device)
+        # Keep the best plan of each mesh.
         mesh = (plan.data, plan.tensor, plan.pipe, plan.context, plan.expert)
         if mesh not in found or _rank(each) < _rank(found[mesh]):
             found[mesh] = each
@@ -184,22 +208,26 @@ def _rank(each: Estimate) -> tuple:
 def plans(
     model: Model, gpus: int, device: Device, batch: int, refused: Counter[str], **fixed: int | str | bool
 ) -> Iterator[Plan]:
-    """All plans that can be: every factorisation of the GPUs, powers of two as micro-batches, stages of ZeRO,
-    recomputation. Tensor parallelism stays in a node, as across nodes it was never the fastest, and sequences of up to
-    LONG tokens stay whole. ``refused`` counts why others cannot be."""
+    """Yield all possible plans; count in ``refused`` why others are impossible.
+
+    They vary the factorisation of the GPUs, the micro-batch (powers of two), the ZeRO stage, recomputation and the
+    expert axis. Two limits keep the number small. Tensor parallelism stays inside a node, because across nodes it was
+    never the fastest. Sequences of at most ``LONG`` tokens are not divided.
+    """
     contexts = [fixed["context"]] if "context" in fixed else [1, 2, 4, 8, 16][: 5 if model.seq > LONG else 1]
     for pipe in _divisors(gpus):
         for tensor, context in product(_divisors(gpus // pipe), contexts):
             data, rest = divmod(gpus, pipe * tensor * int(context))
             axes: dict = {"data": data, "tensor": tensor, "pipe": pipe, "context": context, "batch": batch}
+            # The last condition is true if ``fixed`` has another value for an axis.
             if rest or (tensor > device.per_node and "tensor" not in fixed) or axes | fixed != fixed | axes:
-                continue  # the last: an axis is fixed at another value
+                continue
             try:
                 plan = check(model, Plan(**axes | fixed))
             except PlanError as problem:
                 refused[str(problem)] += 1
                 continue
-            rounds = pipe if plan.schedule == "interleaved" else 1  # micro-batches are a multiple of them
+            rounds = pipe if plan.schedule == "interleaved" else 1  # the number of micro-batches is a multiple of this
             choices: dict = {
                 "zero": (0,) if plan.shards == 1 else (0, 1) if pipe > 1 else (0, 1, 3),
                 "recompute": ("none", "operators", "full"),
@@ -211,7 +239,7 @@ def plans(
                 yield replace(plan, **dict(zip(names, values, strict=True)))
 
 
-LONG = 8192
+LONG = 8192  # tokens
 MOST_PLANS = 40_000
 
 

@@ -1,13 +1,13 @@
-"""What dtlib's own strategies hold and send, to the byte, from the sizes of a model's parameters.
+"""The exact number of bytes that dtlib's strategies store and send, from the sizes of a model's parameters.
 
-    ranks          stage = rank % pipe, place on the data axis = rank // pipe
-    states         theory.zero: one flat buffer at stage 1, one for each bucket at stage 2 and for each unit at stage 3
-    data           theory.zero: rings; at stage 0 buckets, with a flag a parameter and one more behind the gradients
+    ranks          stage = rank % pipe, index on the data axis = rank // pipe
+    states         theory.zero: one flat buffer at stage 1, one per bucket at stage 2, one per unit at stage 3
+    data           theory.zero: rings; at stage 0 buckets, which end with a flag per parameter and two more flags
     pipe           a stage sends its outputs forward and the gradients of its inputs backward, for each micro-batch
-    tensor         of a decoder (workloads/decoder.py): two all-reduces a layer and pass, one of the embedding and one
-                   of the head's inputs, and three numbers a token for the loss
+    tensor         of a decoder (workloads/decoder.py): two all-reduces per layer and pass, one for the embedding, one
+                   for the head's inputs, and three numbers per token for the loss
 
-Headers, losses and other scalars are not in it: a trace has them as messages of their own.
+Headers, losses and other scalars are not included: a trace shows them as separate messages.
 """
 
 from itertools import pairwise
@@ -17,17 +17,22 @@ from dtlib.planner.model import Model, PlanError
 from dtlib.theory.collectives import elements_sent
 from dtlib.theory.zero import zero_bytes, zero_wire_elements
 
-FIRST_BUCKET, LEAST_BUCKET, LARGEST_BUCKET = 2**20, 4 * 2**20, 25 * 2**20  # bytes: those of gradients/buckets.py
+FIRST_BUCKET, LEAST_BUCKET, LARGEST_BUCKET = 2**20, 4 * 2**20, 25 * 2**20  # bytes, as in gradients/buckets.py
 ELEMENT = 4  # bytes: dtlib trains in float32 unless the config says bf16 or fp16
 
 
 def of_rank(stages: list, boundaries: list, plan: Plan, rank: int, scheme: str = "adam") -> dict[str, dict[str, int]]:
-    """Of one rank, ``{"held": {kind: bytes}, "sent": {axis: bytes a step}}``.
+    """Return the bytes of one rank: ``{"held": {kind: bytes}, "sent": {axis: bytes per step}}``.
 
     Args:
-        stages: of each stage its units (modules with parameters of their own), of each the sizes of its parameters.
-        boundaries: elements of a sample between one stage and the next.
-        scheme: of ``theory.zero.SCHEMES``.
+        stages: for each stage, the units (modules with parameters); for each unit, the sizes of its parameters.
+        boundaries: elements per sample that one stage sends to the next.
+        plan: with a data and a pipe axis only.
+        rank: the rank.
+        scheme: a key of ``theory.zero.SCHEMES``.
+
+    Raises:
+        PlanError: for a plan with other axes.
     """
     if plan.tensor * plan.context * plan.expert > 1:
         raise PlanError(f"{plan}: dtlib's engine has a data and a pipe axis; the others are layers of the model.")
@@ -54,14 +59,21 @@ def _of_place(stages, boundaries, plan, stage, place, scheme="adam", bucket=0):
 
 
 def of_decoder(model: Model, plan: Plan, rank: int, bucket: int = 0) -> dict[str, dict[str, int]]:
-    """Of one rank of `dtlib train decoder`, as ``of_rank``, with ``sent["tensor"]``; ranks of a tensor axis are next to
-    each other, and those of a pipe axis come next. ``bucket``: the config's ``reduce_bucket_size``, if it has one."""
+    """Return the bytes of one rank of `dtlib train decoder`, in the form of ``of_rank``, with ``sent["tensor"]``.
+
+    Consecutive ranks are on the tensor axis, then on the pipe axis. ``bucket`` is ``reduce_bucket_size`` of the config,
+    or 0.
+
+    Raises:
+        PlanError: for a plan with context or expert axes, or if the pipe axis does not divide the layers.
+    """
     check(model, plan)
     if model.layers % plan.pipe or plan.context * plan.expert > 1:
         raise PlanError(
             f"{plan}: give a pipe axis that divides the {model.layers} layers, and no context or expert axis."
         )
     h, t, tokens = model.hidden, plan.tensor, plan.micro_batch * model.seq
+    # The sizes of the parameters of a decoder layer, in the model's order, on one of t tensor ranks.
     block = [h, h, h, h, 3 * h * h // t, 3 * h // t, h * h // t, h, 4 * h * h // t, 4 * h // t, 4 * h * h // t, h]
     units = [[model.vocab * h // t, model.seq * h], *[block] * model.layers, [model.vocab * h // t]]
     each = model.layers // plan.pipe
@@ -78,9 +90,12 @@ def of_decoder(model: Model, plan: Plan, rank: int, bucket: int = 0) -> dict[str
 
 
 def _buckets(sizes: list[int], zero: int, bucket: int) -> list[list[int]]:
-    """Sizes in the buckets in which their gradients travel, the last layers' first, as gradients/buckets.py has them:
-    at most of ``bucket`` elements, or as large as the largest size, at stage 0 at least 4 MiB, and the first at most
-    one. At stage 2 a size of half the limit has a bucket of its own."""
+    """Return the sizes of the parameters in each bucket, from the last parameters to the first.
+
+    The rules are the same as in gradients/buckets.py. A bucket has at most ``bucket`` elements. By default the limit is
+    the size of the largest parameter. At stage 0 this default is at least 4 MiB, and the first bucket has at most 1
+    MiB. At stage 2 a parameter of at least half the limit has a separate bucket.
+    """
     most = ELEMENT * bucket or min(LARGEST_BUCKET, max(0 if zero else LEAST_BUCKET, ELEMENT * max(sizes)))
     alone = [[size] for size in sizes if zero == 2 and 2 * ELEMENT * size >= most]
     buckets: list[list[int]] = [[]]
@@ -95,6 +110,9 @@ def _buckets(sizes: list[int], zero: int, bucket: int) -> list[list[int]]:
 
 
 def _all_reduced(ranks: int, rank: int, count: int) -> int:
-    """Elements that a rank sends, by the algorithm that comm.selection takes on two and on four ranks."""
+    """Return the elements that a rank sends in an all-reduce, with the algorithm that comm.selection chooses.
+
+    The limits are those for two and for four ranks.
+    """
     short = ELEMENT * count <= (2**18 if ranks <= 2 else 2**19)
     return elements_sent("all_reduce", "recursive_doubling" if short else "ring", ranks, rank, count)

@@ -1,7 +1,8 @@
-"""Bytes on a GPU: model states, activations, logits, and what comes and goes.
+"""Bytes on a GPU: model states, activations, logits, and temporary buffers.
 
-With n tokens of a micro-batch on a rank, t tensor ranks, o = t with sequence parallelism and 1 without, a layer keeps,
-in bytes (16 bits; k = width of keys and values):
+Let n be the tokens of a micro-batch on a rank, t the number of tensor ranks, and k the width of keys and values. With
+sequence parallelism o = t, otherwise o = 1. Symbols h, f, a, s and V are those of model.py. A layer stores these bytes
+for the backward pass (16-bit numbers):
 
     GPT      n h 10/o + n (2 (h + 2 k) + 2 h + 4 f)/t  =  n h (10/o + 24/t) with f = 4 h      and scores
     Llama    n h  8/o + n (2 (h + 2 k) + 2 h + 8 f)/t                                           and scores
@@ -9,15 +10,16 @@ in bytes (16 bits; k = width of keys and values):
     operators  n (2 h/o + 2 (2 h + k + f)/t + 2 h/o): the input, and every second product
     full     n 2 h / o: the input
 
-GPT's are table 2 of V. Korthikanti et al., "Reducing activation recomputation in large transformer models",
-arXiv:2205.05198. A rank of a pipeline keeps as many as its schedule has under way (schedule/formulas.py). Beside them:
+The GPT formulas are table 2 of V. Korthikanti et al., "Reducing activation recomputation in large transformer models",
+arXiv:2205.05198. A rank of a pipeline stores this for each micro-batch in flight (schedule/formulas.py). Other memory:
 
-    logits    n V/t of them on the last stage: 16 bits, 32, their logarithm of softmax and its gradient, each block new
-              to the allocator: 2 + 4 + 4 + 4 bytes; over tensor ranks also exponentials, 4, and 2 n h of gathered input
-    working   one layer whole, whatever is recomputed; with sequence parallelism also two gathered inputs, 4 n h
-    gathered  ZeRO-3: the units that are whole, two layers or the head and a layer. In a pipeline all of them, and their
-              gradients in 32 bits until the last micro-batch, as in torchtitan, and a layer's on their way
-    messages  of a pipeline: room for each micro-batch in both directions, and outputs under way, 2 n h/o each
+    logits    n V/t elements on the last stage: in 16 bits, in 32 bits, their log-softmax and its gradient, each a new
+              block of the allocator: 2 + 4 + 4 + 4 bytes. With tensor ranks also exponentials, 4 bytes, and the
+              gathered input, 2 n h
+    working   one layer without recomputation; with sequence parallelism also two gathered inputs, 4 n h
+    gathered  ZeRO-3: the unsharded units: two layers, or the head and a layer. In a pipeline all units, their 32-bit
+              gradients until the last micro-batch, as in torchtitan, and one layer's gradients in flight
+    messages  of a pipeline: buffers for each micro-batch in both directions, and outputs in flight, 2 n h/o each
 """
 
 from dataclasses import dataclass
@@ -27,12 +29,12 @@ from dtlib.planner.model import GIB, Model
 from dtlib.schedule import formulas
 from dtlib.theory.zero import zero_bytes
 
-LOGIT = 14  # bytes
+LOGIT = 14  # bytes per logit without tensor ranks: 2 + 4 + 4 + 4
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the rank of the pipe axis that holds most."""
+    """The bytes on the rank of the pipe axis that needs the most memory; ``stage`` is this rank's stage."""
 
     stage: int
     parameters: float
@@ -46,14 +48,16 @@ class Memory:
 
     @property
     def states(self) -> float:
+        """Bytes of parameters, gradients and optimizer states."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
+        """All bytes."""
         return self.states + self.gathered + self.activations + self.working + self.logits + self.messages
 
     def parts(self) -> dict[str, float]:
-        """By name, the largest first."""
+        """Return the bytes by name, the largest first."""
         parts = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "stage"}
         return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
@@ -63,12 +67,12 @@ class Memory:
 
 
 def tokens_of_rank(model: Model, plan: Plan) -> float:
-    """Tokens of a micro-batch on a rank."""
+    """Return the number of tokens of a micro-batch on a rank."""
     return plan.micro_batch * model.seq / plan.context
 
 
 def layer_activations(model: Model, plan: Plan, recompute: str | None = None) -> float:
-    """Bytes that one layer keeps of one micro-batch on a rank."""
+    """Return the bytes that one layer stores on a rank for the backward pass of one micro-batch."""
     recompute = recompute or plan.recompute
     n, h, t, k, w = tokens_of_rank(model, plan), model.hidden, plan.tensor, model.kv_width, model.width
     outside = t if plan.sequence_parallel else 1
@@ -83,8 +87,10 @@ def layer_activations(model: Model, plan: Plan, recompute: str | None = None) ->
 
 
 def parameters_of_stage(model: Model, plan: Plan, stage: int) -> tuple[int, int]:
-    """Parameters on a rank before ZeRO shares them out: those that all ranks of the data axis have, and its
-    experts'."""
+    """Return the numbers of parameters on a rank before ZeRO shards them: shared parameters, and its experts'.
+
+    All ranks of the data axis have the shared parameters. With ``expert=1`` these include the experts.
+    """
     layers, t = layers_of_stage(model, plan, stage), plan.tensor
     first, last = stage == 0, stage == plan.pipe - 1
     norms = 2 * model.hidden
@@ -97,7 +103,7 @@ def parameters_of_stage(model: Model, plan: Plan, stage: int) -> tuple[int, int]
 
 
 def states(model: Model, plan: Plan, stage: int = 0) -> dict[str, int]:
-    """Bytes of model states on the first rank of a stage, by ``theory.zero``."""
+    """Return the bytes of model states on the first rank of a stage, by kind (``theory.zero``)."""
     dense, experts = parameters_of_stage(model, plan, stage)
     held = zero_bytes(dense, plan.shards, plan.zero, plan.scheme)
     if experts:
@@ -107,9 +113,14 @@ def states(model: Model, plan: Plan, stage: int = 0) -> dict[str, int]:
 
 
 def memory(model: Model, plan: Plan) -> Memory:
-    """Of the rank that holds most. Raises ``PlanError`` for a plan that cannot be."""
+    """Return the memory of the rank that needs the most.
+
+    Raises:
+        PlanError: if the plan is impossible.
+    """
     check(model, plan)
-    # The first rank has most micro-batches under way, the last the logits; those between have less than the first.
+    # The first stage has the most micro-batches in flight, and the last one has the logits. The stages between them
+    # need less than the first.
     return max((_of_stage(model, plan, stage) for stage in {0, plan.pipe - 1}), key=lambda held: held.total)
 
 

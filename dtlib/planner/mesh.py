@@ -1,8 +1,9 @@
-"""A plan: how many GPUs on each axis, and how a step is done; what cannot be is refused with its numbers.
+"""A plan: the number of GPUs on each axis, and how a step is computed. Impossible plans raise an error.
 
 GPUs        = tensor x context x data x pipe         neighbours in a node: tensor first, pipe last
 batch       = micro_batch x micro_batches x data     samples
-expert      is a part of the data axis: ranks that share out the experts of a layer (as in DeepSpeed and Megatron-LM)
+expert      is a part of the data axis: the experts of a layer are divided among its ranks (as in DeepSpeed and
+            Megatron-LM)
 """
 
 from dataclasses import dataclass
@@ -16,17 +17,22 @@ RECOMPUTE = ("none", "selective", "operators", "full")
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to cut a model.
+    """One way to divide a model and its batch among GPUs.
 
     Args:
-        batch: samples of a step, on all GPUs.
-        recompute: ``none``; ``selective``: the core of attention (with ``flash`` nothing of it is kept anyway);
-            ``operators``: every second matrix product and attention are kept, as torchtitan does;
-            ``full``: a layer keeps its input alone.
-        scheme: bytes a parameter, a name in ``theory.zero.SCHEMES``. Stages of ZeRO share out as there.
-        chunks: stages a rank, of the interleaved schedule.
-        flash: attention that keeps no scores.
-        context_algorithm: ``ring`` passes keys and values on; ``ulysses`` exchanges heads for tokens.
+        data: ranks on the data axis; likewise ``tensor``, ``pipe``, ``context`` and ``expert``.
+        zero: the ZeRO stage, as in ``theory.zero``.
+        batch: samples per step, on all GPUs.
+        micro_batch: samples per micro-batch.
+        schedule: of the pipeline, one of ``SCHEDULES``.
+        chunks: stages per rank in the interleaved schedule.
+        recompute: what the backward pass recomputes. ``none``; ``selective``: the core of attention (``flash`` does so
+            anyway); ``operators``: all but every second matrix product and attention, as in torchtitan; ``full``: the
+            whole layer, of which only the input is stored.
+        sequence_parallel: whether tensor ranks also divide the tokens outside attention and MLP.
+        flash: whether attention stores no scores.
+        context_algorithm: ``ring`` passes keys and values around; ``ulysses`` exchanges heads for tokens.
+        scheme: a key of ``theory.zero.SCHEMES``, the bytes per parameter.
     """
 
     data: int = 1
@@ -47,15 +53,17 @@ class Plan:
 
     @property
     def gpus(self) -> int:
+        """The number of GPUs; the expert axis is a part of the data axis."""
         return self.data * self.tensor * self.pipe * self.context
 
     @property
     def micro_batches(self) -> int:
+        """Micro-batches per step."""
         return self.batch // (self.data * self.micro_batch)
 
     @property
     def shards(self) -> int:
-        """Ranks over which ZeRO shares out: those with the same parameters."""
+        """The number of ranks with the same parameters, over which ZeRO shards the states."""
         return self.data * self.context
 
     def __str__(self) -> str:
@@ -67,7 +75,11 @@ class Plan:
 
 
 def check(model: Model, plan: Plan, gpus: int | None = None) -> Plan:
-    """The same plan, or a ``PlanError`` that says which numbers do not go together."""
+    """Return ``plan`` if it is possible for ``model``, and for ``gpus`` if given.
+
+    Raises:
+        PlanError: if numbers do not fit together; the message names them.
+    """
     for name in ("data", "tensor", "pipe", "context", "expert", "batch", "micro_batch", "chunks"):
         whole(name, getattr(plan, name))
     for name, known in (
@@ -115,5 +127,5 @@ def _divides(name: str, ways: int, what: str, amount: int) -> None:
 
 
 def layers_of_stage(model: Model, plan: Plan, stage: int) -> int:
-    """Layers of a rank along the pipe axis: as even as can be, the first ranks have one more."""
+    """Return the number of layers of a stage; if they do not divide evenly, the first stages have one more."""
     return model.layers // plan.pipe + (stage < model.layers % plan.pipe)

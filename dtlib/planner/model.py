@@ -1,14 +1,16 @@
-"""A transformer as the planner sees it: sizes, parameters and operations; what a GPU is by its data sheet.
+"""Sizes, parameters and operations of a transformer, and a GPU by its data sheet.
 
-    h hidden    f of the MLP    a heads, of which k for keys and values    s tokens a sample    V vocabulary    L layers
+    h hidden size       f MLP width     a heads     k heads of keys and values
+    s tokens per sample     V vocabulary    L layers
 
-    parameters of a layer   h h (2 + 2 k/a) + 2 h f, with a gate 3 h f       matrices
+    parameters per layer    h h (2 + 2 k/a) + 2 h f, with a gate 3 h f       matrices
                             2 h norms, or with biases (GPT) 9 h + 4 h        vectors: 13 h
-    of the whole            L layers, V h of the embedding, as much again for a head that is not tied, s h positions
-    operations a token      6 a parameter of the matrices; 12 s h a layer for attention, forward and backward
+    parameters in total     L layers, V h embedding, V h head if it is not tied, s h positions
+    operations per token    6 per parameter of the matrices; 12 s h per layer for attention, forward and backward
 
-With f = 4 h these are Megatron-LM's: P = 12 L h^2 (1 + 13/(12 h) + (V + s)/(12 L h)), and 72 s L h^2 (1 + s/(6 h)
-+ V/(12 L h)) operations a sample (D. Narayanan et al., SC 2021, section 5.1; there with full recomputation, 96).
+With f = 4 h these are the formulas of Megatron-LM: P = 12 L h^2 (1 + 13/(12 h) + (V + s)/(12 L h)), and 72 s L h^2
+(1 + s/(6 h) + V/(12 L h)) operations per sample (D. Narayanan et al., SC 2021, section 5.1, which has the factor 96
+because it includes full recomputation).
 """
 
 from dataclasses import dataclass
@@ -17,24 +19,35 @@ from dtlib.errors import DtlibError, number
 
 
 class PlanError(DtlibError):
-    """A model, a mesh or a batch that cannot be, with its numbers."""
+    """A model, a mesh or a batch is impossible; the message names the numbers."""
 
 
-MOST = 10**9  # of anything that is counted
+MOST = 10**9  # the largest number that is accepted
 
 
 def whole(name: str, value: object, least: int = 1, most: int = MOST) -> int:
-    """``number``, for plans."""
+    """Return ``value`` as an int from ``least`` to ``most``; raise a ``PlanError`` otherwise."""
     return int(number(name, value, least, most, error=PlanError))
 
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a decoder.
+    """The sizes of a decoder.
 
-    ``ffn`` 0 means 4 ``hidden``, ``kv_heads`` 0 as many as ``heads``, ``head_dim`` 0 ``hidden / heads``. ``gated``: the
-    MLP has a third matrix, norms have no biases, positions no parameters (Llama). ``experts``: MLPs of a layer, of
-    which a token uses ``active``.
+    Args:
+        layers: number of layers.
+        hidden: hidden size.
+        heads: attention heads.
+        vocab: size of the vocabulary.
+        seq: tokens per sample.
+        ffn: width of the MLP; 0 means ``4 * hidden``.
+        kv_heads: heads of keys and values; 0 means ``heads``.
+        gated: as in Llama, the MLP has a third matrix, norms have no biases, and positions have no parameters.
+        tied: whether the head uses the embedding's matrix.
+        experts: MLPs per layer, for a mixture of experts; 0 means a single MLP.
+        active: experts per token.
+        head_dim: size of a head; 0 means ``hidden / heads``.
+        name: for messages.
     """
 
     layers: int
@@ -65,59 +78,74 @@ class Model:
 
     @property
     def mlp(self) -> int:
+        """The width of the MLP."""
         return self.ffn or 4 * self.hidden
 
     @property
     def kv(self) -> int:
+        """The number of heads of keys and values."""
         return self.kv_heads or self.heads
 
     @property
     def width(self) -> int:
-        """Of all heads together."""
+        """The width of all heads together."""
         return self.heads * self.head_dim or self.hidden
 
     @property
     def kv_width(self) -> int:
+        """The width of all keys, or all values."""
         return self.width * self.kv // self.heads
 
     @property
     def attention_parameters(self) -> int:
+        """Parameters of the matrices of attention in a layer."""
         return 2 * self.hidden * (self.width + self.kv_width)
 
     @property
     def expert_parameters(self) -> int:
-        """One MLP's matrices."""
+        """Parameters of the matrices of one MLP."""
         return (3 if self.gated else 2) * self.hidden * self.mlp
 
     @property
     def vectors(self) -> int:
-        """Norms and biases of a layer, and the router's matrix."""
+        """Parameters of a layer's norms and biases, and of its router."""
         biases = 0 if self.gated else 4 * self.hidden + 2 * self.kv_width + self.mlp + self.hidden
         return 2 * self.hidden + biases + self.hidden * self.experts
 
     @property
     def layer_parameters(self) -> int:
+        """Parameters of a layer."""
         return self.attention_parameters + max(1, self.experts) * self.expert_parameters + self.vectors
 
     @property
     def embedding(self) -> int:
+        """Parameters of the token embedding."""
         return self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
+        """Parameters of the whole model."""
         positions = 0 if self.gated else self.seq * self.hidden
         return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.embedding + positions
 
     def operations(self, tokens: float, again: bool = False) -> float:
-        """Floating-point operations of forward and backward passes, and with ``again`` of full recomputation;
-        attention is not halved for its mask, as is customary."""
+        """Return the floating-point operations of the forward and backward passes of ``tokens`` tokens.
+
+        ``again`` includes full recomputation. As is customary, attention is not halved for the causal mask.
+        """
         matrices = self.attention_parameters + self.active * self.expert_parameters
         layer = (8 if again else 6) * (matrices + 2 * self.seq * self.width)
         return tokens * (self.layers * layer + 6 * self.embedding)
 
 
 def from_transformers(config: dict, seq: int = 0) -> Model:
-    """A model from the dictionary of a transformers config (``config.json``, or ``AutoConfig(...).to_dict()``)."""
+    """Create a ``Model`` from a transformers config, as a dictionary (``AutoConfig(...).to_dict()``).
+
+    ``seq``, if not 0, overrides the sequence length.
+
+    Raises:
+        PlanError: if a size is missing, or the model has parts that the planner does not support.
+    """
 
     def find(*names, default=None):
         for name in names:
@@ -158,7 +186,10 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator by its data sheet: operations a second (16 bits, dense), bytes, bytes a second."""
+    """A GPU by its data sheet: 16-bit dense operations per second, bytes of memory, bytes per second of its memory.
+
+    ``per_node`` is the number of GPUs per node.
+    """
 
     name: str
     operations: float

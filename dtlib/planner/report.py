@@ -1,4 +1,4 @@
-"""An answer in rows: the best plans, what fits where, and one plan in full. Tables are drawn by whoever shows them."""
+"""The rows of the tables of `dtlib plan`: the best plans, a map of meshes that fit, and the details of one plan."""
 
 from dtlib.planner.calibrated import MEMORY_ERROR
 from dtlib.planner.estimate import Estimate, rounded
@@ -9,8 +9,10 @@ HEADERS = ("", "plan", "step, s", "from", "to", "tokens/s", "MFU", "GiB")
 
 
 def best_rows(best: list[Estimate]) -> list[tuple]:
-    """A row for each plan; ``1=`` stands before those whose band overlaps that of the fastest, and ~ before seconds
-    that were never measured in such a place."""
+    """Return a row for each plan.
+
+    ``1=`` marks plans whose band overlaps the band of the fastest plan. ``~`` marks times outside the measured range.
+    """
     rows = []
     for place, e in enumerate(best, 1):
         tied = e.low <= best[0].high and ties(best) > 1
@@ -19,7 +21,7 @@ def best_rows(best: list[Estimate]) -> list[tuple]:
 
 
 def ties(best: list[Estimate]) -> int:
-    """Return the number of plans that cannot be told from the fastest, which is one of them."""
+    """Return the number of plans whose band overlaps the band of the fastest plan, which is included."""
     return sum(e.low <= best[0].high for e in best)
 
 
@@ -31,14 +33,17 @@ def _rates(e: Estimate) -> tuple[str, str, str]:
 
 
 def time_of(e: Estimate) -> str:
+    """Format the seconds per step, with ``~`` if the plan is outside the measured range."""
     return "~" * bool(e.outside) + e.said(e.seconds)
 
 
 def map_rows(tried: list[Estimate]) -> tuple[list[tuple], tuple]:
-    """What fits: a row a tensor axis, a column a pipe axis; seconds of the fastest that fits, or the GiB of the
-    smallest."""
+    """Return rows and headers of a map of meshes: a row for each tensor axis, and a column for each pipe axis.
+
+    A cell has the seconds of the fastest plan that fits, or the GiB of the smallest plan.
+    """
     cells = {}
-    for e in reversed(tried):  # the best is written last
+    for e in reversed(tried):  # the best plan is last, so it replaces the others
         cells[e.plan.tensor, e.plan.pipe] = time_of(e) + " s" if e.fits else f"no: {e.memory.total / GIB:.0f} GiB"
     tensors, pipes = (sorted({key[axis] for key in cells}) for axis in (0, 1))
     rows = [(f"tensor {t}", *(cells.get((t, p), "-") for p in pipes)) for t in tensors]
@@ -46,7 +51,7 @@ def map_rows(tried: list[Estimate]) -> tuple[list[tuple], tuple]:
 
 
 def details(e: Estimate, tokens: float | None = None) -> list[tuple[str, str]]:
-    """What a plan holds, takes and sends, as rows of name and value."""
+    """Return the memory, time and messages of a plan as rows of name and value; with ``tokens``, also days of a run."""
     rows = [("memory", str(e.memory))]
     rows += [("step", ", ".join(f"{name} {took:.2g} s" for name, took in e.parts.items() if took > 0.005 * e.seconds))]
     rows += [("sent a rank, a step", ", ".join(f"{name} {sent / 1e9:.3g} GB" for name, sent in e.sent.items() if sent))]
@@ -58,7 +63,7 @@ def details(e: Estimate, tokens: float | None = None) -> list[tuple[str, str]]:
 
 
 def summary(best: list[Estimate], tried: list[Estimate]) -> str:
-    """A sentence on what was found, or why nothing fits."""
+    """Describe the result of a search, or say why nothing fits."""
     if not best:
         return f"None of {len(tried)} meshes fits. The smallest: {tried[0].plan}. {tried[0].why_not}"
     fit = sum(e.fits for e in tried)

@@ -1,14 +1,15 @@
-"""Bytes that a rank sends, by axis, and over which link.
+"""Bytes that a rank sends, by axis and by link.
 
-n tokens of a micro-batch on a rank, t, c, e, d ranks on an axis, S = 2 n h bytes, p forward passes' worth of messages
-(3 for forward and backward, 4 with full recomputation). A layer sends, for one micro-batch:
+Let n be the tokens of a micro-batch on a rank, t, c, e, d the ranks on the axes, and S = 2 n h bytes. Forward and
+backward together send the messages of p = 3 forward passes; with full recomputation p = 4. Per micro-batch, a layer
+sends:
 
-    tensor     2 (p - 1) all-reduces of S, or with sequence parallelism as many reduce-scatters and all-gathers
-    context    ring: keys and values go round, p (c - 1) 4 n k/t
+    tensor     2 (p - 1) all-reduces of S; with sequence parallelism reduce-scatters and all-gathers of the same bytes
+    context    ring: keys and values, p (c - 1) 4 n k/t
                ulysses: queries, keys, values, outputs, p 4 n (h + k) (c - 1)/c /t
-    expert     out and back a pass, 2 p S active (e - 1)/e, and /t with sequence parallelism
-    pipe       a boundary: S forward and S backward, /t with sequence parallelism, for each stage of the rank
-    data       once a step, by ZeRO's stage as in theory.zero, in the types that travel
+    expert     to the experts and back in each pass, 2 p S active (e - 1)/e; /t with sequence parallelism
+    pipe       per boundary: S forward and S backward, /t with sequence parallelism, for each stage of the rank
+    data       once per step, by ZeRO stage as in theory.zero, in the dtypes of the messages
 """
 
 from dtlib.planner.memory import parameters_of_stage, tokens_of_rank
@@ -18,11 +19,12 @@ from dtlib.theory.zero import SCHEMES
 
 
 def passes(plan: Plan) -> int:
+    """Return the work of a micro-batch in units of forward passes; a backward pass counts as two."""
     return 4 if plan.recompute == "full" else 3
 
 
 def layer_bytes(model: Model, plan: Plan) -> dict[str, float]:
-    """Of one layer and micro-batch."""
+    """Return the bytes that a rank sends for one layer and one micro-batch, by axis."""
     n, h, t, c, e = tokens_of_rank(model, plan), model.hidden, plan.tensor, plan.context, plan.expert
     p, whole, cut = passes(plan), 2 * n * h, t if plan.sequence_parallel else 1
     if plan.context_algorithm == "ring":
@@ -37,18 +39,20 @@ def layer_bytes(model: Model, plan: Plan) -> dict[str, float]:
 
 
 def boundary_bytes(model: Model, plan: Plan) -> float:
-    """Of one micro-batch, both ways."""
+    """Return the bytes that cross a boundary of stages for one micro-batch, in both directions."""
     each = 2 * tokens_of_rank(model, plan) * model.hidden / (plan.tensor if plan.sequence_parallel else 1)
     return 2 * each * plan.chunks if plan.pipe > 1 else 0
 
 
 def data_bytes(model: Model, plan: Plan) -> float:
-    """Of a step, by a rank of the first stage."""
+    """Return the bytes that a rank of the first stage sends on the data axis per step."""
     own = sum(parameters_of_stage(model, plan, 0))
     scheme, m, part = SCHEMES[plan.scheme], plan.micro_batches, (plan.shards - 1) / plan.shards
-    gradients, parameters = min(4, scheme.gradients) * own, 2 * own  # a sum and a pass's gradients: the sum travels
+    # If a scheme stores a 32-bit sum beside a pass's gradients, only the sum is sent: at most 4 bytes per parameter.
+    gradients, parameters = min(4, scheme.gradients) * own, 2 * own
+    # In a pipeline, parameters stay unsharded during the step, and gradients are reduced at its end.
     if plan.zero == 3 and plan.pipe > 1:
-        m = 1  # parameters are whole during the step, and gradients are reduced at its end
+        m = 1
     sent = {
         0: 2 * gradients,
         1: gradients + parameters,
@@ -59,18 +63,23 @@ def data_bytes(model: Model, plan: Plan) -> float:
 
 
 def step_bytes(model: Model, plan: Plan) -> dict[str, float]:
-    """Bytes that a rank of the first stage sends in a step, by axis; embedding and head are left out."""
+    """Return the bytes that a rank of the first stage sends per step, by axis, without embedding and head."""
     times = plan.micro_batches * model.layers / plan.pipe
     layers = {name: times * sent for name, sent in layer_bytes(model, plan).items()}
     return {**layers, "pipe": plan.micro_batches * boundary_bytes(model, plan) / 2, "data": data_bytes(model, plan)}
 
 
 def placed(device: Device, gpus: int, ranks: int, stride: int, sent: float) -> tuple[float, float]:
-    """The same bytes as those over links within a node, or over the network of a node that all its rings share.
+    """Return the bytes sent within a node, and the bytes that a node sends to other nodes; one number is 0.
+
+    If a ring leaves the node, all rings of the node share its network, so their bytes are added.
 
     Args:
-        stride: by how much ranks next to each other on the axis differ.
-        sent: by a rank.
+        device: has the number of GPUs per node.
+        gpus: all GPUs.
+        ranks: ranks on the axis.
+        stride: the difference between neighbouring ranks on the axis.
+        sent: bytes that one rank sends.
     """
     if gpus <= device.per_node or stride * ranks <= device.per_node:
         return sent, 0

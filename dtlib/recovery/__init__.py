@@ -1,25 +1,25 @@
-"""A rank dies: what is lost, and three ways to go on.
+"""Three ways to continue training after a rank has died.
 
-                                  needs               goes on with   does again             costs meanwhile
-    restart.py   start all again  nothing             any number     steps since it saved   a checkpoint now and then
-    memory.py    commit, restore  ULFM                those left     steps since a commit   a copy in memory a commit
-    shrink.py    shrink, go on    ULFM, whole steps   those left     the step under way     nothing
+                                    needs               continues with    repeats                cost without failure
+    restart.py   restart all ranks  nothing             any number        steps since the save   checkpoints
+    commit.py    commit, restore    ULFM                remaining ranks   steps since a commit   copies in memory
+    shrink.py    shrink             ULFM, atomic steps  remaining ranks   the current step       nothing
 
-The last two need all of the model on every rank. What is in shards (ZeRO) or in stages (pipelines) is lost with its
-rank, and goes back to the checkpoint. From outside, run.py says in a sentence why a training ended, and supervisor.py
-starts it again.
+The last two need the whole model on every rank. With shards (ZeRO) or stages (pipelines), the state of a dead rank is
+lost, so training must restart from a checkpoint. Two files work from outside the ranks: run.py reports why a training
+run ended, and supervisor.py restarts it.
 """
 
+from dtlib.recovery.commit import train_and_commit
 from dtlib.recovery.journal import Journal
-from dtlib.recovery.memory import train_and_commit
+from dtlib.recovery.rank_status import EndRequested, NotFinite
 from dtlib.recovery.replica import Replica
 from dtlib.recovery.restart import train_and_save
 from dtlib.recovery.run import Run
 from dtlib.recovery.shrink import leave, train_and_shrink
-from dtlib.recovery.signs import AskedToEnd, NotFinite
 from dtlib.recovery.supervisor import supervise
 
 __all__ = [
-    "AskedToEnd", "Journal", "NotFinite", "Replica", "Run", "leave", "supervise", "train_and_commit", "train_and_save",
-    "train_and_shrink",
+    "EndRequested", "Journal", "NotFinite", "Replica", "Run", "leave", "supervise",
+    "train_and_commit", "train_and_save", "train_and_shrink",
 ]  # fmt: skip

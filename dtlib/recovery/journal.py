@@ -1,13 +1,13 @@
-"""What a training tells whoever watches it from outside: a line of JSON an event, all ranks in one file.
+"""A log of a training run, for programs that watch it: one JSON line per event, all ranks in one file.
 
     {"at": 12.31, "what": "started", "rank": 2, "ranks": 4, "pid": 4711, ...}
-    {"at": 12.40, "what": "step", "rank": 0, "ranks": 4, "step": 7, "loss": 0.93}       by the lowest rank alone
-    {"at": 12.42, "what": "fault", "rank": 2, "kind": "kill", "step": 7}                planted, just before it happens
+    {"at": 12.40, "what": "step", "rank": 0, "ranks": 4, "step": 7, "loss": 0.93}       from the lowest rank only
+    {"at": 12.42, "what": "fault", "rank": 2, "kind": "kill", "step": 7}                injected, just before it happens
     {"at": 12.44, "what": "lost", "rank": 0, "ranks": 3, "lost": [2]}
     {"at": 12.91, "what": "raised", "rank": 1, "sentence": "NotFinite: ..."}
 
-Each line is written at once and as a whole, so nothing is lost with a rank that is killed. ``at`` counts seconds on the
-machine's clock; ``rank`` is that of the world, and ``ranks`` says how many are left.
+Each line is written at once, in a single write, so a rank that is killed loses no event. ``at`` is ``time.time()`` in
+seconds. ``rank`` is the world rank. ``ranks`` is the number of ranks that are left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILE = "journal.jsonl"
 
 
 class Journal:
-    """One rank's pen; ``tell`` of the trainings is one of these."""
+    """A writer of events, one object per rank. Pass it to the training functions as ``tell``."""
 
     def __init__(self, folder: str | PathLike[str], world: World):
         self.rank, self.late = world.rank, ""
@@ -38,6 +38,7 @@ class Journal:
         self.write("started", ranks=world.size, pid=process.pid, created=process.created)
 
     def write(self, what: str, **facts: object) -> None:
+        """Append the event ``what`` with the time, this rank and ``facts``, which must be JSON types."""
         line = json.dumps({"at": time.time(), "what": what, "rank": self.rank, **facts})
         os.write(self._file, line.encode() + b"\n")
 
@@ -45,8 +46,11 @@ class Journal:
         self, what: str, replica: Replica | None = None, comm: Communicator | None = None, ranks: Iterable[int] = (),
         error: BaseException | None = None,
     ) -> None:  # fmt: skip
-        """Told of a step, of ranks that were lost, and of a step that was undone. The first two the lowest rank writes
-        down; an error that undoes a step may be that of any rank."""
+        """Write an event of a training function: ``"step"``, ``"lost"`` or ``"undone"``.
+
+        Only the lowest rank writes ``"step"`` and ``"lost"``, which are the same on all ranks. Every rank writes
+        ``"undone"``, because ranks may have different errors.
+        """
         assert comm is not None
         if comm.rank and what != "undone":
             return
@@ -63,8 +67,8 @@ class Journal:
         self.write(what, **facts)
 
     @contextmanager
-    def last_words(self) -> Iterator[None]:
-        """An error that ends the training on this rank is in the journal before it ends the process."""
+    def log_outcome(self) -> Iterator[None]:
+        """Write ``"ended"`` when the block ends, or ``"raised"`` if an error ends it, before the process exits."""
         try:
             yield
         except Exception as error:
@@ -74,21 +78,23 @@ class Journal:
 
 
 def read(folder: str | PathLike[str], start: int = 0) -> tuple[list[dict], int]:
-    """The events after the first ``start`` bytes of the journal in ``folder``, and where the next ones will begin."""
+    """Return the events after the first ``start`` bytes of the journal, and the ``start`` for the next call."""
     try:
         with open(Path(folder) / FILE, "rb") as file:
             file.seek(start)
             text = file.read()
     except FileNotFoundError:
         return [], start
+    # The last line may still be incomplete: leave it for the next call.
     whole = text[: text.rfind(b"\n") + 1]
     return [json.loads(line) for line in whole.splitlines()], start + len(whole)
 
 
-def seconds_to_go_on(events: list[dict]) -> list[float]:
-    """After each kill that the journal knows of (``fault``), the seconds until a step that had not been done before.
+def recovery_seconds(events: list[dict]) -> list[float]:
+    """Return, for each kill in the journal (``fault``), the seconds until training had completed a new step.
 
-    By the ranks that are left, or by new ones: a step that rank 0 tells of just after the kill was done before it.
+    Only steps after an event ``"lost"`` or ``"started"`` count, from the remaining or the new ranks. A step that rank 0
+    logs just after the kill was completed before it.
     """
     found, furthest, since, others = [], -1, None, False
     for event in sorted(events, key=lambda event: event["at"]):

@@ -1,10 +1,10 @@
-"""What every rank has whole: a model, its optimizer and how far they are; and a step of data parallelism on them.
+"""A model and its optimizer, complete on every rank, and a training step with data parallelism.
 
     batch of step 7      on 4 ranks  | rank 0 | rank 1 | rank 2 | rank 3 |
     the same batch       on 3 ranks  |  rank 0   |  rank 1  |  rank 2    |
 
-The batch belongs to the step, and not to a rank: each takes its slice, whatever the number of ranks. The gradient is
-the mean over the whole batch, so that training goes on as if nobody had been lost.
+Each step has a fixed batch, and each rank computes a slice of it. The gradient is the mean over the whole batch. So the
+number of ranks does not change the result, and training continues after a failure as if no rank had died.
 """
 
 import copy
@@ -19,26 +19,26 @@ from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shard_info import info_of
-from dtlib.recovery.signs import Signs
+from dtlib.recovery.rank_status import Signs
 
 Tell = Callable[..., object]
 
 
 def nobody(what: str, **facts: object) -> None:
-    """What the trainings tell if nobody wants to know."""
+    """Ignore an event; this is the default for ``tell``."""
 
 
 class Replica:
-    """A model that is trained on all ranks, each of which has all of it. ``steps`` are done; each left a loss.
+    """A model that all ranks train, each with a complete copy. ``steps`` counts completed steps; ``losses`` has theirs.
 
     Args:
-        model: an ``nn.Module`` whose trained parameters are all float32 or all float64, and each get a gradient.
-        optimizer: one of torch's, over parameters of the model.
-        loss_fn: ``loss_fn(output, target)``, the mean over the samples.
-        batch_of: ``batch_of(step)`` returns the batch of all ranks together, the same on each: input and target.
+        model: an ``nn.Module``. Its trained parameters are all float32 or all float64, and each gets a gradient.
+        optimizer: an optimizer of torch for parameters of the model.
+        loss_fn: ``loss_fn(output, target)`` returns the mean over the samples.
+        batch_of: ``batch_of(step)`` returns input and target of the whole batch, the same on all ranks.
 
     Raises:
-        DtlibError: for states that are cut into shards: those of a rank are lost with it.
+        DtlibError: if parameters or states are sharded, because a dead rank's shards would be lost.
     """
 
     def __init__(
@@ -56,20 +56,21 @@ class Replica:
             raise DtlibError(f"Replica: trained parameters are {kinds}: take one of float32 and float64.")
 
     def step(self, comm: Communicator) -> None:
-        """One step on the batch of all ranks; it is done as a whole, or, where an error ends it, not at all."""
+        """Train one step on this rank's slice of the batch. If an error ends the step, the replica does not change."""
         began = time.monotonic()
         x, y = self.batch_of(self.steps)
         if len(x) < comm.size:
             raise DtlibError(f"Step {self.steps} has a batch of {len(x)} samples for {comm.size} ranks: take more.")
         mine = slice(len(x) * comm.rank // comm.size, len(x) * (comm.rank + 1) // comm.size)
-        with self.undone_by_an_error():
+        # Weight the loss by this rank's part of the batch, so that the sum over ranks is the mean over the batch.
+        with self.restore_on_error():
             self.optimizer.zero_grad()
             loss = self.loss_fn(self.model(x[mine]), y[mine]) * len(x[mine]) / len(x)
             loss.backward()
             gradients = [self.gradient(name) for name in self.trained]
             signs = self.signs.of_this_rank(comm, gradients, time.monotonic() - began)
             flat = torch.cat([loss.detach().flatten(), signs.to(loss.dtype), *gradients])
-            # Here a rank notices that another one has died; nothing has changed yet.
+            # If another rank has died, this all-reduce raises. Nothing has changed yet.
             comm.all_reduce(flat)
             loss, signs, gradients = flat.split([1, len(signs), len(flat) - 1 - len(signs)])
             self.signs.check(signs, self.steps, comm)
@@ -80,6 +81,7 @@ class Replica:
         self.losses.append(loss.item())
 
     def gradient(self, name: str) -> torch.Tensor:
+        """Return the gradient of parameter ``name``, flattened; raise an error if it has none."""
         gradient = self.trained[name].grad
         if gradient is None:
             raise DtlibError(
@@ -88,14 +90,14 @@ class Replica:
         return gradient.flatten()
 
     def cut(self, flat: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Each parameter with its gradient out of the message."""
+        """Yield each trained parameter with its gradient, a view of the flat message."""
         pieces = flat.split([parameter.numel() for parameter in self.trained.values()])
         for parameter, piece in zip(self.trained.values(), pieces, strict=True):
             yield parameter, piece.view_as(parameter)
 
     @contextmanager
-    def undone_by_an_error(self) -> Iterator[None]:
-        """A forward pass changes buffers, and draws random numbers: put both back if the step comes to nothing."""
+    def restore_on_error(self) -> Iterator[None]:
+        """Restore the model's buffers and the random state if the block raises: a forward pass changes both."""
         buffers, chance = [buffer.clone() for buffer in self.model.buffers()], torch.get_rng_state()
         try:
             yield
@@ -106,21 +108,21 @@ class Replica:
             raise
 
     def state(self) -> dict:
-        """A copy of all that a step changes; random numbers are each rank's own, and stay out of it."""
+        """Return a copy of all that a step changes, except the random state, which differs between ranks."""
         return copy.deepcopy({
             "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
             "steps": self.steps, "losses": self.losses,
         })  # fmt: skip
 
     def load(self, state: dict) -> None:
-        """Be as ``state`` says, which stays as it is."""
+        """Restore a state of ``state()``; the argument is copied and not changed."""
         state = copy.deepcopy(state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps, self.losses = state["steps"], state["losses"]
 
     def check_same(self, comm: Communicator) -> None:
-        """Refuse other models on other ranks; all ranks call it."""
+        """Raise an error if the models of the ranks differ; all ranks call it."""
         check_same_model(self.trained, comm, "Replica")
 
 

@@ -1,10 +1,11 @@
-"""Start all again from the checkpoint: the recovery that needs nothing of MPI, and works for every strategy.
+"""Restart all ranks from the checkpoint. This needs no support from MPI, and works for every strategy.
 
     4 ranks   step 1 ... step 10  save  step 11 ... step 17   rank 2 is killed, and mpiexec ends the others
     3 ranks                       load  step 11 ... step 17   step 18 ...
 
-Nothing of the job outlives it, so somebody outside has to start it again: a scheduler, or ``supervise``. Steps since
-the last checkpoint are done once more. What is in shards can be loaded on any number of ranks (dtlib.checkpoint).
+If one rank dies, all processes of the job end. A program outside must start them again: a scheduler, or ``supervise``.
+Steps since the last checkpoint are repeated. Any number of ranks can load the checkpoint, also of sharded states
+(dtlib.checkpoint).
 """
 
 from pathlib import Path
@@ -12,8 +13,8 @@ from pathlib import Path
 from dtlib import checkpoint
 from dtlib.checkpoint.folder import INDEX
 from dtlib.comm import Communicator
+from dtlib.recovery.rank_status import EndRequested
 from dtlib.recovery.replica import Replica, Tell, nobody
-from dtlib.recovery.signs import AskedToEnd
 
 
 def train_and_save(
@@ -24,9 +25,12 @@ def train_and_save(
     every: int = 10,
     tell: Tell = nobody,
 ) -> Communicator:
-    """Train until ``replica.steps == steps``, from the checkpoint in ``folder`` if there is one; returns ``comm``.
+    """Train until ``replica.steps == steps``, from the checkpoint in ``folder`` if there is one; return ``comm``.
 
-    Saves ``every`` so many steps, at the end, and before it ends because somebody asks it to (signs.py).
+    It saves a checkpoint after each ``every`` steps, at the end, and when a signal requests the end (rank_status.py).
+
+    Raises:
+        EndRequested: after a signal, when the checkpoint is saved.
     """
     folder = Path(folder)
 
@@ -43,9 +47,9 @@ def train_and_save(
     while replica.steps < steps:
         try:
             replica.step(comm)
-        except AskedToEnd as asked:
+        except EndRequested as asked:
             save()
-            raise AskedToEnd(f"{asked} They are saved: start it again to go on.") from asked
+            raise EndRequested(f"{asked} They are saved: start it again to go on.") from asked
         tell("step", replica=replica, comm=comm)
         if replica.steps % every == 0 or replica.steps == steps:
             save()

@@ -1,13 +1,13 @@
-"""A training, seen from outside: started on ranks, watched, and told in one sentence why it ended.
+"""Start a training program on ranks, watch it, and report why it ended.
 
-    what became of it                    who knows                        what is said
-    a rank raised an error               its last words in the journal    the error's own sentence, with the rank
-    a rank was killed, or crashed        mpiexec; ULFM: its process       the signal, and what that may mean
-    a rank is stopped                    the state of its process         that it counts as alive, and how to go on
-    a node was cut off                   mpiexec, by its daemon there     the node; its status may be 0 all the same
-    a rank computes too long             the others, in each step         how many times as long as they
+    event                                source                              reported
+    a rank raised an error               its last line in the journal        the error message, and the rank
+    a rank was killed, or crashed        mpiexec; with ULFM, its process     the signal, and its likely cause
+    a rank is stopped (SIGSTOP)          the state of its process            it counts as alive; how to continue it
+    a node lost its connection           mpiexec, from its daemon there      the node; mpiexec's status may still be 0
+    a rank is slow                       compute times, sent in each step    how many times slower than the others
 
-What is said is in ``Run.said``, in the order in which it was noticed.
+``Run.said`` has the reports in the order of the events.
 """
 
 import os
@@ -41,49 +41,63 @@ BY_NODE = re.compile(r"lost communication with a remote daemon.*?Remote daemon\s
 
 @dataclass
 class Run:
-    """``program`` (a Python program's arguments) on ``ranks`` ranks. It keeps a journal in ``folder``, which it is told
-    as its last argument. ``survive``: where a rank dies the others live on (ULFM). ``say`` is told each sentence, as
-    soon as what it says comes to light."""
+    """One run of a training program under mpiexec.
+
+    Args:
+        program: the arguments of Python. ``folder`` is added as the last one, and the program writes a journal there.
+        ranks: the number of ranks.
+        folder: created if it does not exist.
+        survive: whether the other ranks continue if a rank dies (ULFM).
+        say: is called with each report, as soon as the event is noticed.
+        processes: the processes by world rank, from the journal.
+        events: the events of the journal so far.
+        said: the reports so far.
+        lost: the ranks that have died.
+        status: None until the run is over; then mpiexec's exit status, or 1 if it is 0 although ranks have failed.
+    """
 
     program: list[str]
     ranks: int
     folder: Path
     survive: bool = False
     say: Callable[[str], object] = lambda sentence: None
-    processes: dict[int, Process] = field(default_factory=dict)  # by the rank in the world
+    processes: dict[int, Process] = field(default_factory=dict)
     events: list[dict] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
     status: int | None = None
 
     def start(self) -> "Run":
+        """Start mpiexec and return at once; output of the ranks goes to a temporary file."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._read = journal.read(self.folder)[1]  # what an earlier run has written is not ours
-        self._stopped: dict[int, float] = {}  # rank -> since when
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (read until somebody asks no more)
+        self._read = journal.read(self.folder)[1]  # skip the events of earlier runs
+        self._stopped: dict[int, float] = {}  # rank -> time since which it is stopped
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (``output`` reads it as long as the run exists)
         self.mpiexec = start_ranks(
             [*self.program, str(self.folder)], self.ranks, self.survive, stderr=self._errors, stdout=self._errors
         )
         return self
 
     def look(self) -> list[dict]:
-        """Note what has happened since the last look, and return it; ``status`` is set once the run is over."""
+        """Return the journal's events since the last call, and report them; set ``status`` if the run is over."""
         over = self.mpiexec.poll()
-        # Looked for before the journal is read: a rank that has ended well has written so, and is then gone.
+        # Check processes before reading the journal: a rank without error writes "ended" before its process is gone.
         gone = [rank for rank, process in self.processes.items() if not process.find()]
         fresh, self._read = journal.read(self.folder, self._read)
         self.events += fresh
         for event in fresh:
             if event["what"] == "started":
                 self.processes[event["rank"]] = Process(event["pid"], event["created"])
-            elif event["what"] == "lost":  # the others say so before a look finds a process gone, or the run ends
+            elif event["what"] == "lost":  # the other ranks may notice it before we see that the process is gone
                 self._note_the_dead(rank for rank in event["lost"] if rank not in self.lost)
             elif event["what"] == "late":
                 self._say(event["sentence"])
             elif event["what"] == "undone":
                 sentence = f"{event['sentence']} The step is undone on all ranks, and tried once more."
-                if sentence not in self.said:  # which several ranks may have written
+                if sentence not in self.said:  # several ranks may have written it
                     self._say(sentence)
+        # With ULFM, mpiexec does not report a dead rank. A rank is dead if its process is gone and it has not logged
+        # "ended" or "raised".
         if self.survive and over is None:
             left = {event["rank"] for event in self.events if event["what"] in ("ended", "raised")}
             self._note_the_dead(
@@ -97,7 +111,7 @@ class Run:
         return fresh
 
     def wait(self, seconds: float | None = None) -> int:
-        """Look until the run is over, and return mpiexec's status; it is ended after so many seconds."""
+        """Call ``look`` until the run is over, and return ``status``; end the run after ``seconds``, if given."""
         deadline = time.monotonic() + seconds if seconds else float("inf")
         try:
             while self.status is None:
@@ -112,26 +126,27 @@ class Run:
         return self.status
 
     def end(self) -> None:
-        """End whatever of it still lives."""
+        """End the processes of the run that still exist: ranks, mpiexec and its descendants."""
         living = [process for process in self.processes.values() if process.find()]
         if self.mpiexec.poll() is None or living:
             family = with_descendants(Process.of(self.mpiexec.pid)) if self.mpiexec.poll() is None else []
-            for process in living:  # one that is stopped hears no polite word
+            # SIGKILL, because a stopped process does not react to SIGTERM.
+            for process in living:
                 if found := process.find():
                     found.kill()
             end_processes([*family, *living])
         self.status = self.mpiexec.wait() if self.status is None else self.status
 
     def strike(self, rank: int, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a rank, and note it."""
+        """Send signal ``number`` to a rank, and record it as a fault."""
         if found := self.processes[rank].find():
             kind = signal.Signals(number).name.removeprefix("SIG").lower()
             self.events.append({"at": time.time(), "what": "fault", "rank": rank, "kind": kind})
             found.send_signal(number)
 
     def output(self) -> str:
-        """All that was printed so far."""
-        # Without moving the place at which the ranks write.
+        """Return all output of the ranks so far."""
+        # pread does not move the file offset, which we share with the ranks that write.
         return os.pread(self._errors.fileno(), os.fstat(self._errors.fileno()).st_size, 0).decode(errors="replace")
 
     def _say(self, sentence: str) -> None:
@@ -154,7 +169,7 @@ class Run:
             if not stopped:
                 self._stopped.pop(rank, None)
             elif now - self._stopped.setdefault(rank, now) > STOPPED_SECONDS:
-                self._stopped[rank] = float("inf")  # said once
+                self._stopped[rank] = float("inf")  # report it only once
                 self._say(
                     f"Rank {rank} (process {process.pid}) is stopped, by SIGSTOP, Ctrl-Z or a debugger: it counts as "
                     f"alive, so all wait for it. `kill -CONT {process.pid}` lets it go on; after "
@@ -162,15 +177,19 @@ class Run:
                 )
 
     def _all_well(self) -> bool:
-        """After status 0, which mpiexec of Open MPI 5.0.11 also gives when it has lost a node: have the ranks ended?"""
+        """Return whether the ranks have ended without error, when mpiexec's status is 0.
+
+        The status alone is not enough: mpiexec of Open MPI 5.0.11 also returns 0 after it has lost a node.
+        """
         started, ended = ({e["rank"] for e in self.events if e["what"] == what} for what in ("started", "ended"))
         told = bool(ended) if self.survive else started == ended
         return (told or not started) and not BY_NODE.search(self.output())
 
     def _why_it_ended(self) -> str:
-        """Whatever comes first of: a signal that ended all, an error's own sentence, what else mpiexec says."""
+        """Return the first reason found: a signal, a rank's error, an exit status, a lost node, mpiexec's last line."""
         said, killed = self.output(), BY_SIGNAL.search(self.output())
-        if self.survive or not killed:  # those who talked with a rank that was killed raise errors, too
+        # Without ULFM, after a kill the other ranks raise errors, too. These are only consequences.
+        if self.survive or not killed:
             for event in self.events:
                 if event["what"] == "raised":
                     return f"Rank {event['rank']} ended with {event['kind']}: {event['sentence']}"

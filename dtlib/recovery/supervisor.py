@@ -1,4 +1,4 @@
-"""Start a training, and start it again from its checkpoint as often as it takes: a scheduler in forty lines."""
+"""Start a training program, and restart it from its checkpoint until it completes: a scheduler in forty lines."""
 
 from collections.abc import Callable
 from os import PathLike
@@ -9,25 +9,27 @@ from dtlib.recovery.run import Run
 from dtlib.world.launch import forked_ranks
 
 
-@forked_ranks()  # most of a start is imports
+@forked_ranks()  # forked ranks start faster, because most of a start is imports
 def supervise(
     program: list[str], ranks: int, folder: str | PathLike[str], replace: bool = True,
     say: Callable[[str], object] = print, watch: Callable[[Run], object] | None = None,
 ) -> list[Run]:  # fmt: skip
-    """Run ``program`` (a Python program's arguments) on ranks until it ends well; returns its runs.
+    """Run ``program`` on ranks, and restart it after failures until it succeeds; return all runs.
 
     Args:
-        program: it is given ``folder`` as its last argument, keeps a journal there (journal.py), saves checkpoints and
-            goes on from the last one when it is started again: any strategy that dtlib.checkpoint can load will do.
-            Without a journal its progress is not known, and it is started three times at most.
-        ranks: how many ranks it begins with.
-        replace: whether a rank that has died gets a successor, as on a machine that is whole; otherwise it goes on with
-            the ranks that are left.
-        say: told, in sentences, what happens to a run, why it has ended and how it goes on.
-        watch: told of each run that has begun.
+        program: the arguments of Python. The program gets ``folder`` as its last argument and writes a journal there
+            (journal.py). It saves checkpoints, and continues from the last one when it is restarted. Any strategy that
+            dtlib.checkpoint supports is possible. Without a journal there is no known progress, so the program is
+            started at most three times.
+        ranks: the number of ranks of the first run.
+        folder: for the journal.
+        replace: whether to restart with the same number of ranks. If false, the next run has only as many ranks as are
+            left.
+        say: is called with each report: an event, the reason why a run ended, and the restart.
+        watch: is called with each ``Run`` after its start.
 
     Raises:
-        DtlibError: where three runs in a row have come no further: then it is no accident.
+        DtlibError: if three runs in a row have made no progress, or if no rank is left.
     """
     runs: list[Run] = []
     furthest, no_further = -1, 0

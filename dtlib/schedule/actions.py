@@ -1,13 +1,13 @@
-"""What a rank can do with a micro-batch, and what it needs for it.
+"""The actions of a rank in a pipeline schedule, and their dependencies.
 
-A model is cut into stages, and a batch into micro-batches. With p ranks, stage s lives on rank s % p.
+A model is split into stages, and a batch into micro-batches. With p ranks, stage s is on rank s % p.
 
-    F    forward                        needs F of the stage before
-    B    backward, all of it            needs F of its own stage, and B (or I) of the stage behind
-    I    the gradient of the input      needs the same as B; its result is all that the stage before waits for
-    W    the gradients of the weights   needs I of its own stage; nobody waits for it
+    F    forward                        needs F of the previous stage
+    B    full backward                  needs F of its own stage, and B (or I) of the next stage
+    I    gradient of the input          needs the same as B; the previous stage waits for I, not for W
+    W    gradients of the weights       needs I of its own stage; no other action needs it
 
-The letters, and the way in which actions are written, are those of ``torch.distributed.pipelining``.
+The letters and the notation are from ``torch.distributed.pipelining``.
 """
 
 import re
@@ -20,11 +20,11 @@ KINDS = ("F", "B", "I", "W")
 
 
 class ScheduleError(DtlibError):
-    """A schedule that cannot be made, or that ranks cannot carry out."""
+    """Error for a schedule that cannot be made, or that ranks cannot run."""
 
 
 class Action(NamedTuple):
-    """One piece of work, which prints as ``0F1``: stage 0, forward, micro-batch 1."""
+    """One action of one rank; it prints as ``0F1`` for stage 0, forward, micro-batch 1."""
 
     stage: int
     kind: str
@@ -38,7 +38,7 @@ class Action(NamedTuple):
 
 
 def parse(text: str) -> Action:
-    """The action that prints as ``text``."""
+    """Return the action that prints as ``text``; raises ``ScheduleError`` for any other text."""
     match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text.strip(), re.ASCII)
     if not match:
         raise ScheduleError(f"{text!r} is no action; one is a stage, a kind of F, B, I, W, and a micro-batch: 0F1.")
@@ -46,10 +46,10 @@ def parse(text: str) -> Action:
 
 
 def needs(schedule: Iterable[Iterable[Action]]) -> dict[Action, list[Action]]:
-    """For each action of the schedule, the actions whose results it needs: those of other ranks come as messages.
+    """Return for each action of the schedule the actions whose results it needs.
 
-    It is one message at most, because two neighbours of a stage send it different things: activations come from the
-    stage before, gradients from the one behind.
+    Results from other ranks arrive as messages. An action needs at most one message: F needs activations from the
+    previous stage, and B and I need gradients from the next stage.
     """
     present = {action for actions in schedule for action in actions}
     last = max((action.stage for action in present), default=0)

@@ -1,23 +1,24 @@
-"""Is a schedule complete, in order, and free of deadlock? Found out without a single process.
+"""Checks that a schedule is complete, in order and free of deadlock, without running it.
 
-A rank works off its list in order. Before an action it waits for the message that the action needs, if that comes from
-another rank; after it, it sends the result on. How a send behaves decides what is a deadlock:
+A rank runs its list in order. Before an action it waits for the message that the action needs, if that message is from
+another rank. After the action it sends the result. Whether a schedule deadlocks depends on the sends:
 
-    lookahead=None    It never waits. This is how dtlib runs schedules: sends are asynchronous.
-    lookahead=n       It is synchronous: the rank stays where it is until the receiver has posted the receive. A rank
-                      posts the receives of the action that it has come to, and of the n actions after it.
+    lookahead=None    A send never blocks. dtlib runs schedules in this way: its sends are asynchronous.
+    lookahead=n       Sends are synchronous: a rank blocks until the receiver has posted the receive. A rank posts the
+                      receives of its current action and of the n next actions.
 
-With synchronous sends nothing lies anywhere but in a posted receive, so what passes needs no buffers of an MPI library.
-The fewest actions ahead with which the orders of this package pass, for p > 1 and m > 1 (found up to 6 ranks and 10
-micro-batches; with one of either it is 0):
+With synchronous sends every message is written into a posted receive. So a schedule that passes this check needs no
+buffers of the MPI library. The smallest lookahead with which the schedules of this package pass, for p > 1 and m > 1
+(tested up to 6 ranks and 10 micro-batches; with one rank or one micro-batch it is 0):
 
     gpipe             0
     one_f_one_b       1    0 is the famous deadlock: a rank sends activations down while the next sends gradients up
     zero_bubble_h1    1
-    interleaved       1 with m = p; 2 with more, because messages also go from the last rank to the first and back
+    interleaved       1 with m = p; 2 with more, because the first and the last rank exchange messages, too
 
-What happens is the same whoever is faster: an action that can run stays possible until it does. So ranks are moved on
-one after the other until none can move; what has not run then never runs, and whoever waits waits in a circle.
+The result does not depend on the speed of ranks, because an action that can run stays runnable until it runs. So the
+check advances one rank at a time until no rank can advance. The remaining actions can never run, and the ranks that
+wait form a cycle.
 """
 
 from collections import Counter
@@ -25,20 +26,21 @@ from collections.abc import Iterator, Sequence
 
 from dtlib.schedule.actions import KINDS, Action, ScheduleError, needs
 
-LOOKAHEAD = 2  # enough for every order of this package
+LOOKAHEAD = 2  # enough for every schedule of orders.py
 
 
 def validate(
     schedule: Sequence[Sequence[Action]], stages: int | None = None, microbatches: int | None = None,
     lookahead: int | None = LOOKAHEAD,
 ) -> None:  # fmt: skip
-    """Raises ``ScheduleError``, with the actions by name, unless ranks can carry out the schedule.
+    """Raise ``ScheduleError``, which names the actions, unless ranks can run the schedule.
 
     Args:
-        schedule: one list of actions a rank.
-        stages: of the whole model, or as many as the schedule has; it has at least one a rank.
-        microbatches: of a batch, or as many as the schedule has.
-        lookahead: actions ahead for which a rank posts receives while sends are synchronous; None: sends never wait.
+        schedule: one list of actions per rank.
+        stages: number of stages of the model; by default taken from the schedule, and at least one per rank.
+        microbatches: number of micro-batches of a batch; by default taken from the schedule.
+        lookahead: number of next actions whose receives a rank posts, with synchronous sends; None for asynchronous
+            sends.
     """
     if not schedule:
         raise ScheduleError("A schedule needs one list of actions for each rank, but this one has no ranks.")
@@ -54,13 +56,13 @@ def validate(
 
 
 def possible_order(schedule: Sequence[Sequence[Action]], lookahead: int | None = None) -> Iterator[Action]:
-    """All actions of all ranks, one after the other, in an order in which they can run; each after what it needs.
+    """Yield all actions of all ranks in one order in which they can run.
 
-    Raises ``ScheduleError`` where no rank can move on.
+    Raises ``ScheduleError`` if ranks deadlock.
     """
     needed = needs(schedule)
     rank_of = {action: rank for rank, actions in enumerate(schedule) for action in actions}
-    # The action that takes the message, and where it stands in the list of its rank.
+    # Action that sends a message -> rank of the receiver, and index of the receiving action in that rank's list.
     taken_by = {
         need: (rank_of[action], index)
         for actions in schedule
@@ -68,7 +70,7 @@ def possible_order(schedule: Sequence[Sequence[Action]], lookahead: int | None =
         for need in needed[action]
         if rank_of.get(need) != rank_of[action]
     }
-    at = [0] * len(schedule)  # the index of the action that each rank has come to
+    at = [0] * len(schedule)  # for each rank the index of its current action
     done: set[Action] = set()
 
     def is_received(action):
@@ -77,6 +79,8 @@ def possible_order(schedule: Sequence[Sequence[Action]], lookahead: int | None =
         receiver, index = taken_by[action]
         return index <= at[receiver] + lookahead
 
+    # Advance each rank as far as possible, until no rank advances any more. A synchronous send may block after its
+    # action has run, so an action can be done while its rank has not moved on to the next one.
     moved = True
     while moved:
         moved = False
@@ -93,8 +97,8 @@ def possible_order(schedule: Sequence[Sequence[Action]], lookahead: int | None =
                 at[rank] += 1
                 moved = True
 
-    def what_holds_up(rank):
-        """The rank that this one waits for, and what for."""
+    def blocked_on(rank):
+        """Return the rank that ``rank`` waits for, and the reason as text."""
         action = schedule[rank][at[rank]]
         if action in done:
             other, index = taken_by[action]
@@ -105,15 +109,15 @@ def possible_order(schedule: Sequence[Sequence[Action]], lookahead: int | None =
 
     stuck = [rank for rank, actions in enumerate(schedule) if at[rank] < len(actions)]
     if stuck:
-        raise ScheduleError(_circle(stuck[0], what_holds_up, lookahead))
+        raise ScheduleError(_circle(stuck[0], blocked_on, lookahead))
 
 
-def _circle(rank, what_holds_up, lookahead) -> str:
-    """Follows who waits for whom until a rank comes up again: whoever is waited for is stuck itself."""
+def _circle(rank, blocked_on, lookahead) -> str:
+    """Follow the waits until a rank repeats; return the cycle as text. Each rank that others wait for is stuck, too."""
     passed, sentences = [], []
     while rank not in passed:
         passed.append(rank)
-        rank, sentence = what_holds_up(rank)
+        rank, sentence = blocked_on(rank)
         sentences.append(sentence)
     circle = sentences[passed.index(rank) :]
     sends = any(" sends " in sentence for sentence in circle)
@@ -132,7 +136,7 @@ def _refuse_what_is_no_action(schedule) -> None:
 
 
 def _refuse_incomplete(schedule, stages: int, microbatches: int) -> None:
-    """Every stage does F, and B or I and W, of every micro-batch once, on the stage's rank."""
+    """Refuse a schedule unless each stage runs F, and B or I and W, once per micro-batch, on the stage's rank."""
     ranks = len(schedule)
     for rank, actions in enumerate(schedule):
         for action in actions:
@@ -154,6 +158,7 @@ def _refuse_incomplete(schedule, stages: int, microbatches: int) -> None:
     for stage in range(stages):
         for microbatch in range(microbatches):
             forward, whole, *halves = (Action(stage, kind, microbatch) for kind in KINDS)
+            # A backward pass is B, or both I and W. If one half is there, both are needed.
             some_half = next((half for half in halves if half in present), None)
             if whole in present and some_half:
                 raise ScheduleError(
@@ -170,7 +175,7 @@ def _refuse_incomplete(schedule, stages: int, microbatches: int) -> None:
 
 
 def _refuse_out_of_order(schedule) -> None:
-    """On one rank, an action comes after what it needs."""
+    """Refuse a schedule in which a rank runs an action before another action of this rank that it needs."""
     needed = needs(schedule)
     for rank, actions in enumerate(schedule):
         index_of = {action: index for index, action in enumerate(actions)}

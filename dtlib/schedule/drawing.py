@@ -1,4 +1,4 @@
-"""A schedule as text: one row a rank, time across."""
+"""A schedule as text: one row per rank, time from left to right."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -10,25 +10,25 @@ from dtlib.schedule.simulation import Simulation, simulate
 def draw(
     schedule: Simulation | Sequence[Sequence[Action]], unit: float | None = None, widest: int | None = None
 ) -> str:
-    """The text equivalent of a picture of a schedule.
+    """Return a drawing of a schedule as text.
 
         rank 0  F0 F1 .. .. B0 -- .. B1 --
         rank 1  .. F0 B0 -- F1 B1 -- .. ..
 
-    ``F0`` starts here (``0F0`` where a rank has several stages), ``--`` it goes on, ``..`` the rank is idle. A cell
-    shows what the rank does in the middle of it.
+    ``F0`` starts in this cell (``0F0`` if a rank has several stages), ``--`` continues, and in ``..`` the rank is idle.
+    A cell shows the action at the middle of its time.
 
     Args:
-        schedule: what ``simulate`` returned, or a schedule, which is drawn with B twice as long as F.
-        unit: time of a cell, or the shortest action; what is shorter than a cell may be left out.
-        widest: of how many letters a line may be; what is longer goes on below, after an empty line.
+        schedule: the result of ``simulate``, or a schedule, which is drawn with B twice as long as F.
+        unit: time of a cell; by default that of the shortest action. Shorter actions may be missing in the drawing.
+        widest: number of characters per line at most; longer drawings continue below, after an empty line.
     """
     simulation = schedule if isinstance(schedule, Simulation) else simulate(schedule)
     durations = [simulation.end[action] - simulation.start[action] for action in simulation.end]
     unit = unit or min((duration for duration in durations if duration > 0), default=1.0)
 
     def first_cell(time):
-        # Rounded, so that sums of times such as 0.1 fall into the same cell on every rank.
+        # Rounded, so that rounding errors in sums of times such as 0.1 do not move an action to another cell.
         return ceil(round(time / unit - 0.5, 6))
 
     one_stage = all(len({action.stage for action in actions}) == 1 for actions in simulation.schedule)

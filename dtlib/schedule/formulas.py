@@ -1,7 +1,7 @@
-"""What the papers say of the four schedules, in closed form.
+"""Closed formulas of the papers for idle time and activations of the four schedules.
 
-p ranks, m micro-batches, v stages a rank. F and B are the times of a rank's forward and backward pass of a micro-batch,
-over all its stages.
+There are p ranks, m micro-batches and v stages per rank. F and B are the times of a rank's forward and backward pass of
+one micro-batch, over all stages of the rank.
 
     order             idle time of a rank    idle / makespan      idle / ideal    activations that rank r holds
     gpipe             (p-1) (F+B)            (p-1) / (m+p-1)      (p-1) / m       m
@@ -10,12 +10,11 @@ over all its stages.
                                                                                   of 1/v the size each
     zero_bubble_h1    (p-1) (F+I-W)          (p-1) / (3 m+p-1)    (p-1) / (3 m)   min(m, p)
 
-The ideal is m (F+B). The first three hold for any F and B. Those of ZB-H1 are for m >= p; the idle time holds if W
-takes no longer than F and no longer than I, and its fractions are for F = I = W, as are the functions below. With m < p
-there is too little to fill the idle time with: a rank is idle for (p-1) + (p-m) then, in units of F.
+The ideal is m (F+B). The first three rows hold for any F and B. The row of ZB-H1 is for m >= p: its idle time holds if
+W takes no longer than F and no longer than I. Its fractions, and the functions below, assume F = I = W. With m < p
+there is too little work to fill the idle time: a rank is then idle for (p-1) + (p-m), in units of F.
 
-Of one rank's memory, the first rank's is the largest: with interleaved stages it is 1 + (p-1) / (p v) times that of
-1F1B.
+The first rank holds most activations. With interleaved stages it holds 1 + (p-1) / (p v) times as much as with 1F1B.
 
 GPipe: Y. Huang et al., NeurIPS 2019, section 2.3. 1F1B and interleaved: D. Narayanan et al., SC 2021, section 2.2; the
 memory of interleaved: V. Korthikanti et al., "Reducing activation recomputation in large transformer models",
@@ -29,7 +28,7 @@ ORDERS = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble_h1")
 
 
 def idle_over_ideal(order: str, p: int, m: int, v: int = 1) -> float:
-    """Idle time of a rank over the time that it computes."""
+    """Return the idle time of a rank, divided by the time that it computes."""
     return {
         "gpipe": (p - 1) / m,
         "one_f_one_b": (p - 1) / m,
@@ -39,18 +38,18 @@ def idle_over_ideal(order: str, p: int, m: int, v: int = 1) -> float:
 
 
 def bubble(order: str, p: int, m: int, v: int = 1) -> float:
-    """Idle time of a rank over the makespan."""
+    """Return the idle time of a rank, divided by the makespan."""
     idle = idle_over_ideal(order, p, m, v)
     return idle / (1 + idle)
 
 
 def makespan(order: str, p: int, m: int, v: int = 1, forward: float = 1.0, backward: float = 2.0) -> float:
-    """Time of a step; ``forward`` and ``backward`` are those of a whole rank, all its stages together."""
+    """Return the time of a step; ``forward`` and ``backward`` are a rank's times over all its stages."""
     return m * (forward + backward) * (1 + idle_over_ideal(order, p, m, v))
 
 
 def peak_activations(order: str, p: int, m: int, v: int = 1, rank: int = 0) -> int:
-    """The most forward passes whose activations a rank holds; with v stages a rank, each is 1/v as large."""
+    """Return the peak number of stored activations on a rank; with v stages per rank each has 1/v of the size."""
     return {
         "gpipe": m,
         "one_f_one_b": min(m, p - rank),

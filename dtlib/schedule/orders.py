@@ -1,8 +1,8 @@
-"""The orders in which the papers let ranks work: GPipe, 1F1B, interleaved 1F1B, ZB-H1.
+"""The schedules of the papers: GPipe, 1F1B, interleaved 1F1B, ZB-H1.
 
-Each function takes p ranks and m micro-batches and returns one list of actions a rank. In the drawings time runs to the
-right; ``F1`` is the forward pass of micro-batch 1, ``--`` means that an action goes on, ``..`` that the rank is idle. A
-whole backward pass takes twice as long as a forward pass, and each of its halves as long as one.
+Each function returns one list of actions per rank, for p ranks and m micro-batches. In the drawings time runs to the
+right. ``F1`` is the forward pass of micro-batch 1, ``--`` continues an action, and in ``..`` the rank is idle. A full
+backward pass takes twice as long as a forward pass; its halves I and W each take as long as a forward pass.
 """
 
 from itertools import zip_longest
@@ -13,13 +13,13 @@ Schedule = list[list[Action]]
 
 
 def gpipe(p: int, m: int) -> Schedule:
-    """All forward passes, then all backward passes: a rank holds the activations of all m micro-batches.
+    """Run all forward passes, then all backward passes; a rank stores the activations of all m micro-batches.
 
         rank 0  F0 F1 F2 .. .. .. B0 -- B1 -- B2 --
         rank 1  .. F0 F1 F2 B0 -- B1 -- B2 -- .. ..
 
     Y. Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019,
-    section 2.2. Figure 2(c) there has the backward passes from the last micro-batch to the first; here, as in torch,
+    section 2.2. In its figure 2(c) the backward passes run from the last micro-batch to the first. Here, as in torch,
     they run from the first to the last, which takes the same time.
     """
     _refuse_fewer_than_one(p, m)
@@ -27,17 +27,17 @@ def gpipe(p: int, m: int) -> Schedule:
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """One forward, one backward: as soon as it can, a rank does a backward pass for each forward pass.
+    """Alternate one forward pass and one backward pass on each rank, as soon as the first gradients arrive.
 
         rank 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
         rank 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 -- .. ..
         rank 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. .. .. ..
 
-    Ranks are idle for as long as with GPipe, but rank r holds the activations of p - r micro-batches at most. Fewer
-    micro-batches than ranks are allowed: then no rank reaches the steady state.
+    Ranks are idle for as long as with GPipe, but rank r stores the activations of at most p - r micro-batches. With
+    fewer micro-batches than ranks, the first ranks never reach the steady state.
 
-    D. Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP 2019, section 3.2; with a
-    flush after each batch, as here: the paper named below ``interleaved``, section 2.2.1.
+    D. Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP 2019, section 3.2. The
+    form with a flush after each batch, as here, is in section 2.2.1 of the paper cited in ``interleaved``.
     """
     _refuse_fewer_than_one(p, m)
     return [
@@ -47,19 +47,19 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
 
 def interleaved(p: int, m: int, v: int) -> Schedule:
-    """1F1B with v stages a rank: stage s lives on rank s % p, and micro-batches go around the ranks v times.
+    """Run 1F1B with v stages per rank: stage s is on rank s % p, and micro-batches pass all ranks v times.
 
         rank 0  0F0 0F1 2F0 2F1 ..  ..  2B0 --- ..  2B1 --- 0B0 --- 0B1 ---
         rank 1  ..  1F0 1F1 3F0 3B0 --- 3F1 3B1 --- 1B0 --- 1B1 --- ..  ..
 
-    A stage takes 1/v of the time, so ranks are idle for 1/v of the time of 1F1B; messages are v times as many, and more
-    activations are held. Micro-batches come in groups of p: a group passes a rank's first stage, then its second, until
-    the last, and then the next group comes. With another m the last group would be smaller: ranks would be idle in the
-    middle, and some would wait for each other in a circle (4 ranks with 5 micro-batches and 3 stages each), so that is
-    refused. One stage a rank is 1F1B, with any m.
+    A stage takes 1/v of the time, so ranks are idle for 1/v of the time of 1F1B. The price is v times as many messages,
+    and more stored activations. Micro-batches run in groups of p: a group passes all stages of a rank before the next
+    group starts. If p does not divide m, the last group is smaller. Then ranks would be idle in the middle, and some
+    would deadlock (4 ranks with 5 micro-batches and 3 stages each), so ``ScheduleError`` is raised. If each rank has
+    one stage, the result is 1F1B, for any m.
 
     D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", SC 2021,
-    section 2.2.2; the order is Megatron-LM's and torch's.
+    section 2.2.2. Megatron-LM and torch use the same order.
     """
     _refuse_fewer_than_one(p, m, v)
     if v == 1:
@@ -75,23 +75,24 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
         own = range(rank, p * v, p)
         forwards = [action for group in groups for stage in own for action in _of(stage, "F", group)]
         backwards = [action for group in groups for stage in reversed(own) for action in _of(stage, "B", group)]
-        # v - 1 stages of the first group come before the last one's; and what a rank hands on with its next action
-        # reaches the last rank and returns within 2 (p - rank - 1) others.
+        # Warm-up: the first group passes v - 1 stages before the last stage. After that, a micro-batch needs
+        # 2 (p - rank - 1) actions to reach the last rank and return as a gradient.
         ahead = (v - 1) * p + 2 * (p - rank - 1)
         schedule.append(_one_each(forwards, [[action] for action in backwards], ahead))
     return schedule
 
 
 def zero_bubble_h1(p: int, m: int) -> Schedule:
-    """1F1B with the backward pass in two halves: the stage before waits for I alone, and W fills idle time at the end.
+    """Run 1F1B with split backward passes: the previous stage waits for I only, and W fills idle time at the end.
 
         rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
         rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    Rank r does the W of a micro-batch after r more I. So all ranks hold p micro-batches, as many as rank 0 does with
-    1F1B: p - r between F and I, and r between I and W. Ranks are idle for a third of the time of 1F1B, if F, I and W
-    take the same time. With fewer micro-batches than ranks it is more than a third, but nothing is impossible.
+    Rank r delays W by r micro-batches: it runs r more I before the W of a micro-batch. So all ranks store the
+    activations of p micro-batches, as rank 0 does with 1F1B: p - r between F and I, and r between I and W. Ranks are
+    idle for a third of the time of 1F1B, if F, I and W take the same time. With fewer micro-batches than ranks, idle
+    time is more than a third.
 
     P. Qi, X. Wan, G. Huang and M. Lin, "Zero bubble pipeline parallelism", ICLR 2024, section 2.1 (figure 3, top).
     """
@@ -106,7 +107,7 @@ def zero_bubble_h1(p: int, m: int) -> Schedule:
 
 
 def _one_each(forwards: list[Action], turns: list[list[Action]], ahead: int) -> list[Action]:
-    """``ahead`` forward passes to warm up, then before each turn one more, until none is left."""
+    """Return ``ahead`` forward passes (the warm-up), then one forward pass before each of ``turns``."""
     actions = forwards[:ahead]
     for forward, turn in zip_longest(forwards[ahead:], turns):
         actions += ([forward] if forward else []) + turn

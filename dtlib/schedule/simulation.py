@@ -1,8 +1,9 @@
-"""When each action runs, how long ranks are idle, and how many activations they hold.
+"""Simulation of a schedule: when each action runs, idle time, and number of stored activations.
 
-An action starts as soon as its rank has ended the one before and what it needs has arrived. Messages travel while ranks
-compute, any number at a time, and cost the sender nothing: a machine with asynchronous sends and a network that is
-never full. What is left out on purpose: the optimizer, the all-reduce of gradients, and that ranks share cores.
+An action starts as soon as its rank has finished the previous action and its inputs have arrived. The model assumes
+asynchronous sends and a network without congestion. Any number of messages are in flight while ranks compute, and a
+send costs the sender no time. The model leaves out the optimizer, the all-reduce of gradients, and ranks that share
+cores.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +17,9 @@ Time = float | dict[int, float] | Callable[[int], float]
 
 @dataclass(frozen=True, repr=False)
 class Simulation:
-    """What ``simulate`` found; times are in the unit of its arguments, and the step begins at 0.
+    """Result of ``simulate``; times are in the unit of its arguments, and the step begins at 0.
 
-    Two figures go by the name of bubble, of which the first is never above 1. Say which one is meant:
+    The literature calls two figures bubble. Only the first is never above 1. Always say which one you mean:
 
         bubble            idle time / makespan     the fraction of the step that is lost: GPipe (p-1)/(m+p-1)
         idle_over_ideal   idle time / busy time    how much longer than ideal:         GPipe (p-1)/m
@@ -30,12 +31,12 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        """The end of the last action of any rank."""
+        """The end of the last action of all ranks."""
         return max(self.end.values())
 
     @property
     def busy(self) -> list[float]:
-        """The time that each rank computes."""
+        """Time that each rank computes."""
         return [sum(self.end[action] - self.start[action] for action in actions) for actions in self.schedule]
 
     @property
@@ -45,17 +46,18 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """The same over all ranks: their mean."""
+        """The mean of ``bubble_of_ranks``."""
         return sum(self.bubble_of_ranks) / len(self.schedule)
 
     @property
     def idle_over_ideal(self) -> float:
-        """Idle time of all ranks over their busy time, which is what the step would take if no rank ever waited."""
+        """Idle time of all ranks over their busy time. Without idle time the step would take the mean busy time."""
         busy = sum(self.busy)
         return len(self.schedule) * self.makespan / busy - 1 if busy else 0.0
 
     @property
     def peak_activations(self) -> list[int]:
+        """Peak number of stored activations on each rank; see the function ``peak_activations``."""
         return peak_activations(self.schedule)
 
     def __repr__(self) -> str:
@@ -67,12 +69,15 @@ def simulate(
     schedule: Sequence[Sequence[Action]], forward: Time = 1.0, backward: Time = 2.0, input_gradient: Time | None = None,
     weight_gradient: Time | None = None, message: float = 0.0,
 ) -> Simulation:  # fmt: skip
-    """Times of all actions, if every rank starts each as early as it can.
+    """Simulate a schedule in which every rank starts each action as early as possible.
 
     Args:
-        forward, backward, input_gradient, weight_gradient: how long F, B, I and W take: a number, a dictionary by
-            stage, or a function of the stage. I and W take half of B each if nothing is said.
-        message: from the end of an action to the moment at which another rank has its result.
+        forward, backward, input_gradient, weight_gradient: times of F, B, I and W: a number, a dictionary by stage, or
+            a function of the stage. By default I and W each take half of B.
+        message: time from the end of an action until its result has arrived on another rank.
+
+    Raises:
+        ScheduleError: if the schedule is not valid, a stage has no time, or a time is negative.
     """
     validate(schedule, lookahead=None)
     if message < 0:
@@ -90,7 +95,8 @@ def simulate(
     needed, ranks = needs(schedule), len(schedule)
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
-    free = [0.0] * ranks  # the end of each rank's latest action
+    free = [0.0] * ranks  # the end of each rank's previous action
+    # One pass is enough, because in this order the inputs of an action are always computed before it.
     for action in possible_order(schedule):
         rank = action.stage % ranks
         arrivals = [end[need] + (message if need.stage % ranks != rank else 0.0) for need in needed[action]]
@@ -100,11 +106,11 @@ def simulate(
 
 
 def peak_activations(schedule: Sequence[Sequence[Action]]) -> list[int]:
-    """The most forward passes whose activations each rank holds at a time: from the start of F to the end of B or W.
+    """Return for each rank the peak number of stored activations, from the start of F to the end of B or W.
 
-    One is what a single stage keeps for a single micro-batch, so with v stages a rank it is 1/v as large. In truth a
-    rank can drop some activations between I and W; all are counted until W. This depends on the order alone, not on
-    times.
+    The unit is the activations of one stage for one micro-batch, so with v stages per rank a unit has 1/v of the size.
+    A real rank can free some activations between I and W; here all count until W. The result depends on the order of
+    actions only, not on their times.
     """
     peaks = []
     for actions in schedule:

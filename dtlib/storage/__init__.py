@@ -1,17 +1,18 @@
-"""Feeding the accelerators: samples in files, readers of them, and how well an accelerator is used.
+"""Input data: file formats of samples, readers, loaders, caches, and how much time an accelerator waits for data.
 
-preprocessing.py   raw (image, JSON, text) to binary
-formats.py         one set of samples as a file each, as one file, as shards, as tar files, as Parquet
-readers.py         samples by their numbers, from each of these; parquet.py, by columns
-order.py           the order of an epoch, and the slice of a rank: pure functions
+preprocessing.py   convert raw images, JSON and text to binary records
+formats.py         write samples as one file each, one large file, shards, tar files or Parquet
+readers.py         read samples by number from each format; parquet.py reads single columns
+order.py           the order of an epoch, and the slice of each rank: pure functions
 loader.py          batches for a rank: workers, prefetch, exact resume
-cache.py           kept in memory, or staged in a local folder
-files.py           opened, read, counted; what is damaged is told with file and offset
-page_cache.py      the system's cache of files: emptied, and looked at whether it is
-utilisation.py     emulated accelerators, and for which fraction of the time they compute
+cache.py           keep samples in memory, or copy files to a local folder
+files.py           open and read files, count reads, report damage with file and offset
+slots.py           shared memory in which workers pass batches to the loop
+page_cache.py      empty the operating system's page cache, and measure its contents
+utilisation.py     emulated accelerators, and the fraction of time in which they compute
 mlperf.py          workloads of MLPerf Storage, scaled to a laptop
 
-Samples have no checksums: files that are missing, cut short or of another length are told, flipped bits are not.
+Samples have no checksums. Files that are missing, truncated or of the wrong length are detected; flipped bits are not.
 """
 
 from dtlib.storage.cache import Cached, stage

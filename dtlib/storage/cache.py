@@ -1,4 +1,4 @@
-"""Closer to the accelerator: samples kept in memory, files staged in a local folder."""
+"""Caches: keep samples in memory, or copy (stage) their files to a local folder."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ if TYPE_CHECKING:
     from dtlib.comm import Communicator
 
 
-CHUNK = 2**22  # bytes that are copied at a time
-MARK = ".staging"  # in a folder: until its index is there, its files are copies of ours
+CHUNK = 2**22  # bytes per read of a copy
+MARK = ".staging"  # this file marks a folder without an index whose files we have copied
 
 
 class Cached(Samples):
-    """A reader that keeps every sample that it has read, in memory that all its workers share.
+    """A reader that keeps each sample in memory after the first read. All its workers share this memory.
 
-    ``most_bytes``: what it may keep; a set of samples that is larger is refused, not kept by half.
+    Args:
+        reader: the reader of the samples.
+        most_bytes: the largest size of all samples together, in bytes.
+
+    Raises:
+        DtlibError: if the samples are larger than ``most_bytes``; it does not cache a part.
     """
 
     def __init__(self, reader: Reader, most_bytes: int = 2**30):
@@ -51,11 +56,13 @@ class Cached(Samples):
         return len(self.reader)
 
     def will_need(self, numbers: Sequence[int]) -> None:
+        """Let the reader prefetch the samples that are not cached yet."""
         have = self._have.numpy()
         if missing := [number for number in numbers if not have[number]]:
             self.reader.will_need(missing)
 
     def read(self, numbers: Sequence[int]) -> tuple[dict[str, torch.Tensor], list[StorageError]]:
+        """Return a batch of these samples, and an error for each sample that is skipped; read only missing ones."""
         have, numbers = self._have.numpy(), list(map(self._number, numbers))
         missing = [number for number in numbers if not have[number]]
         skipped: list[StorageError] = []
@@ -73,21 +80,21 @@ class Cached(Samples):
 
 @dataclass(frozen=True)
 class Staged:
-    """What ``stage`` did: the local folder, and how many bytes it copied."""
+    """The result of ``stage``: the local folder, and the number of bytes copied."""
 
     folder: Path
     bytes: int
 
 
 def stage(folder: str | PathLike[str], local: str | PathLike[str], comm: Communicator | None = None) -> Staged:
-    """Copy samples to a folder on this node's own disk; ``open_samples(staged.folder)`` reads them there.
+    """Copy samples to a folder on this node's local disk; then ``open_samples(staged.folder)`` reads the copy.
 
-    Files that an earlier staging has copied are not copied again, unless they have changed. With ``comm``, of the
-    ranks that share the local folder, rank 0 copies and all of them return the same.
+    Files that are already copied are not copied again, unless they have changed. ``comm`` has the ranks that share the
+    local folder. Rank 0 copies, and all ranks return the same result.
 
     Raises:
-        DtlibError: for a local folder that has other samples already.
-        StorageError: where a file cannot be read or written, with the byte at which it stopped; on all ranks.
+        DtlibError: if the local folder has other samples.
+        StorageError: on all ranks, if a file cannot be read or written; ``offset`` is the number of bytes copied.
     """
     if comm is None:
         return _copy(Path(folder).resolve(), Path(local))
@@ -119,8 +126,10 @@ def _copy(folder: Path, local: Path) -> Staged:
             if others and there is None and not (local / MARK).exists():
                 raise DtlibError(f"{others[0]} is no copy that was staged: name a new folder, or delete it first.")
             (local / MARK).touch()
-            (local / INDEX).unlink(missing_ok=True)  # first, so that no index ever names files of two versions
+            # Delete the index before copying, so that it never describes a mixture of two versions.
+            (local / INDEX).unlink(missing_ok=True)
             count = sum(_copy_file(folder / name, local / name) for name in old)
+            # If the source has changed during the copy, the copy is not consistent.
             for name in index["counts"]:
                 if not _alike(folder / name, local / name):
                     raise StorageError(
@@ -136,7 +145,7 @@ def _copy(folder: Path, local: Path) -> Staged:
 
 
 def _alike(source: Path, copy: Path) -> bool:
-    """Whether a copy is there, and its source has not been written since: by size and time."""
+    """Return whether the copy exists and has the size and modification time of its source."""
     if not (copy.exists() and source.exists()):
         return False
     one, other = source.stat(), copy.stat()
@@ -144,7 +153,7 @@ def _alike(source: Path, copy: Path) -> bool:
 
 
 def _copy_file(source: Path, target: Path) -> int:
-    """Bytes copied. A name stands for a whole file, so it is given last."""
+    """Copy a file and return its size. Rename it at the end, so that a file with this name is always complete."""
     partial, done, reading = target.with_name(target.name + ".partial"), 0, True
     try:
         with open(source, "rb", opener=opened_to_read) as theirs, open(partial, "wb", buffering=0) as ours:
@@ -155,7 +164,7 @@ def _copy_file(source: Path, target: Path) -> int:
                     done, piece = done + written, piece[written:]
                 reading = True
             reading, made = False, os.fstat(theirs.fileno())
-        os.utime(partial, ns=(made.st_atime_ns, made.st_mtime_ns))  # by which a later staging knows it
+        os.utime(partial, ns=(made.st_atime_ns, made.st_mtime_ns))  # the next ``stage`` compares this time
         os.replace(partial, target)
         return done
     except OSError as problem:

@@ -1,4 +1,4 @@
-"""Files that are read in pieces: every open and every read is counted, and what is damaged is told with its place."""
+"""Files that readers read in pieces, with counters of opens and reads, and errors that name file and offset."""
 
 import os
 import time
@@ -12,13 +12,13 @@ from dtlib.errors import DtlibError
 from dtlib.files import opened_to_read
 
 COUNTED = ("opens", "reads", "bytes", "jumps", "hits")
-SIZES = tuple(4**power for power in range(5, 14))  # 1 kiB to 64 MiB: the upper ends of the histogram's bins
-MOST_PROCESSES = 65  # the one that reads by itself, and 64 workers
-MOST_OPEN = 64  # files, in a process
+SIZES = tuple(4**power for power in range(5, 14))  # 1 KiB to 64 MiB: the upper bounds of the histogram's bins
+MOST_PROCESSES = 65  # the main process and 64 workers
+MOST_OPEN = 64  # open files per process
 
 
 class StorageError(DtlibError):
-    """A sample cannot be read: in which ``file``, at which byte, its ``offset``; ``sample`` is its number."""
+    """A sample cannot be read. ``file`` and ``offset`` (a byte) are the place; ``sample`` is the sample's number."""
 
     def __init__(self, file: str | Path, offset: int, sentence: str, sample: int | None = None):
         super().__init__(sentence)
@@ -29,17 +29,20 @@ class StorageError(DtlibError):
 
 
 class Counters:
-    """What all processes of a reader did together, in shared memory; each worker writes a row of its own.
+    """Counters of all processes of a reader, in shared memory. Each worker writes its own row, so no lock is needed.
 
-    ``opens`` of files, ``reads`` and their ``bytes``, ``jumps`` (reads that do not begin where the file's last one
-    ended), ``hits`` (samples read from memory), and a histogram of the sizes of reads.
+    They are ``opens`` of files, ``reads``, ``bytes`` read, ``jumps`` (reads that do not begin at the end of the file's
+    last read), ``hits`` (samples read from memory), and a histogram of the sizes of reads.
     """
 
     def __init__(self):
         self._rows = torch.zeros(MOST_PROCESSES, len(COUNTED) + len(SIZES) + 1, dtype=torch.int64).share_memory_()
 
     def add(self, sizes: Sequence[int] = (), **counts: int) -> None:
-        """``sizes`` of reads, and counts by name; of a whole batch, as an addition here costs as much as a read."""
+        """Add the ``sizes`` of reads, and other counts by name.
+
+        Call it once for each batch, because a call takes as long as a read.
+        """
         row = self._row()
         for name, count in counts.items():
             row[COUNTED.index(name)] += count
@@ -53,47 +56,54 @@ class Counters:
         return self._rows[0 if worker is None else 1 + worker.id].numpy()
 
     def reset(self) -> None:
+        """Set all counters to zero."""
         self._rows.zero_()
 
     def totals(self) -> dict[str, int]:
+        """Return the sum over all processes, by name."""
         return dict(zip(COUNTED, self._rows.sum(0).tolist(), strict=False))
 
     @property
     def randomness(self) -> float:
-        """The fraction of reads that jump."""
+        """The fraction of reads that are jumps."""
         return self.totals()["jumps"] / max(1, self.totals()["reads"])
 
     def read_sizes(self) -> dict[int | None, int]:
-        """How many reads were at most so many bytes, and more than the size before; None: larger than all."""
+        """Return the histogram: upper bound in bytes -> number of reads; None is the bin above the last bound."""
         counts = self._rows.sum(0).tolist()[len(COUNTED) :]
         return {size: count for size, count in zip((*SIZES, None), counts, strict=True) if count}
 
 
 class Files:
-    """The files of a folder, opened when they are first read; ``MOST_OPEN`` of them stay open.
+    """The files of a folder, opened at their first read. At most ``MOST_OPEN`` files stay open.
 
-    ``open_delay``: seconds that every open waits, which stands for a busy metadata server: INJECTED, not measured.
+    ``open_delay`` is the time in seconds that each open waits, to imitate a busy metadata server. The delay is
+    INJECTED, not measured.
     """
 
     def __init__(self, folder: Path, open_delay: float = 0.0):
         self.folder, self.open_delay = Path(folder), open_delay
         self.counters = Counters()
-        # name -> [descriptor, size, where its last read ended]; a worker may inherit it, as no read uses the position
-        # that the system keeps with a descriptor.
+        # name -> [descriptor, size, end of the last read]. Forked workers may share a descriptor, because reads pass
+        # their offset and do not use the descriptor's position.
         self._open: OrderedDict[str, list[int]] = OrderedDict()
-        self._sizes: list[int] = []  # not yet counted, like those below
+        # Since the last ``count``: sizes of reads, jumps and opens.
+        self._sizes: list[int] = []
         self._jumps, self._opens = 0, 0
 
     def path(self, name: str) -> Path:
+        """Return the path of file ``name``."""
         return self.folder / name
 
     def size(self, name: str) -> int:
+        """Return the size of file ``name`` in bytes."""
         return self._opened(name)[1]
 
     def read_into(self, buffers: list, name: str, offset: int) -> int:
-        """Fill all buffers, one after the other, from ``offset`` on; returns how many bytes there were to be had."""
+        """Read from ``offset`` into all buffers in turn; return the number of bytes read, fewer at the file's end."""
         opened, wanted = self._opened(name), sum(map(len, buffers))
         done = os.preadv(opened[0], buffers, offset)
+        # The system may return fewer bytes than asked for. Read the rest of the last buffer until the file ends.
         while 0 < wanted - done <= len(buffers[-1]):
             got = os.preadv(opened[0], [buffers[-1][done - wanted :]], offset + done)
             if not got:
@@ -105,12 +115,12 @@ class Files:
         return done
 
     def will_need(self, name: str, offset: int, length: int) -> None:
-        """Have the system read ahead, without waiting for it; where it cannot, nothing happens."""
+        """Ask the system to read ahead, without waiting; it does nothing on systems without ``posix_fadvise``."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._opened(name)[0], offset, length, os.POSIX_FADV_WILLNEED)
 
     def count(self) -> None:
-        """Tell the counters what has been read since."""
+        """Add the reads since the last call to the counters."""
         self.counters.add(self._sizes, jumps=self._jumps, opens=self._opens)
         self._sizes, self._jumps, self._opens = [], 0, 0
 
@@ -134,7 +144,7 @@ class Files:
         return opened
 
     def close(self) -> None:
-        """Close what is open; a later read opens it again."""
+        """Close all files; a later read opens its file again."""
         while self._open:
             os.close(self._open.popitem()[1][0])
 

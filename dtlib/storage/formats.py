@@ -1,14 +1,14 @@
-"""One set of samples in five forms. A sample is a record: a numpy structured dtype, the same length for all.
+"""Five file formats for samples. A sample is a record: a numpy structured dtype, so all samples have the same length.
 
-    files      a file a sample             sample-0000007.bin
-    one-file   all in one file             samples.bin             raw records, one after the other
-    shards     many in each of some files  shard-00003.bin         raw records, one after the other
-    tar        the same as tar files       shard-00003.tar         a member a sample; webdataset reads them
-    parquet    the same by columns         shard-00003.parquet     row groups, in each all values of a column together
+    files      one file per sample         sample-0000007.bin
+    one-file   all samples in one file     samples.bin             consecutive raw records
+    shards     many samples per file       shard-00003.bin         consecutive raw records
+    tar        many samples per tar file   shard-00003.tar         one member per sample; webdataset can read it
+    parquet    many samples per file       shard-00003.parquet     row groups; each stores a column's values together
 
-``index.json`` beside them says which form it is, what a record is made of, and how many each file has. After the
-last record of a raw file stands ``END``: who cuts such a file off takes it away, so that a file which is too short
-and one that has a record of another length can be told apart.
+``index.json`` in the same folder has the format, the dtype, and the number of samples in each file. After the last
+record of a raw file there is the marker ``END``. A truncated file has no marker. So a reader can distinguish a
+truncated file from a file in which a record has the wrong length.
 """
 
 import io
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from dtlib.errors import MOST, DtlibError, number
-from dtlib.files import is_plain_name, locked, read_json, write_whole, writing
+from dtlib.files import is_plain_name, locked, read_json, write_atomically, writing
 
 FORMATS = ("files", "one-file", "shards", "tar", "parquet")
 END = b"\ndtlib.\n"  # 8 bytes
@@ -35,13 +35,19 @@ def write(
     folder: str | PathLike[str], records: Iterable, dtype: np.dtype | list | str, form: str, per_shard: int = 1024,
     row_group: int = 64,
 ) -> Path:  # fmt: skip
-    """Write ``records`` (arrays of no dimension, or anything of ``dtype.itemsize`` bytes) as ``form``; the folder.
+    """Write ``records`` to ``folder`` in format ``form``; return the folder.
 
-    ``per_shard``: samples in a shard, a tar file or a Parquet file. ``row_group``: rows that Parquet reads together.
+    Args:
+        folder: created if it does not exist.
+        records: arrays without dimensions, or other objects of ``dtype.itemsize`` bytes.
+        dtype: the structured dtype of all records.
+        form: one of ``FORMATS``.
+        per_shard: samples per shard, tar file or Parquet file.
+        row_group: rows per row group, which Parquet reads as a whole.
 
     Raises:
-        DtlibError: for a form that there is not, a dtype that no reader reads, a folder that has samples already, or a
-            record of another length or with other fields.
+        DtlibError: for an unknown format, an unsupported dtype, a folder that already has samples, or a record with
+            the wrong length or fields.
     """
     folder, dtype = Path(folder), np.dtype(dtype)
     if form not in FORMATS:
@@ -69,7 +75,7 @@ def write(
                 raise DtlibError(f"{folder} has samples already: name a new folder, or delete it first.")
             try:
                 for name, piece in named:
-                    with open(folder / name, "xb") as file:  # others' files stay
+                    with open(folder / name, "xb") as file:  # "x": do not overwrite a file that we did not write
                         counts[name] = 0
                         counts[name] = _write_file(file, piece, dtype, form, first, row_group)
                     first += counts[name]
@@ -82,16 +88,16 @@ def write(
 
 
 def write_index(folder: Path, index: dict) -> None:
-    """As a whole, or not at all."""
+    """Write the index atomically."""
     described = {**index, "dtype": np.lib.format.dtype_to_descr(index["dtype"])}
-    write_whole(folder / INDEX, json.dumps(described))
+    write_atomically(folder / INDEX, json.dumps(described))
 
 
 def read_index(folder: Path) -> dict:
-    """What ``write`` wrote beside samples, with its ``dtype``.
+    """Read and check the index that ``write`` wrote; its ``dtype`` is converted to a numpy dtype.
 
     Raises:
-        DtlibError: for a folder without an index, or one that is cut off or of something else.
+        DtlibError: if the folder has no index, or the index is truncated or from another program.
     """
     try:
         index = read_json(folder / INDEX, dict)
@@ -110,7 +116,7 @@ def read_index(folder: Path) -> dict:
 
 
 def _check_dtype(dtype: np.dtype, form: str) -> None:
-    """Has it fields, each a number or an array of numbers that torch knows?"""
+    """Raise an error unless the dtype has fields, each a number or an array of numbers that torch supports."""
     if not dtype.names:
         raise DtlibError(f"dtype {dtype} has no fields: name it, as in np.dtype([('x', {str(dtype)!r})]).")
     for name in dtype.names:
@@ -140,12 +146,12 @@ def _bytes_of(record, dtype: np.dtype) -> bytes:
 
 
 def _write_file(file, records: Iterable[bytes], dtype: np.dtype, form: str, first: int, row_group: int) -> int:
-    """How many records were written; the first of them is sample number ``first``."""
+    """Write records to an open file and return their number; ``first`` is the sample number of the first record."""
     count = 0
     if form == "parquet":
         count = _write_parquet(file, records, dtype, row_group)
     elif form == "tar":
-        # In the oldest form a header is one block of 512 bytes, so that where a record lies can be computed.
+        # In the ustar format each header is one block of 512 bytes, so a reader can compute the offset of a record.
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for count, record in enumerate(records, start=1):
                 member = tarfile.TarInfo(f"{first + count - 1:07}.bin")
@@ -166,13 +172,13 @@ def _write_parquet(file, records: Iterable[bytes], dtype: np.dtype, row_group: i
 
     rows = np.frombuffer(b"".join(records), dtype)
     table = pa.table({name: _column(np.ascontiguousarray(rows[name])) for name in dtype.names or ()})
-    # As bytes are in memory: what is measured is reading, and random bytes cannot be compressed.
+    # No compression and no dictionaries: we measure reading, and random bytes cannot be compressed anyway.
     parquet.write_table(table, file, row_group_size=row_group, compression="none", use_dictionary=False)
     return len(rows)
 
 
 def _column(values: np.ndarray):
-    """Numbers as numbers; arrays as that many bytes a row."""
+    """Convert a field to a pyarrow array: numbers stay numbers, arrays become binary values of fixed size."""
     import pyarrow as pa
 
     if values.ndim == 1:

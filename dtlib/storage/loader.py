@@ -1,14 +1,15 @@
-"""Batches for a rank: workers, prefetch, and resuming in the middle of an epoch.
+"""The loader: batches for each rank, with workers, prefetch, and exact resume in the middle of an epoch.
 
     loader = Loader(open_samples(folder), batch_size=32, rank=world.rank, ranks=world.size, workers=2)
-    for batch in loader:                     # an epoch; the next loop is the next one, in another order
+    for batch in loader:                     # one epoch; the next loop is the next epoch, in another order
         ...
         state = loader.state_dict()          # {"epoch": 0, "samples": 640, ...}
 
-    loader.load_state_dict(state)            # here, or on any other number of ranks and workers
+    loader.load_state_dict(state)            # on any number of ranks and workers
 
-All ranks take their batches off the front of one order (``order.py``), so where they are is one number: the samples
-that all of them have taken. Workers and threads read ahead, but a batch counts from when the loop has got it.
+All ranks take their batches from the front of one order (``order.py``). So the position in an epoch is one number: how
+many samples all ranks together have taken. Workers and threads read ahead, but a batch counts as taken only when the
+loop receives it.
 """
 
 from collections import deque
@@ -23,36 +24,45 @@ from torch.utils.data import DataLoader, Dataset
 from dtlib.errors import DtlibError, number
 from dtlib.storage.files import MOST_PROCESSES
 from dtlib.storage.order import order, slice_of_rank
-from dtlib.storage.slots import HandedOver, Slots
+from dtlib.storage.slots import SlotDataset, Slots
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Samples by their numbers (readers.py), and in which order they are best read (order.py)."""
+    """The interface of a reader (readers.py). ``block`` and ``window`` describe its fastest order (order.py)."""
 
     block: int
     window: int
 
     def __len__(self) -> int: ...
-    def read(self, numbers: Sequence[int]) -> tuple[dict[str, torch.Tensor], list]: ...
+    def read(self, numbers: Sequence[int]) -> tuple[dict[str, torch.Tensor], list]:
+        """Return a batch of these samples, and an error for each sample that is skipped."""
 
 
 class Loader:
-    """An epoch of this rank's batches, each a dict of tensors; every rank gets the same number of batches.
+    """An iterable over this rank's batches of one epoch, each a dict of tensors.
 
-    Each sample comes exactly once an epoch, on whatever rank. Where samples run out the last batches are shorter, or
-    empty (weigh by their length), unless ``drop_last`` leaves out what is less than a batch for every rank. Whoever
-    leaves a loop early goes on from there with the next one.
+    Every rank gets the same number of batches, and each sample is in exactly one batch per epoch. The last batches may
+    be shorter or empty, so weight them by their length. If a loop ends early, the next loop continues at that position.
+    ``skipped`` lists the errors of samples that a reader with ``damaged="skip"`` has left out.
 
-    ``workers``: processes that read; with none, a thread does. ``prefetch``: batches that each of them reads ahead; 0
-    with no workers: a batch is read when it is asked for. ``block`` and ``window``: how the order is shuffled, if
-    otherwise than the reader is best read; ``shuffle=False``: not at all.
-
-    What a reader with ``damaged="skip"`` leaves out is in ``skipped``, a list of errors.
+    Args:
+        reader: the samples.
+        batch_size: samples per batch of one rank.
+        rank: this rank.
+        ranks: the number of ranks.
+        seed: of the shuffled order; the same on all ranks.
+        workers: the number of processes that read; with 0, a thread reads.
+        prefetch: batches that each worker, or the thread, reads ahead. With 0 workers and ``prefetch=0``, a batch is
+            read when the loop needs it.
+        shuffle: if false, the order is 0, 1, 2, ...
+        drop_last: leave out the last samples if they do not fill a batch on every rank.
+        block: overrides the reader's ``block`` in the shuffled order (order.py).
+        window: overrides the reader's ``window``.
 
     Raises:
-        DtlibError: for numbers that make no sense.
-        StorageError: for a sample that cannot be read, in the loop; it goes on behind that batch.
+        DtlibError: for invalid arguments.
+        StorageError: in the loop, if a sample cannot be read. A new loop tries the same batch again.
     """
 
     def __init__(
@@ -75,24 +85,25 @@ class Loader:
         self.reader, self.batch_size, self.rank, self.ranks = reader, batch_size, rank, ranks
         self.workers, self.prefetch, self.drop_last = workers, prefetch, drop_last
         self.skipped: list[Exception] = []
-        self._epoch, self._taken = 0, 0  # samples that all ranks have taken
-        self._begin = 0  # of them, before the first step of this size
+        self._epoch, self._taken = 0, 0  # _taken: samples of this epoch that all ranks together have taken
+        self._begin = 0  # the value of _taken at which steps of the current size began: 0, or that of a loaded state
         self._order = {
             "seed": seed, "shuffle": shuffle, "block": block or reader.block, "window": window or reader.window,
         }  # fmt: skip
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Return the number of batches of a whole epoch."""
         rest = 0 if self.drop_last else self.batch_size * self.ranks - 1
         return (len(self.reader) + rest) // (self.batch_size * self.ranks)
 
     @property
     def epoch(self) -> int:
+        """The epoch of the next batch."""
         return self._position()[0]
 
     @property
     def _end(self) -> int:
-        """How many samples of this epoch are taken."""
+        """The number of samples that all ranks take in this epoch; with ``drop_last`` perhaps fewer than all."""
         together, rest = self.batch_size * self.ranks, len(self.reader) - self._begin
         return self._begin + rest // together * together if self.drop_last else len(self.reader)
 
@@ -100,15 +111,15 @@ class Loader:
         return (self._epoch, self._taken) if self._taken < self._end else (self._epoch + 1, 0)
 
     def state_dict(self) -> dict:
-        """Where the loop is, for all ranks: whichever rank saves it, after as many batches as the others."""
+        """Return the position in the epoch. It is the same on all ranks after the same number of batches."""
         epoch, taken = self._position()
         return {"epoch": epoch, "samples": taken, "of": len(self.reader), **self._order}
 
     def load_state_dict(self, state: dict | list[dict]) -> None:
-        """Go on from there. Of a list, the states of several ranks, all have to be the same.
+        """Continue at the position of ``state``, which may be a list of the states of several ranks.
 
         Raises:
-            DtlibError: for a state of other samples or another order, or of ranks that were not in step.
+            DtlibError: if the state is of other samples or of another order, or if the states in a list differ.
         """
         states = state if isinstance(state, list) else [state]
         if different := [one for one in states if one != states[0]]:
@@ -137,26 +148,30 @@ class Loader:
             if isinstance(got, DtlibError):
                 try:
                     raise got
-                finally:  # the error holds this frame: without each other's hold, workers hear at once that they end
+                finally:
+                    # The error's traceback refers to this frame. Drop the frame's references to the error and to the
+                    # batches, so that the cycle is broken and the workers end at once.
                     del got, batches
-            self._taken = min(first + together, self._end)  # a batch that failed is read again
+            # Only now is the batch taken: if reading it failed, the next loop reads it again.
+            self._taken = min(first + together, self._end)
             batch, skipped = got
             self.skipped += skipped
             yield batch
 
     def _numbers(self) -> np.ndarray:
-        """The order of this epoch."""
+        """Return the order of this epoch."""
         return order(len(self.reader), self._order["seed"], self._epoch, self._order["block"], self._order["window"])
 
     def _slice(self, numbers, first: int):
-        """This rank's samples of the step that begins there."""
+        """Return this rank's samples of the step that begins at position ``first``."""
         return slice_of_rank(numbers, first, self.batch_size, self.rank, self.ranks)
 
     def _steps(self, numbers, firsts):
-        """For each step the numbers that this rank reads, and those that the system may read ahead.
+        """Yield, for each step, the samples that this rank reads, and samples that the system may read ahead.
 
-        Pieces that lie together are announced together, with the first batch that needs some of them.
+        All samples of a window are announced together, with the first batch that needs one of them.
         """
+        # With single-sample blocks, the samples of a batch are not adjacent, so nothing is announced.
         piece = self._order["block"] * self._order["window"]
         announced = self._taken // piece * piece
         for first in firsts:
@@ -166,14 +181,14 @@ class Loader:
             announced = until
 
     def _read(self, steps):
-        """(batch, what was skipped) for each step, or the error; by workers, by a thread, or when asked for."""
+        """Return an iterator over (batch, skipped errors), or an error, for each step; by workers or by a thread."""
         source = _Batches(self.reader)
         if self.workers:
-            # One slot for each batch that is read ahead, one for the loop's, and one for that which it gets next.
+            # One slot for each batch that is read ahead, one for the loop's current batch, and one for its next batch.
             ahead, sample_bytes = self.workers * self.prefetch, getattr(self.reader, "sample_bytes", 0)
             slots = Slots(ahead + 2, self.batch_size, sample_bytes)
             read_by_workers = DataLoader(
-                HandedOver(source, slots), batch_size=None, sampler=slots.with_slots(steps),
+                SlotDataset(source, slots), batch_size=None, sampler=slots.with_slots(steps),
                 num_workers=self.workers, prefetch_factor=self.prefetch, collate_fn=_as_it_is,
             )  # fmt: skip
             return map(slots.take, _of_living(read_by_workers))
@@ -181,7 +196,10 @@ class Loader:
 
 
 class _Batches(Dataset):
-    """A batch for each step; an error is returned, as one that is raised in a worker arrives as a page of text."""
+    """A data set whose items are the batches of steps.
+
+    Errors are returned, not raised: torch would convert an error that a worker raises to a long text.
+    """
 
     def __init__(self, reader):
         self.reader = reader
@@ -201,7 +219,7 @@ def _as_it_is(batch):
 
 
 def _of_living(workers):
-    """What they read; an error of ours where one of them has ended."""
+    """Yield the batches of the workers; convert torch's error about a dead worker to a ``DtlibError``."""
     try:
         yield from workers
     except RuntimeError as problem:
@@ -210,7 +228,7 @@ def _of_living(workers):
 
 
 def _in_thread(read, steps, ahead: int):
-    """Each batch, while a thread reads the next ones: the system's calls leave Python's lock to the loop."""
+    """Yield each batch while a thread reads the next ones. System calls release Python's lock, so the loop can run."""
     if not ahead:
         yield from map(read, steps)
         return

@@ -1,6 +1,6 @@
-"""Workloads of MLPerf Storage: what a model reads in a step and for how long it then computes. And a laptop's size.
+"""Workloads of MLPerf Storage: the bytes that a model reads per step and its compute time; scaled to a laptop.
 
-The published table is ``data/mlperf_storage_workloads.csv``; its demand is batch x record / time of a step.
+The published table is ``data/mlperf_storage_workloads.csv``. A workload needs batch * record / step time in bytes/s.
 """
 
 import csv
@@ -10,14 +10,19 @@ from os import PathLike
 
 import numpy as np
 
-# Bytes of a row that are read, where they are not all: dlrm_b200.yaml of mlcommons/storage@0b42eb5 marks 40 of 200
-# columns, of 4 bytes each, with ``read: true``.
+# Bytes of a record that training reads, if it does not read all. dlrm_b200.yaml of mlcommons/storage@0b42eb5 marks 40
+# of 200 columns, of 4 bytes each, with ``read: true``.
 READ = {"dlrm": 160}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """``record_bytes`` (the mean), samples of a ``batch``, and seconds of a step; ``scale`` says if it was scaled."""
+    """One workload.
+
+    ``record_bytes`` is the mean size of a sample, ``batch`` the samples per step, and ``compute_seconds`` the time of a
+    step. ``least_au`` is the lowest accelerator utilisation that the benchmark accepts, and ``scale`` says how the
+    workload was scaled.
+    """
 
     name: str
     accelerator: str
@@ -36,15 +41,16 @@ class Workload:
 
     @property
     def dtype(self) -> np.dtype:
+        """The dtype of a record: one field ``data`` of bytes."""
         return np.dtype([("data", "u1", (self.record_bytes,))])
 
     def records(self, seed: int = 0) -> Iterator[bytes]:
-        """So many records of random bytes, which no file system can compress."""
+        """Yield ``samples`` records of random bytes, which no file system can compress."""
         random = np.random.default_rng(seed)
         return (random.bytes(self.record_bytes) for _ in range(self.samples))
 
     def scaled(self, samples: int, record_bytes: int, batch: int, compute_seconds: float) -> "Workload":
-        """The same on a laptop; by which factors is in ``scale``."""
+        """Return the workload with these smaller sizes; its ``scale`` lists the factors."""
         sizes = {"samples": samples, "record_bytes": record_bytes, "batch": batch, "compute_seconds": compute_seconds}
         factors = {name: float(f"{getattr(self, name) / value:.3g}") for name, value in sizes.items()}
         said = (f"{name} / {factor:{',.0f' if factor >= 1000 else 'g'}}" for name, factor in factors.items())
@@ -55,7 +61,7 @@ class Workload:
 
 
 def published(file: str | PathLike[str]) -> list[Workload]:
-    """The rows of the table."""
+    """Return the rows of the published table in ``file``."""
     with open(file, newline="") as opened:
         return [
             Workload(
@@ -68,4 +74,5 @@ def published(file: str | PathLike[str]) -> list[Workload]:
 
 
 def named(file: str | PathLike[str], name: str, accelerator: str) -> Workload:
+    """Return the row of workload ``name`` on ``accelerator``."""
     return next(row for row in published(file) if (row.name, row.accelerator) == (name, accelerator))

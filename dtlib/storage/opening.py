@@ -1,4 +1,4 @@
-"""Which reader a folder of samples has."""
+"""``open_samples``: open a folder of samples with the reader of its format."""
 
 from collections.abc import Sequence
 from os import PathLike
@@ -16,13 +16,17 @@ READERS = {
 def open_samples(
     folder: str | PathLike[str], damaged: str = "stop", columns: Sequence[str] | None = None, open_delay: float = 0.0
 ) -> Reader:
-    """The reader of what ``write`` has written to ``folder``.
+    """Return a reader of the samples that ``write`` has written to ``folder``.
 
-    ``damaged="skip"``: what cannot be read is left out, and told beside each batch; else it is an error.
-    ``columns``: the names of some fields; from Parquet no others are read. ``open_delay``: seconds, INJECTED.
+    Args:
+        folder: has the samples and their index.
+        damaged: ``"stop"`` raises an error if a sample cannot be read. ``"skip"`` leaves such samples out, and returns
+            their errors with each batch.
+        columns: names of fields to return; by default all. With Parquet, other columns are not read from disk.
+        open_delay: seconds that each open of a file waits (INJECTED).
 
     Raises:
-        DtlibError: for a folder without samples, with a broken index, or without a column that is asked for.
+        DtlibError: if the folder has no samples, a damaged index, or no such column.
     """
     folder = Path(folder)
     index = read_index(folder)

@@ -1,6 +1,7 @@
-"""The system keeps what was read in memory that is free. Whoever measures storage has to empty it, and to look.
+"""The operating system's page cache: files that were read stay in free memory.
 
-After the first epoch a small data set comes from memory, and every format looks good.
+After the first epoch a small data set is read from memory, and every format looks fast. So a measurement of storage
+must first empty this cache, and check that it is empty.
 """
 
 import ctypes
@@ -14,15 +15,16 @@ import numpy as np
 
 
 def drop(folder: str | PathLike[str]) -> float | None:
-    """Empty the cache of a folder's files, and return the fraction of their bytes that is cached all the same.
+    """Remove a folder's files from the page cache; return the fraction of their bytes that is still cached.
 
-    0.0: it is empty. None: this system lets nobody do it, or look; then a measurement has to say so.
+    0.0 means that none is cached. None means that this system does not support it; the report of a measurement must
+    then say so.
     """
     if not hasattr(os, "posix_fadvise"):
         return None
     _forget(folder)
     if cached(folder):
-        os.sync()  # bytes that are not on the disk yet cannot be forgotten
+        os.sync()  # pages that are not on disk yet cannot be removed, so write them first
         _forget(folder)
     return cached(folder)
 
@@ -35,7 +37,7 @@ def _forget(folder) -> None:
 
 
 def cached(folder: str | PathLike[str]) -> float | None:
-    """The fraction of a folder's bytes that is in the system's cache, by ``mincore``; None where nobody can tell."""
+    """Return the fraction of a folder's bytes in the page cache, by ``mincore``; None if the system is not Linux."""
     if sys.platform != "linux":
         return None
     found = [_pages(path) for path in _files(folder)]
@@ -43,7 +45,7 @@ def cached(folder: str | PathLike[str]) -> float | None:
 
 
 def in_words(fraction: float | None) -> str:
-    """For the line below a measurement."""
+    """Describe the result of ``drop`` for the report of a measurement."""
     if fraction is None:
         return "the cache of files could not be emptied here: figures may be those of memory"
     return f"cold: {fraction:.0%} of the bytes were cached" + (" ALL THE SAME" if fraction > 0.01 else "")
@@ -54,7 +56,7 @@ def _files(folder):
 
 
 def _pages(path) -> tuple[int, int]:
-    """Pages of a file that are cached, and all of them."""
+    """Return the number of cached pages of a file, and of all its pages."""
     size = os.path.getsize(path)
     if not size:
         return 0, 0
@@ -67,6 +69,7 @@ def _pages(path) -> tuple[int, int]:
     pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
     address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     os.close(descriptor)
+    # The lowest bit of each byte in ``pages`` says whether that page is in memory.
     failed = libc.mincore(address, size, pages)
     libc.munmap(address, size)
     if failed:

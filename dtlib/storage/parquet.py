@@ -1,4 +1,4 @@
-"""Parquet: row groups, in each of which the values of one column lie together, so that others need not be read."""
+"""A reader of Parquet files. A row group stores the values of each column together, so other columns are not read."""
 
 import io
 from collections import OrderedDict
@@ -11,21 +11,22 @@ import torch
 from dtlib.storage.files import StorageError
 from dtlib.storage.readers import CURE, Reader
 
-KEPT = 4  # row groups, of which the order mixes the samples
+KEPT = 4  # row groups that stay in memory, and that the shuffled order mixes
 
 
 class ColumnReader(Reader):
-    """Reads whole row groups, as smaller pieces there are none, and keeps the last few of them.
+    """A reader of whole row groups, the smallest unit of a read; it keeps the last ``KEPT`` of them in memory.
 
-    Where several ranks or workers need samples of one row group, each of them reads it: see the counters.
+    If several ranks or workers need samples of one row group, each one reads it. The counters include these reads.
     """
 
     def _prepare(self, index: dict) -> None:
         self.block, self.window = index["row_group"], KEPT
         self._groups: OrderedDict = OrderedDict()  # (file, row group) -> its columns, as arrays
-        self._tables: dict = {}  # file -> what pyarrow knows of it
+        self._tables: dict = {}  # file -> its open pyarrow ParquetFile
 
     def read(self, numbers: Sequence[int]) -> tuple[dict[str, torch.Tensor], list[StorageError]]:
+        """Return a batch of these samples, and an error for each sample that is skipped."""
         places, skipped = [], []
         for number in map(self._number, numbers):
             file, at = self.place(number)
@@ -47,14 +48,16 @@ class ColumnReader(Reader):
             of_it = (places[:, 0] == file) & (places[:, 1] == group)
             for name, values in self._group(file, group).items():
                 batch[name][of_it] = values[places[of_it, 2]]
+        # Drop row groups only now, because one batch may need more than ``KEPT`` row groups.
         while len(self._groups) > KEPT:
             self._groups.popitem(last=False)
         return {name: torch.from_numpy(values) for name, values in batch.items()}, skipped
 
     def will_need(self, numbers: Sequence[int]) -> None:
+        """Ask the system to read ahead the columns of the row groups of these samples."""
         for first in np.unique(np.asarray(numbers) // self.block) * self.block:
             file, at = self.place(int(first))
-            with suppress(StorageError):  # is told when it is read
+            with suppress(StorageError):  # ``read`` will raise it
                 group = self._table(file).metadata.row_group(at // self.block)
                 for column in map(group.column, range(group.num_columns)):
                     if column.path_in_schema in self.columns:
@@ -67,7 +70,7 @@ class ColumnReader(Reader):
             table = self._table(file)
             try:
                 columns = table.read_row_group(group, self.columns, use_threads=False)
-            except Exception as problem:  # pyarrow raises whatever its decoders do
+            except Exception as problem:  # pyarrow's decoders raise errors of many types
                 offset = table.metadata.row_group(group).column(0).data_page_offset
                 raise self._damaged(name, offset, problem) from None
             if empty := [name for name in self.columns if columns[name].null_count]:
@@ -87,7 +90,7 @@ class ColumnReader(Reader):
         return np.frombuffer(memory, base).reshape(len(chunk), *shape)
 
     def _table(self, file: int):
-        """The file's footer, read and compared once."""
+        """Return the open Parquet file; read its footer and compare it with the index on first use."""
         if file not in self._tables:
             import pyarrow as pa
             from pyarrow import parquet
@@ -103,7 +106,7 @@ class ColumnReader(Reader):
         return self._tables[file]
 
     def _compare(self, name: str, table) -> None:
-        """Do rows and columns come as the index says?"""
+        """Raise an error unless rows, row groups, columns and file size match the index."""
         import pyarrow as pa
 
         rows, schema = table.metadata.num_rows, table.schema_arrow
@@ -113,7 +116,7 @@ class ColumnReader(Reader):
         groups = [table.metadata.row_group(at).num_rows for at in range(table.num_row_groups)]
         if groups != [min(self.block, rows - first) for first in range(0, rows, self.block)]:
             raise self._damaged(name, 0, f"row groups of up to {max(groups)} rows instead of {self.block}")
-        # Where bytes are missing in a column, or are too many, its values would be read from the wrong place.
+        # If bytes were inserted into or removed from a column, its values would be read from wrong offsets.
         chunks = [table.metadata.row_group(at).column(c) for at in range(len(groups)) for c in range(len(schema))]
         pages = max(
             ((c.dictionary_page_offset or c.data_page_offset) + c.total_compressed_size for c in chunks), default=4
@@ -141,7 +144,7 @@ class ColumnReader(Reader):
 
 
 class _Counted(io.RawIOBase):
-    """A file as pyarrow reads it, through ``Files``, which counts."""
+    """A file object for pyarrow that reads through ``Files``, so that reads are counted."""
 
     def __init__(self, files, name: str):
         self._files, self._name, self._at = files, name, 0
@@ -151,7 +154,7 @@ class _Counted(io.RawIOBase):
         memory = bytearray(size)
         got = self._files.read_into([memoryview(memory)], self._name, self._at) if size else 0
         self._at += got
-        return memory if got == size else memory[:got]  # type: ignore[return-value]  # bytes would be one more copy
+        return memory if got == size else memory[:got]  # type: ignore[return-value]  # bytes would need another copy
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._files.size(self._name)}[whence]

@@ -1,4 +1,4 @@
-"""From raw files to binary records: done once, before training, as decoding is what a loader can least afford."""
+"""Preprocessing: convert raw files to binary records once, before training, because decoding is slow."""
 
 import io
 import json
@@ -9,12 +9,12 @@ import numpy as np
 IMAGE = (32, 32, 3)
 WORDS = 16
 
-# A record is what training reads: fixed in length, and its fields are arrays without a further look.
+# The record that training reads. It has a fixed length, and its fields are arrays without decoding.
 RECORD = np.dtype([("image", "u1", IMAGE), ("label", "<i4"), ("text", "<u2", (WORDS,))])
 
 
 def raw_samples(count: int, seed: int = 0) -> Iterator[tuple[bytes, bytes, bytes]]:
-    """``count`` made-up samples as they come from a camera and an annotator: (JPEG, JSON, text), all bytes."""
+    """Yield ``count`` synthetic samples in raw form: (JPEG, JSON, text), each as bytes."""
     from PIL import Image
 
     random = np.random.default_rng(seed)
@@ -27,7 +27,7 @@ def raw_samples(count: int, seed: int = 0) -> Iterator[tuple[bytes, bytes, bytes
 
 
 def record_of(picture: bytes, annotation: bytes, text: bytes) -> np.ndarray:
-    """One ``RECORD``: the image decoded, the label as a number, each word of the text as the number of its hash."""
+    """Convert a raw sample to a ``RECORD``: the decoded image, the label, and the hash of each word as a number."""
     from PIL import Image
 
     record = np.zeros((), RECORD)
@@ -39,7 +39,7 @@ def record_of(picture: bytes, annotation: bytes, text: bytes) -> np.ndarray:
 
 
 def _number_of(word: bytes) -> int:
-    """1 to 65535; 0 is for where there is no word. Python's own hash is another one in every process."""
+    """Return a hash from 1 to 65535; 0 is padding. Python's ``hash`` will not do: it differs between processes."""
     number = 0
     for byte in word:
         number = (31 * number + byte) % 65535

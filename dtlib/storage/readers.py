@@ -1,7 +1,7 @@
-"""Samples by their numbers, from each format. A reader is a torch data set: ``reader[7]``, ``reader[[7, 2, 4]]``.
+"""Readers: read samples by number, for each format. A reader is a torch data set: ``reader[7]``, ``reader[[7, 2, 4]]``.
 
-Readers know nothing of ranks, epochs or orders: whoever asks says which samples. So any worker of any rank can read
-any batch, and there is no state to be saved here. ``open_samples(folder)`` (``opening.py``) finds a folder's reader.
+Readers do not depend on ranks, epochs or the order. So any worker of any rank can read any batch, and a reader has no
+state to save. ``open_samples(folder)`` (``opening.py``) returns the reader of a folder.
 """
 
 import operator
@@ -21,22 +21,23 @@ from dtlib.storage.files import Files, StorageError
 from dtlib.storage.formats import END
 
 CURE = "copy it again, or read with damaged='skip'."
-PIECE = 2**18  # bytes of a shard that are read together
-WINDOW = 16  # pieces whose samples are mixed
+PIECE = 2**18  # bytes of a shard that are read together: one block of the shuffled order
+WINDOW = 16  # blocks that the shuffled order mixes
 
 
 class Samples(Dataset):
-    """A data set of numbered samples. A subclass has ``read`` and a length.
+    """A data set of numbered samples. A subclass defines ``read`` and a length.
 
-    ``samples[7]`` is a dict of tensors, ``samples[[7, 2, 4]]`` one with a dimension more in front. Where what is
-    damaged is skipped, a batch and a loop (also torch's ``DataLoader``) go on without it; ``samples[7]`` itself raises.
+    ``samples[7]`` is a dict of tensors. ``samples[[7, 2, 4]]`` is a batch: its tensors have one more dimension in
+    front. If damaged samples are skipped, batches and loops (also torch's ``DataLoader``) leave them out, but
+    ``samples[7]`` raises an error.
     """
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def read(self, numbers: Sequence[int]) -> tuple[dict[str, torch.Tensor], list[StorageError]]:
-        """The batch of these samples, and what was skipped."""
+        """Return a batch of these samples, and an error for each sample that is skipped."""
         raise NotImplementedError
 
     def __getitem__(self, numbers: int | Sequence[int]) -> dict[str, torch.Tensor]:
@@ -48,7 +49,7 @@ class Samples(Dataset):
         return {name: values[0] for name, values in batch.items()}
 
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, torch.Tensor]]:
-        """The samples of a batch, for torch's ``DataLoader``, which has no batch of none."""
+        """Return a list of samples, for torch's ``DataLoader``; raise an error if all are skipped, as it needs one."""
         batch, skipped = self.read(numbers)
         if len(skipped) == len(numbers) > 0:
             raise skipped[0]
@@ -61,7 +62,11 @@ class Samples(Dataset):
                 yield {name: values[0] for name, values in batch.items()}
 
     def _number(self, number) -> int:
-        """Raises: IndexError, for a number that no sample has."""
+        """Return ``number`` as an int.
+
+        Raises:
+            IndexError: if there is no such sample. Negative numbers are not allowed.
+        """
         number = operator.index(number)
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}: numbers start at 0")
@@ -69,10 +74,10 @@ class Samples(Dataset):
 
 
 class Reader(Samples):
-    """What all readers share. A subclass reads one record, or a whole batch."""
+    """The base class of readers. A subclass defines how to read one record, or a whole batch."""
 
-    block, window = 1, 1  # of the order in which it is best read; see order.py
-    _read_into: Callable  # of one record
+    block, window = 1, 1  # describe the order in which this format is read fastest; see order.py
+    _read_into: Callable  # reads one record into a buffer
 
     def __init__(
         self,
@@ -90,27 +95,28 @@ class Reader(Samples):
             raise DtlibError(f"{folder} has no column {absent[0]!r}: it has {', '.join(self.dtype.names)}.")
         self.files = Files(folder, open_delay)
         self.names, self.counts = list(index["counts"]), list(index["counts"].values())
-        self._starts = list(accumulate(self.counts, initial=0))  # the number of each file's first sample
+        self._starts = list(accumulate(self.counts, initial=0))  # per file, the number of its first sample
         self._prepare(index)
 
     def _prepare(self, index: dict) -> None:
-        """What a kind of reader keeps besides."""
+        """Initialise the attributes of a subclass."""
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     @property
     def sample_bytes(self) -> int:
+        """The size of a sample in bytes, with the chosen columns only."""
         return sum(self.dtype[name].itemsize for name in self.columns)
 
     @property
     def injected(self) -> str:
-        """What was made slow on purpose, for whoever shows a measurement; "" if nothing was."""
+        """A note for reports of measurements about an injected delay; "" if there is none."""
         delay = self.files.open_delay
         return f"INJECTED: every open waits {1e3 * delay:g} ms" if delay else ""
 
     def read(self, numbers: Sequence[int]) -> tuple[dict[str, torch.Tensor], list[StorageError]]:
-        """The batch of these samples, and what was skipped: a batch has so many samples less."""
+        """Return a batch of these samples, without skipped ones, and an error for each skipped sample."""
         size, kept, skipped = self.dtype.itemsize, 0, []
         rows = torch.empty(len(numbers) * size, dtype=torch.uint8)
         memory = memoryview(rows.numpy())  # type: ignore[arg-type]  # an array is a buffer; numpy says so from Python 3.12 on
@@ -128,12 +134,12 @@ class Reader(Samples):
         return {name: _field(rows, self.dtype, name) for name in self.columns}, skipped
 
     def place(self, number: int) -> tuple[int, int]:
-        """Which file has this sample, and how many samples stand before it there."""
+        """Return the index of the file that has this sample, and the sample's position in that file."""
         file = bisect_right(self._starts, number) - 1
         return file, number - self._starts[file]
 
     def will_need(self, numbers: Sequence[int]) -> None:
-        """The system may read these already; without effect where each sample is a file."""
+        """Ask the system to read these samples ahead; no effect if each sample is a file."""
 
     def _ends_early(self, name: str, offset: int) -> StorageError:
         path, end, size = self.files.path(name), self.files.size(name), self.dtype.itemsize
@@ -142,7 +148,7 @@ class Reader(Samples):
 
 
 class FileReader(Reader):
-    """A file a sample: an open, a read and a close for each."""
+    """A reader of one file per sample: each sample needs an open, a read and a close."""
 
     def _read_into(self, memory, number: int) -> None:
         name = self.names[self.place(number)[0]]
@@ -155,7 +161,7 @@ class FileReader(Reader):
 
 
 class _Pieces(Reader):
-    """Many samples in a file, each ``stride`` bytes behind the last one."""
+    """A reader of files with many samples, at distances of ``stride`` bytes."""
 
     _stride: Callable[[], int]
 
@@ -164,16 +170,17 @@ class _Pieces(Reader):
         self.block, self.window = max(1, PIECE // self.stride), WINDOW
 
     def will_need(self, numbers) -> None:
+        """Ask the system to read ahead: one request for each run of consecutive samples in a file."""
         numbers = np.sort(numbers)
         ends = (np.diff(numbers) != 1) | np.isin(numbers[1:], self._starts)
         for run in np.split(numbers, 1 + np.flatnonzero(ends)):
             file, at = self.place(int(run[0]))
-            with suppress(StorageError):  # is told when it is read
+            with suppress(StorageError):  # ``read`` will raise it
                 self.files.will_need(self.names[file], at * self.stride, len(run) * self.stride)
 
 
 class RawReader(_Pieces):
-    """Raw records, one after the other: where one lies is a multiplication."""
+    """A reader of consecutive raw records: the offset of a record is its position times its size."""
 
     def _stride(self) -> int:
         return self.dtype.itemsize
@@ -186,7 +193,10 @@ class RawReader(_Pieces):
             raise self._ends_early(self.names[file], at * self.stride)
 
     def _check(self, file: int) -> None:
-        """A record of another length moves all that follow: then nothing in the file can be believed."""
+        """Raise an error if a record may have the wrong length: then all later records are at wrong offsets.
+
+        A truncated file is accepted here, because records before its end can still be read.
+        """
         name, count = self.names[file], self.counts[file]
         size, wanted = self.files.size(name), count * self.stride + len(END)
         if size == wanted:
@@ -204,7 +214,7 @@ class RawReader(_Pieces):
 
 
 class TarReader(_Pieces):
-    """A tar file: before each record a block of 512 bytes that tells its name and its length."""
+    """A reader of tar files: before each record there is a header of 512 bytes with its name and length."""
 
     def _stride(self) -> int:
         return 512 + -(-self.dtype.itemsize // 512) * 512
@@ -224,8 +234,11 @@ class TarReader(_Pieces):
             )  # fmt: skip
 
     def _is_followed(self, file: int, at: int, number: int) -> bool:
-        """Where bytes are missing in a record, or are too many, what follows it is not at its place. It is looked at in
-        files of another length: at the next name, or the zeros at the end, or nothing, where the file is cut off."""
+        """Return whether the data after a record is at its place, which shows that the record has the right length.
+
+        If the file's size is right, there is nothing to check. Otherwise the next bytes must be the next record's name,
+        or zeros at the end of the archive, or missing, in a truncated file.
+        """
         name, count = self.names[file], self.counts[file]
         blocks = -(-(count * self.stride + 2 * tarfile.BLOCKSIZE) // tarfile.RECORDSIZE)
         if self.files.size(name) == blocks * tarfile.RECORDSIZE:
@@ -237,13 +250,13 @@ class TarReader(_Pieces):
 
 
 def _field(rows: torch.Tensor, dtype: np.dtype, name: str) -> torch.Tensor:
-    """One field of records, ``rows`` of bytes, as a view of them where its place in a record allows it."""
+    """Return one field of all records in ``rows``, which are bytes; a view if the field is aligned, else a copy."""
     assert dtype.fields is not None
     kind, offset = dtype.fields[name][:2]
     base, shape = kind.subdtype or (kind, ())
     bytes_of_field = rows[:, offset : offset + kind.itemsize]
     if offset % base.itemsize or dtype.itemsize % base.itemsize:
-        # contiguous() leaves a single row as it is, whatever its stride.
+        # Not contiguous(): it does not copy a single row, whatever its stride.
         bytes_of_field = bytes_of_field.clone(memory_format=torch.contiguous_format)
     values = bytes_of_field.view(torch.from_numpy(np.empty(0, base)).dtype)
     return values.view(len(rows), *shape)

@@ -1,7 +1,8 @@
-"""How workers hand over large batches: in memory that all of them share, used again once nobody holds a batch.
+"""Shared memory in which workers pass large batches to the loop. It is reused when a batch is no longer referenced.
 
-Fresh shared memory costs more than to read into it: 6 ms for 8 MiB, most of it for its pages, against 1 ms for memory
-that was used before. So it is made before the workers start; who sends a worker a step says which piece is free.
+New shared memory costs more time than reading into it: 6 ms for 8 MiB, mostly for page faults, against 1 ms for memory
+that was used before. So all slots are allocated before the workers start. Each step that is sent to a worker names a
+free slot.
 """
 
 import weakref
@@ -12,26 +13,29 @@ from torch.utils.data import Dataset
 
 from dtlib.errors import DtlibError
 
-SHARED = 2**20  # bytes of a batch from which on it is worth while; smaller ones go through the pipe itself
-ALIGNED = 64  # bytes
+SHARED = 2**20  # the smallest batch, in bytes, that uses a slot; smaller batches are sent through the worker's pipe
+ALIGNED = 64  # each field begins at a multiple of this many bytes
 
 
 class Slots:
-    """``count`` pieces of shared memory, each with room for a batch of ``samples`` times ``sample_bytes``."""
+    """``count`` pieces of shared memory, each for a batch of ``samples`` samples of ``sample_bytes`` bytes."""
 
     def __init__(self, count: int, samples: int, sample_bytes: int):
-        self._size = samples * sample_bytes + 64 * ALIGNED  # for a row of fields
+        self._size = samples * sample_bytes + 64 * ALIGNED  # the second term is for the alignment of up to 64 fields
         wanted = count if samples * sample_bytes >= SHARED else 0
         self._memory = [torch.empty(self._size, dtype=torch.uint8).share_memory_() for _ in range(wanted)]
         self._free = list(range(wanted))
 
     def with_slots(self, steps: Iterable) -> Iterator[tuple]:
-        """Each step and a slot for its batch, or None where batches are held in all of them."""
+        """Yield each step with a free slot for its batch, or with None if all slots are in use."""
         for step in steps:
             yield step, self._free.pop() if self._free else None
 
     def put(self, batch: dict, slot: int | None) -> dict:
-        """In a worker: what is sent for a batch. With a slot, where each field lies in it."""
+        """Copy a batch into ``slot``; return the place of each field in it. Workers call it, and send the result.
+
+        A small batch is returned as numpy arrays. A batch that fits in no slot is returned as it is.
+        """
         if sum(x.nbytes for x in batch.values()) < SHARED:
             return {name: x.numpy() for name, x in batch.items()}
         places, at = {}, 0
@@ -45,7 +49,10 @@ class Slots:
         return places
 
     def take(self, sent: tuple) -> object:
-        """What a worker has read, as tensors. Its slot is free when the last of them, and of their views, is gone."""
+        """Return the batch that a worker has sent, as tensors, or its error.
+
+        The slot becomes free when the last of these tensors and their views is freed.
+        """
         slot, got = sent
         if isinstance(got, DtlibError) or not any(isinstance(x, tuple) for x in got[0].values()):
             if slot is not None:
@@ -54,13 +61,15 @@ class Slots:
                 return got
             return {name: torch.as_tensor(values) for name, values in got[0].items()}, got[1]
         array = self._memory[slot].numpy()
+        # The storage of ``memory``, which all views share, refers to the array. When the last view is freed, the array
+        # is freed, and the finalizer frees the slot.
         weakref.finalize(array, self._free.append, slot).atexit = False
-        memory = torch.from_numpy(array)  # its storage holds the array, and so do all views
+        memory = torch.from_numpy(array)
         return {name: _field(memory, *place) for name, place in got[0].items()}, got[1]
 
 
-class HandedOver(Dataset):
-    """In a worker: batches as ``Slots.put`` sends them, each beside its slot."""
+class SlotDataset(Dataset):
+    """A data set, used in workers, that reads batches and puts them into slots."""
 
     def __init__(self, batches: Dataset, slots: Slots):
         self.batches, self.slots = batches, slots

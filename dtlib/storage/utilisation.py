@@ -1,11 +1,12 @@
-"""How well is an accelerator fed? It is EMULATED: a step takes as long as one is told, and nothing is computed.
+"""Accelerator utilisation: the fraction of time in which an accelerator computes and does not wait for data.
 
-As DLIO measures it (H. Devarajan et al., CCGrid 2021), and MLPerf Storage with it:
+The accelerator is EMULATED: a step sleeps for a given time, and computes nothing. The definition is that of DLIO (H.
+Devarajan et al., CCGrid 2021) and MLPerf Storage:
 
-    accelerator utilisation (AU) = time in which the accelerator computes / time of all
+    accelerator utilisation (AU) = compute time / total time
 
-The first step is left out, as workers start in it. The accelerator's time is the nominal one: if the host wakes up
-late the accelerator has waited.
+The first step is left out, because workers start in it. The compute time is nominal: if the host wakes up late, the
+delay counts as waiting.
 """
 
 from __future__ import annotations
@@ -23,22 +24,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """What one rank saw: ``seconds`` of ``steps`` steps (without the first) with ``samples``; AU is a fraction."""
+    """The result of ``measure`` on one rank: ``steps`` steps with ``samples`` samples took ``seconds``.
+
+    The first step is not included. ``au`` is a fraction from 0 to 1.
+    """
 
     steps: int
     samples: int
-    compute_seconds: float  # nominal, of one step
+    compute_seconds: float  # nominal time of one step
     seconds: float
-    counters: dict = field(default_factory=dict)  # of the reader; with the first step
+    counters: dict = field(default_factory=dict)  # the reader's counters; they include the first step
     skipped: int = 0
-    injected: str = ""  # what was made slow on purpose
+    injected: str = ""  # a note about an injected delay
 
     @property
     def au(self) -> float:
+        """The accelerator utilisation, a fraction."""
         return self.steps * self.compute_seconds / self.seconds if self.seconds else 0.0
 
     @property
     def samples_a_second(self) -> float:
+        """Samples per second."""
         return self.samples / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -48,15 +54,16 @@ class Utilisation:
 
 
 class EmulatedAccelerator:
-    """Computes for ``seconds`` a step, by sleeping: the host's cores are free for the loader, as beside a GPU.
+    """An accelerator that sleeps for ``seconds`` per step, so that the loader can use the host's cores, as with a GPU.
 
-    A timeline shows its steps as those of ``rank``.
+    Timelines show its steps in the row of ``rank``.
     """
 
     def __init__(self, seconds: float, rank: int = 0):
         self.seconds, self.rank = seconds, rank
 
     def step(self, batch: object) -> None:
+        """Sleep for the time of a step; the batch is not used."""
         with recorder.phase("computes", self.rank):
             time.sleep(self.seconds)
 
@@ -67,9 +74,9 @@ def measure(
     steps: int | None = None,
     comm: Communicator | None = None,
 ) -> Utilisation:
-    """Feed the accelerator from ``loader``, for so many steps or to the end of the epoch.
+    """Run the accelerator on batches of ``loader``, for ``steps`` steps or to the end of the epoch; return the result.
 
-    With ``comm`` ranks wait for each other after each step, as they do for their gradients.
+    With ``comm``, ranks wait for each other after each step, as they would for gradients.
     """
     reader = getattr(loader, "reader", None)
     if reader is not None:
@@ -94,7 +101,7 @@ def measure(
 
 
 def _length(batch) -> int:
-    """Samples of a batch, as our loader and others make them."""
+    """Return the number of samples of a batch: a tensor, or a dict, list or tuple with tensors."""
     if isinstance(batch, dict):
         batch = next(iter(batch.values()))
     return _length(batch[0]) if isinstance(batch, (list, tuple)) else len(batch)

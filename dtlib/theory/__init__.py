@@ -1,1 +1,1 @@
-"""The closed formulas of the lectures (pure Python)."""
+"""Closed formulas of the lectures (pure Python)."""

@@ -1,8 +1,8 @@
-"""The closed formulas of the lectures: what a collective sends, in how many rounds, and what it costs (pure Python).
+"""Closed formulas of collectives: messages, elements sent, rounds and seconds (pure Python).
 
-The machine of the model: a message of n bytes takes ``latency + n / bandwidth`` seconds, whoever sends it to whom, and
-a rank sends one message and receives one at a time. Written with the field's letters, alpha is the latency, beta =
-1 / bandwidth the seconds a byte, and gamma the seconds to combine a byte with another. ceil(log2 N) is ``lg`` here.
+In the cost model a message of n bytes takes ``latency + n / bandwidth`` seconds between any two ranks. At a time, a
+rank sends at most one message and receives at most one. In the usual letters alpha is the latency, beta = 1 / bandwidth
+the seconds per byte, and gamma the seconds to combine two bytes. ``lg`` is ceil(log2 N).
 
     operation, algorithm                  messages of all ranks   rounds       seconds
     broadcast tree                   N - 1                   lg           lg (alpha + n beta)
@@ -26,8 +26,8 @@ The model and most of the formulas: R. Thakur, R. Rabenseifner and W. Gropp, "Op
 operations in MPICH", IJHPCA 19(1), 2005, sections 3 (cost model) and 4; the ring: P. Patarasuk and X. Yuan, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
 
-``count`` is always the whole: the tensor of broadcast, reduce and all_reduce, and the one of ``size`` equal chunks of
-the others. ``ranks`` may be any number from 1, no power of two in particular.
+``count`` is the size of the whole tensor: for broadcast, reduce and all_reduce the tensor itself, for the others the
+tensor of N equal chunks. ``ranks`` is any number from 1; it need not be a power of two.
 """
 
 ALGORITHMS = {
@@ -44,7 +44,7 @@ ALGORITHMS = {
 
 
 def messages(operation: str, algorithm: str, ranks: int) -> int:
-    """Messages that all ranks together send."""
+    """Return the number of messages that all ranks send together."""
     n, lg = ranks, log2_up(ranks)
     whole, extra = _whole_and_extra(ranks)
     return {
@@ -65,7 +65,7 @@ def messages(operation: str, algorithm: str, ranks: int) -> int:
 
 
 def messages_of_rank(operation: str, algorithm: str, ranks: int, rank: int, root: int = 0) -> int:
-    """Messages that one rank sends; ``root`` matters to broadcast, reduce, scatter and gather alone."""
+    """Return the number of messages that one rank sends; only broadcast, reduce, scatter and gather use ``root``."""
     n, at_root = ranks, rank == root
     whole, extra = _whole_and_extra(ranks)
     return {
@@ -86,11 +86,11 @@ def messages_of_rank(operation: str, algorithm: str, ranks: int, rank: int, root
 
 
 def elements_sent(operation: str, algorithm: str, ranks: int, rank: int, count: int, root: int = 0) -> int:
-    """Elements that one rank sends, exactly; times the bytes of an element they are the payload bytes.
+    """Return the exact number of elements that one rank sends; times the bytes per element it is the payload.
 
-    The ring of all_reduce divides ``count`` elements into chunks that differ by one element at most. A rank sends every
-    chunk twice, but for its own and its right neighbour's, which it sends once. Rabenseifner's sends in every halving
-    one half of what it has, and the other half when that is doubled again.
+    The ring all-reduce splits ``count`` elements into chunks that differ by one element at most. A rank sends every
+    chunk twice, except its own chunk and its right neighbour's, which it sends once. In Rabenseifner's algorithm a rank
+    sends half of its current part in each halving, and the other half in the matching doubling.
     """
     sent = messages_of_rank(operation, algorithm, ranks, rank, root)
     if (operation, algorithm) == ("all_reduce", "ring"):
@@ -104,12 +104,12 @@ def elements_sent(operation: str, algorithm: str, ranks: int, rank: int, count: 
 
 
 def elements_sent_by_the_busiest(operation: str, algorithm: str, ranks: int, count: int, root: int = 0) -> int:
-    """Elements sent by the rank that sends most."""
+    """Return the number of elements sent by the rank that sends most."""
     return max(elements_sent(operation, algorithm, ranks, rank, count, root) for rank in range(ranks))
 
 
 def rounds(operation: str, algorithm: str, ranks: int) -> int:
-    """Messages one after the other: how often ``latency`` is paid."""
+    """Return the number of messages in sequence; each one costs one ``latency``."""
     n, lg = ranks, log2_up(ranks)
     whole, extra = _whole_and_extra(ranks)
     return {
@@ -132,18 +132,20 @@ def rounds(operation: str, algorithm: str, ranks: int) -> int:
 def cost(
     operation: str, algorithm: str, ranks: int, count: float, latency: float, bandwidth: float, combine: float = 0.0
 ) -> float:
-    """Seconds by the model.
+    """Return the seconds that a collective takes in the cost model.
 
     Args:
-        count: bytes of the whole.
-        latency: seconds a message (alpha).
-        bandwidth: bytes a second (1 / beta).
-        combine: seconds to combine a byte with another (gamma).
+        count: bytes of the whole tensor.
+        latency: seconds per message (alpha).
+        bandwidth: bytes per second (1 / beta).
+        combine: seconds to combine two bytes (gamma).
     """
     steps = rounds(operation, algorithm, ranks)
     if operation == "barrier":
         return steps * latency
     if algorithm == "rabenseifner":
+        # The halvings send count/2 + count/4 + ... bytes, and the doublings the same. If N is no power of two, the
+        # extra ranks first send their tensor to a partner, and receive the result at the end.
         whole, extra = _whole_and_extra(ranks)
         halved = count * (whole - 1) / whole
         more = count if extra else 0
@@ -154,7 +156,7 @@ def cost(
 
 
 def _combined(operation, algorithm, ranks) -> int:
-    """In how many of the rounds the busiest rank combines what it received."""
+    """Return the number of rounds in which the busiest rank combines received elements with its own."""
     _, extra = _whole_and_extra(ranks)
     if algorithm == "recursive_doubling":
         return rounds(operation, algorithm, ranks) - (extra > 0)
@@ -164,7 +166,7 @@ def _combined(operation, algorithm, ranks) -> int:
 
 
 def log2_up(number: int) -> int:
-    """The whole number not below log2 of ``number``."""
+    """Return log2 of ``number``, rounded up."""
     return (number - 1).bit_length()
 
 
@@ -176,16 +178,17 @@ def _known(operation, algorithm):
 
 
 def _whole_and_extra(ranks: int) -> tuple[int, int]:
-    """The largest power of two that is no larger than ``ranks``, and how many ranks are beyond it."""
+    """Return the largest power of two that is at most ``ranks``, and the number of ranks above it."""
     whole = 1 << (ranks.bit_length() - 1)
     return whole, ranks - whole
 
 
 def _sent_by_halving(ranks: int, rank: int, count: int) -> int:
-    """Elements sent in Rabenseifner's algorithm: in each round a rank sends both halves of what it had."""
+    """Return the elements that ``rank`` sends in Rabenseifner's algorithm."""
     whole, extra = _whole_and_extra(ranks)
     if rank >= whole:
         return count
+    # For each halving count both messages: half of the current part now, the other half when doubling.
     sent, mine, bit = count * (rank < extra), count, whole // 2
     while bit:
         sent += mine
@@ -195,11 +198,11 @@ def _sent_by_halving(ranks: int, rank: int, count: int) -> int:
 
 
 def _children(me: int, ranks: int) -> int:
-    """To how many ranks rank ``me`` of a binomial tree sends: the bits below its lowest, as far as there are ranks."""
+    """Return the number of children of ``me`` in a binomial tree: one per bit below its lowest, if it exists."""
     lowest = me & -me or 1 << log2_up(ranks)
     return sum(me + (1 << bit) < ranks for bit in range(log2_up(lowest)))
 
 
 def _chunk(rank: int, ranks: int, count: int) -> int:
-    """Elements in chunk ``rank``."""
+    """Return the number of elements in chunk ``rank``."""
     return count * (rank + 1) // ranks - count * rank // ranks

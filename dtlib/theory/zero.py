@@ -1,7 +1,7 @@
-"""The closed formulas of ZeRO: what a rank holds, and what it sends (pure Python).
+"""Closed formulas of ZeRO: memory of a rank, and elements that it sends (pure Python).
 
-Data parallelism is stage 0. Each stage shares out one thing more among N ranks. With P parameters of p bytes, gradients
-of g bytes, and K bytes a parameter for the optimizer (its states and the master weights), a rank holds, in bytes:
+Data parallelism is stage 0. Each stage shards one more kind of state over N ranks. A model has P parameters of p bytes,
+gradients of g bytes, and K bytes per parameter for the optimizer (its states and the master weights). Bytes per rank:
 
     stage    parameters   gradients   optimizer      in float32 with Adam    mixed precision, as in the paper
     0           P p          P g         P K          4 + 4 + 8               2 + 2 + 12
@@ -9,8 +9,8 @@ of g bytes, and K bytes a parameter for the optimizer (its states and the master
     2           P p          P g / N     P K / N      4 + (4 + 8)/N           2 + (2 + 12)/N
     3           P p / N      P g / N     P K / N      (4 + 4 + 8)/N           (2 + 2 + 12)/N
 
-S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020: the bytes in
-sections 3.1 and 5 (figure 1 and table 1), what is sent in section 7.
+S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020: memory is in
+sections 3.1 and 5 (figure 1 and table 1), communication in section 7.
 
 A gigabyte (GB) is 10**9 bytes, as in the paper; a gibibyte (GiB) is 2**30, as in the data sheets of accelerators.
 """
@@ -27,7 +27,7 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Scheme:
-    """Bytes a parameter, in whole numbers."""
+    """Bytes per parameter, in whole numbers."""
 
     parameters: int
     gradients: int
@@ -36,11 +36,12 @@ class Scheme:
 
     @property
     def optimizer(self) -> int:
-        """What is shared out from stage 1 on: K in the paper."""
+        """Bytes that are sharded from stage 1 on: K in the paper."""
         return self.master_weights + self.optimizer_states
 
     @property
     def total(self) -> int:
+        """Bytes per parameter of all states without sharding."""
         return self.parameters + self.gradients + self.optimizer
 
 
@@ -49,8 +50,8 @@ SCHEMES = {
     "sgd_momentum": Scheme(4, 4, 0, 4),
     "adam": Scheme(4, 4, 0, 8),
     "mixed_adam": Scheme(2, 2, 4, 8),  # 16 bytes, as in the paper
-    "mixed_adam_float32_gradients": Scheme(2, 4, 4, 8),  # 18 bytes, as where gradients are added up in float32
-    "mixed_adam_two_gradients": Scheme(2, 6, 4, 8),  # 20 bytes: a sum in float32 beside the 16 bits of each pass
+    "mixed_adam_float32_gradients": Scheme(2, 4, 4, 8),  # 18 bytes: gradients are accumulated in float32
+    "mixed_adam_two_gradients": Scheme(2, 6, 4, 8),  # 20 bytes: a float32 sum, and 16 bits per pass
 }
 
 
@@ -58,19 +59,21 @@ def zero_bytes(
     parameters: int | Sequence[int], ranks: int, stage: int, scheme: str | Scheme = "mixed_adam", rank: int = 0,
     frozen: int | Sequence[int] = (),
 ) -> dict[str, int]:  # fmt: skip
-    """Bytes of model states that one rank holds, exactly, by what they are for.
+    """Return the exact bytes of model states on one rank, by kind of state.
 
-    A flat buffer is cut into equal shards of ceil(P / N) elements; what is missing at the end is padding. Rank 0, the
-    default, holds most.
+    A flat buffer is split into equal shards of ceil(P / N) elements; the last ones are padded. Rank 0, the default, has
+    the largest shard.
 
     Args:
-        parameters: elements that are trained: how many, or how many in each flat buffer.
+        parameters: number of trained elements, in total or for each flat buffer.
         scheme: a name in ``SCHEMES``, or a ``Scheme``.
-        frozen: elements that are not trained, as for ``parameters``: no gradients, no states, shared out at stage 3.
+        frozen: number of elements that are not trained, in total or for each flat buffer. They have no gradients and no
+            optimizer states, and are sharded in stage 3 only.
     """
     scheme, sizes, frozen = _checked(parameters, ranks, stage, scheme, frozen)
     whole, own = sum(sizes), sum(_shard(size, ranks, rank) for size in sizes)
     frozen_held = sum(_shard(size, ranks, rank) if stage == 3 else size for size in frozen)
+    # Padding of whole buffers, and of this rank's shards.
     missing_at_all = sum(-size % ranks for size in sizes)
     missing_here = sum(_ceil(size, ranks) - _shard(size, ranks, rank) for size in sizes)
     padding = {
@@ -93,16 +96,16 @@ def zero_wire_elements(
     parameters: int | Sequence[int], ranks: int, stage: int, micro_steps: int = 1, reshard_after_forward: bool = True,
     rank: int = 0,
 ) -> int:  # fmt: skip
-    """Elements that one rank sends in a step of ``micro_steps`` forward and backward passes, with rings.
+    """Return the elements that one rank sends in a step of M = ``micro_steps`` micro-steps, with rings.
 
-        stage 0    all_reduce of gradients, once a step                            2 P (N-1)/N
+        stage 0    all_reduce of gradients, once per step                          2 P (N-1)/N
         stage 1    reduce_scatter of gradients, all_gather of parameters, once     2 P (N-1)/N
-        stage 2    reduce_scatter each micro step, all_gather once                 (M + 1) P (N-1)/N
-        stage 3    two all_gathers and a reduce_scatter each micro step            3 M P (N-1)/N
-                   one all_gather, if parameters stay after the forward pass       2 M P (N-1)/N
+        stage 2    reduce_scatter each micro-step, all_gather once                 (M + 1) P (N-1)/N
+        stage 3    two all_gathers and a reduce_scatter each micro-step            3 M P (N-1)/N
+                   one all_gather, if not resharded after the forward pass         2 M P (N-1)/N
 
-    Padding travels along: P is N ceil(P/N) from stage 1 on. ``parameters`` is as for ``zero_bytes``; ``rank`` matters
-    to stage 0 alone, where shards differ by an element.
+    Padding is sent, too: from stage 1 on P is N ceil(P/N). ``parameters`` is as for ``zero_bytes``. ``rank`` matters in
+    stage 0 only, because chunks there may differ by one element.
     """
     _, sizes, _ = _checked(parameters, ranks, stage, "adam", ())
     if stage == 0:
@@ -112,14 +115,15 @@ def zero_wire_elements(
 
 
 def fewest_ranks(parameters: int, budget_bytes: float, stage: int, scheme: str | Scheme = "mixed_adam") -> int | None:
-    """The smallest number of ranks on which model states fit into ``budget_bytes`` a rank, or None if on none.
+    """Return the smallest number of ranks on which model states fit into ``budget_bytes`` per rank, or None.
 
-    Without padding, which is fewer than N elements. More ranks than parameters do not help.
+    Padding, less than N elements, is not counted. The search ends at one rank per parameter.
     """
 
     scheme, _, _ = _checked(parameters, 1, stage, scheme, ())
     kinds = scheme.parameters, scheme.gradients, scheme.optimizer
-    shared = sum(kinds[3 - stage :])  # a stage shares out so many of them, from the last one on
+    # Stage k shards the last k kinds.
+    shared = sum(kinds[3 - stage :])
 
     def fits(ranks: int) -> bool:
         return parameters * ((scheme.total - shared) * ranks + shared) <= budget_bytes * ranks
@@ -127,7 +131,8 @@ def fewest_ranks(parameters: int, budget_bytes: float, stage: int, scheme: str |
     low, high = 1, max(1, parameters)
     if not fits(high):
         return None
-    while low < high:  # by hand: ranges and bisect end at 2**31 in a web page
+    # A binary search by hand, because ranges and bisect are limited to 2**31 in a web page.
+    while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
     return low
@@ -152,6 +157,6 @@ def _ceil(size: int, ranks: int) -> int:
 
 
 def _shard(size: int, ranks: int, rank: int) -> int:
-    """Elements of a flat buffer that are this rank's, without padding."""
+    """Return the number of elements in this rank's shard of a flat buffer, without padding."""
     length = _ceil(size, ranks)
     return min(max(size - rank * length, 0), length)

@@ -1,4 +1,4 @@
-"""Training from a config: ``dtlib.initialize`` and what belongs to it. Lazy: who only starts ranks needs no torch."""
+"""Train from a config with ``dtlib.initialize``. Names are imported lazily, so that importing this loads no torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -1,4 +1,7 @@
-"""``dtlib train``: the ranks that it starts, or those that it was started on; one sentence where that cannot be."""
+"""Run ``dtlib train``: on new ranks, or on the ranks that already run this command.
+
+Errors that every rank reports are printed once.
+"""
 
 import json
 import os
@@ -9,21 +12,29 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from dtlib.errors import DtlibError
-from dtlib.files import own_folder, writing
+from dtlib.files import private_temp_folder, writing
 from dtlib.world.launch import forked_ranks, run_ranks, settings_of_mpi
 
-SAYS = "DTLIB_SAYS"  # where rank 0 leaves the sentence that all ranks agree on, for whoever started them
-SECONDS = 5  # that ranks wait for one another with an error
+# Environment variable with the path of a file. Rank 0 writes the error on which all ranks agree into this file, and the
+# process that started the ranks raises it.
+SAYS = "DTLIB_SAYS"
+# Seconds that a rank with an error waits for the other ranks to report theirs.
+SECONDS = 5
 
 
 def train(options: Namespace, ranks: int) -> int:
-    """Start as many ranks on the same arguments; returns the exit status."""
+    """Start ``ranks`` ranks with the same arguments, and return the exit status.
+
+    Raises:
+        DtlibError: the error that all ranks report, or one for ranks that ended with another status than 0 or 2.
+    """
     names = ("config", "runtime", "backend", "stage", "steps", "save", "log", "json")
     given = {name: getattr(options, name) for name in names}
     flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
     command = ["-m", "dtlib", "train", options.workload, *flags, *["--resume"] * options.resume]
-    forked = forked_ranks() if ranks > 1 else nullcontext()  # torch is imported once
-    with own_folder("train") as folder, forked:
+    # Forked ranks share one import of torch, which takes seconds.
+    forked = forked_ranks() if ranks > 1 else nullcontext()
+    with private_temp_folder("train") as folder, forked:
         sentence = folder / "sentence"
         status = run_ranks(command, ranks, env={SAYS: str(sentence)})
         if sentence.exists():
@@ -37,11 +48,15 @@ def train(options: Namespace, ranks: int) -> int:
 
 
 def train_on_this_rank(options: Namespace) -> int:
+    """Train on this rank, print the table on rank 0, and return the exit status."""
     from dtlib.training.run import train as train_here
     from dtlib.world import init
 
-    warnings.formatwarning = lambda message, *_, **__: f"dtlib train: {message}\n"  # without a line of source
+    # Print warnings without the line of source that caused them.
+    warnings.formatwarning = lambda message, *_, **__: f"dtlib train: {message}\n"
     comm = init().comm
+    # A separate communicator with a short time limit, for `_all_say`: training may leave `comm` with pending
+    # operations.
     ending = comm.split(0)
     ending.time_limit = SECONDS
     try:
@@ -52,7 +67,7 @@ def train_on_this_rank(options: Namespace) -> int:
         if options.backend == "dtlib":
             import torch
 
-            import dtlib.backend  # noqa: F401, which registers it
+            import dtlib.backend  # noqa: F401  (the import registers the backend)
 
             torch.distributed.init_process_group("dtlib", init_method="dtlib://")
         result = train_here(
@@ -69,7 +84,7 @@ def train_on_this_rank(options: Namespace) -> int:
 
 
 def _check_can_be_written(path, comm) -> None:
-    """Before training, as far as can be told then."""
+    """Refuse a result file that cannot be written, before training starts; check what can be checked by then."""
     from dtlib.training.run import agreed, appended
 
     def check():
@@ -91,12 +106,13 @@ def _write(path, result: dict, comm) -> None:
 
 
 def _all_say(problem: DtlibError, ending) -> int:
-    """Of an error that all ranks have one sentence is enough; one that a rank has alone ends the others too."""
+    """Print an error once if every rank has it; if only some ranks have one, end all ranks."""
     try:
         ending.barrier()
     except DtlibError:
         print(f"dtlib train: rank {ending.rank}: {problem}", file=sys.stderr, flush=True)
-        os._exit(2)  # mpiexec ends the others, which wait
+        # The other ranks have no error and wait in a collective. This exit makes mpiexec end them.
+        os._exit(2)
     where = os.environ.get(SAYS)
     if ending.rank == 0 and where:
         Path(where).write_text(str(problem), encoding="utf-8", errors="replace")

@@ -1,7 +1,7 @@
-"""The DeepSpeed config keys that the lessons use: read, checked, and completed.
+"""The DeepSpeed config keys that the lessons use: read, check and complete them.
 
-Every mistake is refused with the key, the value, and what would be right. Counterpart: the configuration JSON of
-DeepSpeed (deepspeed.ai/docs/config-json), whose names and batch arithmetic these are, and mostly its defaults.
+Every refused value raises an error with the key, the value and a value that works. Counterpart: the configuration JSON
+of DeepSpeed (deepspeed.ai/docs/config-json). Names and batch arithmetic are DeepSpeed's, and so are most defaults.
 """
 
 import difflib
@@ -14,17 +14,17 @@ from typing import TypeAlias, TypeVar, get_type_hints
 from dtlib.errors import MOST, DtlibError, number
 from dtlib.files import read_text
 
-S = TypeVar("S")  # a section
-AnyConfig: TypeAlias = dict | str | Path  # str and Path: of a JSON file
+S = TypeVar("S")  # the dataclass of a section
+AnyConfig: TypeAlias = dict | str | Path  # a str or Path names a JSON file
 
 
 class ConfigError(DtlibError):
-    """A key of the config that is unknown, or whose value cannot be right."""
+    """An unknown key in the config, or a key with a value that cannot work."""
 
 
 @dataclass
 class TypeAndParams:
-    """``{"type": "AdamW", "params": {"lr": 1e-3}}``, of an optimizer or a scheduler."""
+    """An optimizer or a scheduler: ``{"type": "AdamW", "params": {"lr": 1e-3}}``."""
 
     type: str
     params: dict = field(default_factory=dict)
@@ -32,17 +32,19 @@ class TypeAndParams:
 
 @dataclass
 class BFloat16:
-    """Parameters and gradients in bfloat16, master weights and optimizer states in float32."""
+    """Parameters and gradients in bfloat16; master weights and optimizer states in float32."""
 
     enabled: bool = False
 
 
 @dataclass
 class Float16:
-    """The same in float16, where small gradients vanish: the loss is scaled up, and gradients down again.
+    """Parameters and gradients in float16, with loss scaling; master weights and optimizer states in float32.
 
-    ``loss_scale`` 0 means dynamic: it begins at 2 ** ``initial_scale_power``, doubles after ``loss_scale_window`` good
-    steps, and halves after ``hysteresis`` steps that overflow, but not below ``min_loss_scale``.
+    Small gradients underflow in float16, so the loss is multiplied by a scale and the gradients are divided by it.
+    ``loss_scale`` 0 means dynamic scaling. The scale then starts at 2 ** ``initial_scale_power`` and doubles after
+    ``loss_scale_window`` steps without overflow. It halves after ``hysteresis`` steps with overflow, but never falls
+    below ``min_loss_scale``.
     """
 
     enabled: bool = False
@@ -55,18 +57,18 @@ class Float16:
 
 @dataclass
 class OffloadOptimizer:
-    """Where optimizer states and master weights live: ``none`` means with the parameters, ``cpu`` in host memory."""
+    """Location of optimizer states and master weights: ``none`` is the parameters' device, ``cpu`` is host memory."""
 
     device: str = "none"
 
 
 @dataclass
 class ZeroOptimization:
-    """``stage`` 0 is data parallelism; 1 shares out the optimizer's states, 2 gradients too, 3 parameters too.
+    """The ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
 
-    ``reduce_bucket_size`` counts elements; without it a bucket is 25 MiB (DeepSpeed: 5e8 elements); stage 3 sends
-    units. ``overlap_comm`` moves messages on in a thread while computing goes on; without it that is done where
-    computing leaves the cores idle.
+    ``reduce_bucket_size`` counts elements. Without it a bucket has 25 MiB (DeepSpeed: 5e8 elements). Stage 3 ignores
+    it, because it communicates unit by unit. ``overlap_comm`` makes pending messages progress in a thread during
+    computation. Without it, they progress only while computation leaves cores idle.
     """
 
     stage: int = 0
@@ -77,9 +79,11 @@ class ZeroOptimization:
 
 @dataclass
 class Pipeline:
-    """How a ``PipelineModule`` runs: ``gpipe``, ``1f1b`` or ``zero_bubble_h1``. With an
-    ``activation_checkpoint_interval`` above 0 a stage keeps its inputs only, and computes activations anew. ``stages``
-    are as many as the module has."""
+    """Execution of a ``PipelineModule``: ``schedule`` is ``gpipe``, ``1f1b`` or ``zero_bubble_h1``.
+
+    If ``activation_checkpoint_interval`` is above 0, a stage stores only its inputs, and recomputes activations in the
+    backward pass. ``stages`` must equal the module's number of stages.
+    """
 
     stages: int | None = None
     schedule: str = "1f1b"
@@ -88,10 +92,12 @@ class Pipeline:
 
 @dataclass
 class Config:
-    """A whole config. ``train_batch_size`` is the product of the two below it and the number of ranks; ``seed`` is that
-    of the order in which ``training_data`` comes. Every ``steps_per_print`` steps a pipeline prints its
-    loss. ``gradient_clipping`` 0 clips nothing: what a config does not ask for is not done (DeepSpeed clips at 1 unless
-    told otherwise)."""
+    """A complete config.
+
+    ``train_batch_size`` is ``train_micro_batch_size_per_gpu`` times ``gradient_accumulation_steps`` times the number of
+    ranks. ``seed`` sets the order of ``training_data``. A pipeline prints its loss every ``steps_per_print`` steps.
+    ``gradient_clipping`` 0 means no clipping. It is the default here; DeepSpeed's default clips at 1.
+    """
 
     train_batch_size: int | None = None
     train_micro_batch_size_per_gpu: int | None = None
@@ -117,10 +123,12 @@ _POSITIVE = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "loss_scale_window",
     "hysteresis", "reduce_bucket_size", "min_loss_scale", "steps_per_print", "stages", "steps", "epochs", "save_every",
 )  # fmt: skip
-# Sections in which DeepSpeed has more keys, which say how it writes, buffers or sends: all of those are one warning.
+# In these sections DeepSpeed has more keys, for logging, buffers and communication. They change nothing here, so one
+# warning lists all of them.
 _IGNORED_IN = ("", "bf16.", "zero_optimization.", "zero_optimization.offload_optimizer.")
-TYPO = 0.8  # a key as similar to a known one is a mistake
-# Another kind of training, or other arithmetic: accepted where it is switched off, else refused.
+# An unknown key at least this similar to a known key (difflib's ratio) is refused as a typing error.
+TYPO = 0.8
+# These keys ask for another kind of training or other arithmetic. They are accepted when switched off, else refused.
 _MUST_BE_OFF = (
     "amp", "autotuning", "communication_data_type", "compression_training", "curriculum_learning", "data_efficiency",
     "data_types", "eigenvalue", "elasticity", "fp32_allreduce", "hybrid_engine", "progressive_layer_drop",
@@ -135,12 +143,12 @@ OFFLOAD_DEVICES = ("none", "cpu")
 
 
 def read(config: AnyConfig, ranks: int, rank: int = 0) -> Config:
-    """A checked ``Config`` from a dictionary or the path of a JSON file, for this number of ranks.
+    """Return a checked ``Config`` for ``ranks`` ranks, from a dictionary or the path of a JSON file.
 
-    Rank 0 warns once of all keys that change nothing here.
+    Rank 0 gives one warning that lists all keys without an effect here.
 
     Raises:
-        ConfigError: one sentence with the key, the value and what would be right.
+        ConfigError: with the key, the value and a value that works.
     """
     config = dictionary_of(config)
     inert: list[str] = []
@@ -174,7 +182,7 @@ def read(config: AnyConfig, ranks: int, rank: int = 0) -> Config:
 
 
 def dictionary_of(config: AnyConfig) -> dict:
-    """A copy of a config, from a dictionary or the path of a JSON file; its values make sense somewhere."""
+    """Return a copy of a config as a dictionary; refuse values that no key accepts."""
     try:
         if isinstance(config, (str, Path)):
             config = _from_file(Path(config))
@@ -187,10 +195,12 @@ def dictionary_of(config: AnyConfig) -> dict:
 
 
 def complete(config: Config, ranks: int) -> None:
-    """train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks: two give the third.
+    """Fill in the missing one of the three batch sizes of ``config``.
+
+    train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks.
 
     Raises:
-        ConfigError: where they do not multiply out.
+        ConfigError: if the three sizes contradict each other.
     """
     whole, micro, steps = (
         config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
@@ -201,6 +211,7 @@ def complete(config: Config, ranks: int) -> None:
         micro = whole // ((steps or 1) * ranks)
     if whole is None:
         whole = micro * (steps or 1) * ranks
+    # micro is 0 if the batch has fewer samples than ranks and steps; the check below reports it.
     steps = steps or max(1, whole // (micro * ranks)) if micro else steps or 1
     if whole != micro * steps * ranks:
         raise ConfigError(
@@ -237,7 +248,7 @@ def _without_repetition(pairs) -> dict:
 
 
 def _check_values(value, name: str = "") -> None:
-    """Refuse what is a value for no key, wherever it stands."""
+    """Refuse values that no key accepts, in any section."""
     if isinstance(value, (dict, list, tuple)):
         for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
             _check_values(inside, f"{name}.{key}".lstrip("."))
@@ -248,7 +259,7 @@ def _check_values(value, name: str = "") -> None:
 
 
 def _with_new_names(config: dict) -> dict:
-    """The config with the keys that have taken the place of old ones."""
+    """Return the config with old key names replaced by new ones."""
     config, zero = dict(config), config.get("zero_optimization")
     if "bfloat16" in config and "bf16" in config:
         raise ConfigError("bfloat16 is the old name of bf16, and both are given: leave bfloat16 out.")
@@ -266,8 +277,10 @@ def _with_new_names(config: dict) -> dict:
 
 
 def section(kind: type[S], values: object, prefix: str, inert: list[str] | None = None) -> S:
-    """A dataclass from its section of the config. Keys that change nothing are added to ``inert``; without that list,
-    every unknown key is refused."""
+    """Return a dataclass made from one section of the config.
+
+    Keys without an effect are appended to ``inert``. If ``inert`` is None, every unknown key is refused.
+    """
     if not isinstance(values, dict):
         raise ConfigError(f"{prefix.rstrip('.')} is {_shown(values)}: give a dictionary.")
     known, made = get_type_hints(kind), {}
@@ -284,6 +297,7 @@ def section(kind: type[S], values: object, prefix: str, inert: list[str] | None 
                 raise ConfigError(f"{name} is {_shown(value)}, and there is nothing like it here: leave it out.")
             inert.append(name)
         else:
+            # DeepSpeed's sections ignore unknown keys, so only very similar ones count as typing errors there.
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6 if ignored is None else TYPO)
             if near or ignored is None:
                 cure = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
@@ -295,7 +309,10 @@ def section(kind: type[S], values: object, prefix: str, inert: list[str] | None 
 
 
 def _is_off(value) -> bool:
-    """Whether a key asks for nothing: ``false``, ``null``, a section with ``"enabled": false`` or without values."""
+    """Return whether a value switches its feature off.
+
+    Such values are ``false``, ``null``, a section with ``"enabled": false``, and a section without values.
+    """
     if isinstance(value, dict):
         return not value.get("enabled", any(not _is_off(entry) for entry in value.values()))
     return value is None or value is False
@@ -306,7 +323,7 @@ def _shown(value) -> str:
 
 
 def _checked(name: str, key: str, value, kind):
-    """The value, if it is of this kind, or null where that means the default."""
+    """Return the value if it has this type, or None where the type allows null."""
     if value is None and isinstance(None, kind):
         return None
     kind = next((entry for entry in getattr(kind, "__args__", [kind]) if entry is not type(None)), kind)

@@ -1,6 +1,6 @@
-"""Batches for this rank of ``training_data``: ``dtlib.storage``'s loader, for torch's data sets too.
+"""Load this rank's batches of ``training_data``, with the loader of ``dtlib.storage``, also from torch's data sets.
 
-DeepSpeed's own loader keeps the order of the first epoch, so from the second one on its losses are others.
+DeepSpeed's own loader repeats the order of the first epoch, so its losses differ from ours from the second epoch on.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -17,22 +17,24 @@ AnyData: TypeAlias = Dataset | Sequence | Source
 
 
 class RankLoader(Loader):
-    """This rank's batches; each pass over it is another epoch, in another order.
+    """An iterable over this rank's batches; each pass is one epoch, in a new order.
 
-    ``dataset``: a reader of ``dtlib.storage``, read in its own order, whose batches are tuples of its fields; or a
-    torch ``Dataset``, in the order of torch's ``DistributedSampler``. Every rank gets the same number of batches: what
-    is left over is dropped, as a rank with a batch more would wait for the others. A pass that was left early is over.
-    It draws no numbers from torch's own generator.
+    ``dataset`` is a reader of ``dtlib.storage`` or a torch ``Dataset``. A reader is read in its own order, and its
+    batches are tuples of its fields. A ``Dataset`` is read in the order of torch's ``DistributedSampler``. Every rank
+    gets the same number of batches: the remaining samples are dropped, because a rank with one more batch would wait
+    for the others. A pass that is left early counts as a complete epoch. The loader does not use torch's global random
+    generator.
 
     Raises:
-        DtlibError: for a data set without a length, or with less than a batch for each rank.
+        DtlibError: for a data set without a length, or with fewer samples than one batch for each rank.
     """
 
     def __init__(
         self, dataset: AnyData, batch_size: int, rank: int, ranks: int, seed: int = 0,
         collate_fn: Callable | None = None,
     ):  # fmt: skip
-        together = batch_size * ranks  # samples that all ranks take with one batch each
+        # Samples in one batch of every rank.
+        together = batch_size * ranks
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise DtlibError(
                 f"training_data is a {type(dataset).__name__}, but samples are divided by their indices: pass a data "
@@ -49,17 +51,19 @@ class RankLoader(Loader):
         super().__init__(reader, batch_size, rank, ranks, seed=seed, prefetch=0, drop_last=True)
 
     def __iter__(self) -> Iterator:
-        if not self._fresh and self._taken < self._end:  # left early
+        # The previous pass was left early: start the next epoch.
+        if not self._fresh and self._taken < self._end:
             self._epoch, self._taken = self._epoch + 1, 0
         self._fresh = False
         yield from map(self._collate, super().__iter__())
 
     def load_state_dict(self, state: dict | list[dict]) -> None:
+        """Set the position in the data; the next pass continues from there."""
         super().load_state_dict(state)
         self._fresh = True
 
     def forever(self) -> Iterator:
-        """Batches without end, epoch after epoch."""
+        """Yield batches without end, epoch after epoch."""
         while True:
             yield from self
 
@@ -76,7 +80,7 @@ class RankLoader(Loader):
 
 
 class _Items:
-    """A torch ``Dataset`` as a reader."""
+    """A reader over a torch ``Dataset``."""
 
     block = window = 1
 

@@ -1,4 +1,4 @@
-"""Our engine's methods on DeepSpeed's: the same loop, the same data, the same measurements."""
+"""Offer our engine's methods on DeepSpeed's engine, so that loop, data and measurements stay the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
-from dtlib.checkpoint import pointed_to
+from dtlib.checkpoint import read_latest
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.training import deepspeed_runtime as production
@@ -27,13 +27,16 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedEngine(Engine):
-    """``theirs`` is a ``DeepSpeedEngine`` or, with ``stages``, a ``PipelineEngine``; the class is ours."""
+    """Our engine's interface around DeepSpeed's engine ``theirs``.
+
+    ``theirs`` is a ``DeepSpeedEngine`` or, with several ``stages``, a ``PipelineEngine`` of DeepSpeed. ``comm``
+    contains the ranks that run the same stage.
+    """
 
     def __init__(
         self, theirs: deepspeed.DeepSpeedEngine, scheduler: LRScheduler | None, config: Config, comm: Communicator,
         loader: RankLoader | None, stages: int,
     ):  # fmt: skip
-        # comm: the ranks that have the same stage
         self.theirs, self.module, self.optimizer, self.lr_scheduler = theirs, theirs.module, theirs.optimizer, scheduler
         self.config, self.comm, self.stages = config, comm, stages
         self.micro_steps = 0
@@ -45,6 +48,7 @@ class DeepSpeedEngine(Engine):
         self.global_steps, self.skipped_steps = self.theirs.global_steps, self.theirs.skipped_steps
 
     def forward(self, *args: object, **kwargs: object) -> object:
+        """Return the model's output for one micro-batch; raise for a pipeline."""
         if self.stages > 1:
             raise DtlibError("A pipeline is not called on one micro-batch: use train_batch() or eval_batch().")
         return self.theirs(*args, **kwargs)
@@ -56,6 +60,7 @@ class DeepSpeedEngine(Engine):
         return loss
 
     def step(self) -> None:
+        """End a micro-batch: DeepSpeed unscales, clips and steps at a boundary."""
         self.micro_steps += 1
         if self.theirs.is_gradient_accumulation_boundary():
             for hook in self.before_step_hooks:
@@ -64,6 +69,7 @@ class DeepSpeedEngine(Engine):
         self._count()
 
     def train_batch(self, data_iter: Iterator | None = None, loss_fn: Callable | None = None) -> Tensor:
+        """Run a complete step; with several stages, DeepSpeed's pipeline runs it."""
         if self.stages == 1:
             return super().train_batch(data_iter, loss_fn)
         if loss_fn is not None:
@@ -97,7 +103,7 @@ class DeepSpeedEngine(Engine):
         self, save_dir: str | Path, tag: str | int | None = None, client_state: dict | None = None,
         save_latest: bool = True,
     ) -> None:  # fmt: skip
-        """DeepSpeed's own, for as many ranks, with the position in the data beside it."""
+        """Save DeepSpeed's own checkpoint, with the position in the data; only the same number of ranks can load it."""
         loader = self._loader.state_dict() if self._loader is not None else None
         state = {"client_state": client_state or {}, "loader": loader, "ranks": self.world_size}
         self.theirs.save_checkpoint(str(save_dir), tag=tag, client_state=state, save_latest=save_latest)
@@ -105,7 +111,12 @@ class DeepSpeedEngine(Engine):
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | int | None = None, load_lr_scheduler_states: bool = True
     ) -> tuple[str, dict] | tuple[None, None]:
-        if tag is None and pointed_to(Path(load_dir) / LATEST, self.comm) is None:
+        """Load DeepSpeed's checkpoint and the position in the data; return its folder and its ``client_state``.
+
+        Raises:
+            DtlibError: for a checkpoint that another number of ranks saved.
+        """
+        if tag is None and read_latest(Path(load_dir) / LATEST, self.comm) is None:
             return None, None
         folder, state = self.theirs.load_checkpoint(
             str(load_dir), tag=tag, load_lr_scheduler_states=load_lr_scheduler_states
@@ -119,7 +130,7 @@ class DeepSpeedEngine(Engine):
         return folder, state["client_state"]
 
     def held(self) -> dict[str, list]:
-        """What its ZeRO optimizers keep in memory of their own."""
+        """Return the gradients, master weights and parameter shards that DeepSpeed's ZeRO optimizers store."""
         theirs = self.optimizer
         gradients = [*getattr(theirs, "averaged_gradients", {}).values()]
         gradients.append(getattr(theirs, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}))
@@ -132,15 +143,18 @@ class DeepSpeedEngine(Engine):
         return production.whole(mine)
 
     def gather(self, model: nn.Module) -> None:
+        """Write the trained values into ``model``, which is not sharded; all ranks call this."""
         if self.stages == 1:
             return super().gather(model)
-        # Layers are called by their number alone, and each is on the ranks of one stage.
+        # A stage names its layers by number, and only the ranks of a stage store them. So every parameter is broadcast
+        # by the first rank that has it.
         everyone = init().comm
         tied: dict = {"remove_duplicate": False}
         tensors = [*self.module.named_parameters(**tied), *self.module.named_buffers(**tied)]
         own = {f"layers.{name}": tensor.detach() for name, tensor in tensors}
         specs: list = vars(self.module)["_layer_specs"]
-        for i, spec in enumerate(specs):  # tied layers are called by their key
+        # DeepSpeed names tied layers by their key: add each under the numbers of its layers.
+        for i, spec in enumerate(specs):
             for name, tensor in tensors:
                 if name.startswith(place := f"tied_modules.{getattr(spec, 'key', None)}."):
                     own[f"layers.{i}.{name.removeprefix(place)}"] = tensor.detach()
@@ -152,7 +166,13 @@ class DeepSpeedEngine(Engine):
 
 
 def data_ranks(model: nn.Module, comm: Communicator) -> Communicator:
-    """The ranks among which batches are dealt out: all, or those with the same stage of DeepSpeed's pipeline."""
+    """Return the ranks that divide the batches: all, or those with the same stage of DeepSpeed's pipeline.
+
+    All ranks of the world call this.
+
+    Raises:
+        DtlibError: for a communicator that is not the world's.
+    """
     if comm is not init().comm:
         raise DtlibError("DeepSpeed trains on all ranks of the world: leave comm out, or use runtime='dtlib'.")
     if not production.is_pipeline(model):
@@ -164,7 +184,7 @@ def deepspeed_engine(
     model: nn.Module, settings: Config, config: dict, groups: dict[str, dict], make_optimizer: Callable,
     scheduler: LRScheduler | Callable | None, loader: RankLoader | None, comm: Communicator,
 ) -> tuple[Engine, Optimizer, RankLoader | None, LRScheduler | None]:  # fmt: skip
-    """What ``initialize`` returns, with DeepSpeed inside; arguments as read there."""
+    """Return ``engine, optimizer, dataloader, scheduler`` like ``initialize``, with DeepSpeed inside."""
     stages = getattr(model, "num_stages", 1) if production.is_pipeline(model) else 1
     if settings.pipeline.stages not in (None, stages):
         raise DtlibError(f"pipeline.stages is {settings.pipeline.stages}, and the module has {stages}: give the same.")

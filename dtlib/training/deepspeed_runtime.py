@@ -1,4 +1,4 @@
-"""``runtime="deepspeed"``: DeepSpeed itself, on the ranks of this world; on the CPU where there is no GPU."""
+"""``runtime="deepspeed"``: run DeepSpeed on the ranks of this world; on the CPU if there is no GPU."""
 
 import logging
 import os
@@ -19,17 +19,18 @@ from dtlib.world.machine import gpu_names
 
 INSTALL = "DS_BUILD_OPS=0 pip install 'dtlib[deepspeed]'"
 CACHE = Path("~/.cache/dtlib/torch_extensions").expanduser()
-OURS = ("optimizer", "seed", "pipeline")  # sections that are not for its config
+# Sections that only dtlib reads.
+OURS = ("optimizer", "seed", "pipeline")
 FOR_ITS_OPTIMIZERS = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
 def library() -> ModuleType:
-    """The package ``deepspeed``, with its own idea of ranks set up; all ranks of the world call this.
+    """Import and initialise ``deepspeed``, and return the package; all ranks of the world call this.
 
-    Its first use on a machine compiles for about a minute, into a folder of its own.
+    The first use on a machine compiles DeepSpeed's extensions into ``CACHE``, which takes about a minute.
 
     Raises:
-        DtlibError: where it is not installed.
+        DtlibError: if DeepSpeed is not installed.
     """
     if find_spec("deepspeed") is None:
         raise DtlibError(f"runtime='deepspeed' finds no DeepSpeed: install it with {INSTALL}, or use runtime='torch'.")
@@ -37,19 +38,22 @@ def library() -> ModuleType:
     if not gpu_names():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(CACHE))
-    # As its launcher would say it; it asks the environment even where torch's group is there already.
-    # Open MPI may number the ranks of a node by their places, and DeepSpeed refuses another number than Open MPI's.
+    # DeepSpeed reads these variables, which its launcher sets, even if torch's process group exists already. Open MPI
+    # may number the ranks of a node differently from us, and DeepSpeed refuses a LOCAL_RANK that differs from Open
+    # MPI's.
     local_rank = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", world.local_rank)
     for name, value in (("RANK", world.rank), ("WORLD_SIZE", world.size), ("LOCAL_RANK", local_rank)):
         os.environ.setdefault(name, str(value))
     process_group(world.comm)
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's, about names that DeepSpeed uses
+    # DeepSpeed uses names that torch deprecates, and torch warns about each.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     import deepspeed
 
     for name in ("DeepSpeed", "deepspeed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if world.rank:
-        world.comm.barrier()  # rank 0 compiles, the others find what it has made
+        # Rank 0 compiles first; the other ranks then load its build.
+        world.comm.barrier()
     deepspeed.init_distributed("gloo" if not gpu_names() else None, auto_mpi_discovery=False)
     if not world.rank:
         world.comm.barrier()
@@ -59,8 +63,11 @@ def library() -> ModuleType:
 def engine(
     model: nn.Module, config: dict, optimizer: Callable | None, parameters: Iterable | None, scheduler: object
 ) -> tuple:
-    """``deepspeed.initialize`` for a config in DeepSpeed's keys; ``optimizer`` makes one of torch's for parameters."""
-    # Its own default is 1, and ours 0: what a config does not ask for is not done.
+    """Call ``deepspeed.initialize`` with a config in DeepSpeed's keys, and return its engine and its scheduler.
+
+    ``optimizer`` is a function from parameters to a torch optimizer.
+    """
+    # DeepSpeed clips at 1 and prints by default. A config without these keys must do neither.
     theirs = {"gradient_clipping": 0.0, "steps_per_print": 10**9}
     theirs |= {key: value for key, value in config.items() if key not in OURS}
     pipeline = {k: v for k, v in config.get("pipeline", {}).items() if k not in ("schedule", "stages")}
@@ -68,7 +75,7 @@ def engine(
     if not is_pipeline(model):
         from deepspeed.utils import groups
 
-        groups.mpu = None  # the grid of an earlier pipeline, which it would take for that of this model
+        groups.mpu = None  # forget the grid of an earlier pipeline, or DeepSpeed uses it for this model
     made = deepspeed.initialize(
         model=model, optimizer=optimizer, model_parameters=parameters, lr_scheduler=scheduler,
         config={**theirs, **({"pipeline": pipeline} if pipeline else {}), **FOR_ITS_OPTIMIZERS},
@@ -77,12 +84,12 @@ def engine(
 
 
 def is_pipeline(model: object) -> bool:
-    """Whether a model is DeepSpeed's own ``PipelineModule``."""
+    """Return whether a model is DeepSpeed's own ``PipelineModule``."""
     return find_spec("deepspeed") is not None and type(model).__module__.startswith("deepspeed.")
 
 
 def pipeline_module(layers: Iterable, stages: int, loss_fn: Callable | None, seed: int) -> nn.Module:
-    """Layers as DeepSpeed's ``PipelineModule``, with the values that ours gives them."""
+    """Return layers as DeepSpeed's ``PipelineModule``, with the same initial values as in ours."""
     deepspeed = library()
     from deepspeed import pipe
 
@@ -104,7 +111,7 @@ def pipeline_module(layers: Iterable, stages: int, loss_fn: Callable | None, see
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A copy of a parameter that stage 3 may have cut; all ranks call it."""
+    """Return a copy of a parameter that stage 3 may have sharded; all ranks call this."""
     if not hasattr(parameter, "ds_id"):
         return parameter.detach()
     from deepspeed.runtime.zero import GatheredParameters

@@ -1,5 +1,7 @@
-"""What ``dtlib.initialize`` gives: forward, backward and step of a model, as its config says; its checkpoints, and what
-it tells about itself, under the names that scripts written for DeepSpeed call."""
+"""The object that ``dtlib.initialize`` returns: forward, backward, step and checkpoints, as the config says.
+
+Methods have the names that scripts written for DeepSpeed call.
+"""
 
 import warnings
 import weakref
@@ -19,7 +21,7 @@ from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import LossScale, all_finite, clip_by_norm
 from dtlib.gradients.shard_info import info_of
-from dtlib.measure.held import held
+from dtlib.measure.buffers import held
 from dtlib.training.config import Config
 from dtlib.training.data import RankLoader
 from dtlib.training.strategies import Replicated
@@ -30,8 +32,11 @@ LATEST = "latest"
 
 
 class Engine:
-    """A model, its optimizer and its schedule. ``engine(x)``, ``engine.backward(loss)``, ``engine.step()``, for each
-    micro-batch; every ``gradient_accumulation_steps``-th ``step()`` changes the model. Counterpart: DeepSpeedEngine."""
+    """A model with its optimizer and its learning rate schedule.
+
+    For each micro-batch call ``engine(x)``, ``engine.backward(loss)`` and ``engine.step()``. Only every
+    ``gradient_accumulation_steps``-th ``step()`` changes the model. Counterpart: DeepSpeedEngine.
+    """
 
     module: nn.Module
     optimizer: Optimizer
@@ -48,13 +53,13 @@ class Engine:
         self.optimizer, self.lr_scheduler = strategy.optimizer, scheduler
         self.config, self.comm = config, comm
         self.micro_steps = self.global_steps = self.skipped_steps = 0
-        self.before_step_hooks: list[Callable[[], object]] = []  # called between the last backward() and the step
+        self.before_step_hooks: list[Callable[[], object]] = []  # called after a step's last backward()
         self._strategy, self._masters = strategy, strategy.masters
         self._loader = loader
         self._batches = loader.forever() if loader is not None else None
         self._norm = None
         self._trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
-        self._backwards = 0  # since the last step()
+        self._backwards = 0  # number of backward() calls since the last step()
         self._stepping = _guard(self.optimizer, self._masters)
         fp16 = config.fp16
         self._scale = LossScale()
@@ -65,14 +70,15 @@ class Engine:
             self._scale = LossScale(fp16.loss_scale)
 
     def forward(self, *args: object, **kwargs: object) -> object:
+        """Return the model's output for one micro-batch."""
         with nullcontext() if self.is_gradient_accumulation_boundary() else self._strategy.no_sync():
             return self._strategy.forward(*args, **kwargs)
 
-    __call__: Callable = forward  # of what the model returns, as nn.Module declares it
+    __call__: Callable = forward  # returns any type, as in nn.Module
 
     def backward(self, loss: Tensor) -> Tensor:
-        """Gradients of this micro-batch's mean loss; at the last one of a step they are averaged over all ranks."""
-        self._refuse_lost()
+        """Add the gradients of this micro-batch's mean loss; the last call of a step averages them over all ranks."""
+        self._check_gradients_present()
         self._backwards += 1
         scaled = loss * (self._scale.scale / self.gradient_accumulation_steps())
         with nullcontext() if self.is_gradient_accumulation_boundary() else self._strategy.no_sync():
@@ -80,7 +86,11 @@ class Engine:
         return loss
 
     def step(self) -> None:
-        """After each ``backward``. At a boundary: unscale, clip, step the optimizer and the schedule."""
+        """End a micro-batch. At a boundary: unscale, clip, step the optimizer and the schedule.
+
+        Raises:
+            DtlibError: without a ``backward`` since the last ``step``.
+        """
         if not self._backwards:
             raise DtlibError(
                 "step() found no gradients of engine.backward(loss), which scales the loss: call it before each "
@@ -92,8 +102,8 @@ class Engine:
             return
         self._update()
 
-    def _refuse_lost(self) -> None:
-        """Refuse to go on with a step whose first gradients are gone."""
+    def _check_gradients_present(self) -> None:
+        """Raise if the gradients of earlier micro-batches of this step have been cleared."""
         done = self.micro_steps % self.gradient_accumulation_steps()
         known = [p for group in self.optimizer.param_groups for p in group["params"]] + self._masters.parameters
         if done and all(parameter.grad is None for parameter in known):
@@ -103,13 +113,14 @@ class Engine:
             )
 
     def _update(self) -> None:
-        """What happens at a boundary."""
+        """Update the model at a boundary, or skip the step if float16 gradients overflowed."""
         self._refuse_unfrozen()
         for hook in self.before_step_hooks:
             hook()
         strategy = self._strategy
         gradients = strategy.reduce(self._scale.scale)
-        # What is found here is the same on all ranks: averages are, and of shards the ranks tell each other.
+        # All ranks must decide alike. Averaged gradients are equal on all ranks; for shards, all_finite reduces over
+        # the ranks.
         overflow = self.config.fp16.enabled and not all_finite(gradients, strategy.shards_on)
         if overflow and self._scale.dynamic and self._scale.scale <= self._scale.smallest:
             raise DtlibError(
@@ -143,20 +154,22 @@ class Engine:
     def _refuse_unfrozen(self) -> None:
         for name, parameter in self.module.named_parameters():
             known = self._trainable.get(name)
-            if parameter.requires_grad and known is not parameter and not hasattr(known, "full_tensor"):  # FSDP2's
+            # FSDP2 swaps sharded and unsharded parameters, so an identity check fails for its DTensors, which have
+            # full_tensor.
+            if parameter.requires_grad and known is not parameter and not hasattr(known, "full_tensor"):
                 raise DtlibError(
                     f"{name} was unfrozen or replaced after initialize(), so it would not be trained: call "
                     "initialize() on a new model, with all parameters to train."
                 )
 
     def train_batch(self, data_iter: Iterator | None = None, loss_fn: Callable | None = None) -> Tensor:
-        """A whole step from ``gradient_accumulation_steps`` micro-batches; returns their mean loss over all ranks.
+        """Run a complete step of ``gradient_accumulation_steps`` micro-batches; return their mean loss over all ranks.
 
-        ``data_iter`` yields pairs of inputs and targets, by default from ``training_data``; ``loss_fn(output, target)``
-        is cross-entropy by default. If something raises, the micro-batches before it are forgotten.
+        ``data_iter`` yields pairs of inputs and targets, by default from ``training_data``. ``loss_fn(output, target)``
+        is cross-entropy by default. If a micro-batch raises, the gradients of the micro-batches before it are cleared.
 
         Raises:
-            DtlibError: without data, or with fewer micro-batches than a step takes.
+            DtlibError: without data, or if ``data_iter`` ends before the step does.
         """
         batches = data_iter if data_iter is not None else self._batches
         if batches is None or not hasattr(batches, "__next__"):
@@ -182,57 +195,63 @@ class Engine:
         return self.comm.all_reduce(total, op="mean")
 
     def held(self) -> dict[str, list]:
-        """Memory that strategy and optimizer keep on this rank, by what it is for (measure/held.py)."""
+        """Return the tensors that strategy and optimizer store on this rank, by purpose (measure/buffers.py)."""
         return {**held(self._strategy.forward, self.optimizer), "masters": self._masters.masters}
 
     def gather(self, model: nn.Module) -> None:
-        """Write the values that are trained here into ``model``, which is whole; all ranks call it."""
-        tied: dict = {"remove_duplicate": False}  # by each of its names: they may be tensors of their own in the other
+        """Write the trained values into ``model``, which is not sharded; all ranks call this."""
+        # Tied parameters are one tensor here, but `model` may have one tensor for each name. So list all names.
+        tied: dict = {"remove_duplicate": False}
         mine = {**dict(self.module.named_parameters(**tied)), **dict(self.module.named_buffers(**tied))}
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 tensor.copy_(self._whole(mine.get(name), tensor))
-            for buffer in model.buffers():  # which ranks may have different ones of
+            # Buffers, such as running statistics, may differ between ranks: rank 0's values win.
+            for buffer in model.buffers():
                 self.comm.broadcast(buffer)
 
     def _whole(self, mine, like):
-        """The whole of a tensor of which this rank has ``mine``."""
-        if (part := info_of(mine).slice) is not None:  # of our fully_shard
+        """Return the full tensor for ``mine``, which this rank may have as a shard."""
+        # Our fully_shard: each rank fills its own slice, and the sum over ranks is the full tensor.
+        if (part := info_of(mine).slice) is not None:
             flat = torch.zeros(like.numel(), dtype=mine.dtype, device=mine.device)
             flat[part.start : part.stop] = mine
             return self.comm.all_reduce(flat).view(like.shape)
         return mine.full_tensor() if hasattr(mine, "full_tensor") else mine
 
     def zero_grad(self) -> None:
+        """Clear the gradients of parameters and master weights."""
         for parameter in [*self.module.parameters(), *self._masters.masters]:
             parameter.grad = None
         self.optimizer.zero_grad()
 
     def train(self, mode: bool = True) -> Self:
+        """Set training mode, as ``nn.Module.train`` does; return the engine."""
         self._strategy.forward.train(mode)
         return self
 
     def eval(self) -> Self:
+        """Set evaluation mode; return the engine."""
         return self.train(False)
 
-    # What it saves beside the model and its optimizer, and how it goes on from there
+    # Checkpoints
 
     def save_checkpoint(
         self, save_dir: str | Path, tag: str | int | None = None, client_state: dict | None = None,
         save_latest: bool = True,
     ) -> None:  # fmt: skip
-        """Save all that training needs to go on, on any number of ranks and at any stage (dtlib.checkpoint).
+        """Save the complete state of training; any number of ranks and any ZeRO stage can load it.
 
-        All ranks call it, after a step.
+        All ranks call this, after a step. A pipeline needs the same number of stages to load it. See dtlib.checkpoint.
 
         Args:
-            save_dir: the checkpoint is a folder in it, called ``tag``, by default ``global_step`` and its number.
-            client_state: a dictionary that JSON can hold, which ``load_checkpoint`` returns.
-            save_latest: note in the file ``latest`` that this is the one to go on from.
+            save_dir: the checkpoint is the folder ``tag`` in it, by default ``global_step`` and the number of steps.
+            client_state: a dictionary that JSON can store; ``load_checkpoint`` returns it.
+            save_latest: write ``tag`` to the file ``latest``, from which ``load_checkpoint`` reads its default.
 
         Raises:
-            CheckpointError: on all ranks; and DtlibError in the middle of a step, or for a tag that is no name or
-                differs between ranks.
+            CheckpointError: on all ranks, if the checkpoint cannot be written.
+            DtlibError: in the middle of a step, or for a tag that is no file name or differs between ranks.
         """
         saved = self._saved()
         if self.micro_steps % self.gradient_accumulation_steps():
@@ -241,6 +260,7 @@ class Engine:
         client_state = {} if client_state is None else client_state
         if not isinstance(client_state, dict):
             raise DtlibError(f"client_state is {client_state!r:.60}: give a dictionary.")
+        # load_checkpoint() uses "kinds" to refuse the state of another scheduler.
         others = {"scheduler": self.lr_scheduler, "loader": self._loader, "loss_scale": self._scale}
         extra = {name: other.state_dict() for name, other in others.items() if other is not None}
         extra["kinds"] = {"scheduler": _kind(self.lr_scheduler), "dynamic": self._scale.dynamic}
@@ -248,23 +268,24 @@ class Engine:
         extra = {"client_state": client_state, "counts": counts, **extra}
         checkpoint.save(self._place(save_dir, tag), extra=extra, **saved)
         if save_latest:
-            self._everyone.barrier()  # where stages save by themselves
-            checkpoint.point_to(Path(save_dir) / LATEST, tag, self._everyone)
+            # Each pipeline stage saves its own checkpoint. Wait for all of them before `latest` names this one.
+            self._everyone.barrier()
+            checkpoint.write_latest(Path(save_dir) / LATEST, tag, self._everyone)
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | int | None = None, load_lr_scheduler_states: bool = True
     ) -> tuple[str, dict] | tuple[None, None]:
-        """Go on from what ``save_checkpoint`` saved; returns the checkpoint's folder and its ``client_state``.
+        """Continue from a checkpoint of ``save_checkpoint``; return its folder and its ``client_state``.
 
-        All ranks call it. ``tag`` is by default that in the file ``latest``; where there is no such file it warns,
-        changes nothing and returns ``None, None``. Gradients of a step that was begun are forgotten. Without
-        ``load_lr_scheduler_states`` the scheduler stays as it is, and may be another one.
+        All ranks call this. ``tag`` is by default read from the file ``latest``. If that file is missing, rank 0 warns,
+        nothing changes, and the method returns ``None, None``. Gradients of a started step are cleared. Without
+        ``load_lr_scheduler_states`` the scheduler keeps its state and may be of another type.
 
         Raises:
             CheckpointError, DtlibError: on all ranks.
         """
         saved = self._saved()
-        if tag is None and (tag := checkpoint.pointed_to(Path(load_dir) / LATEST, self._everyone)) is None:
+        if tag is None and (tag := checkpoint.read_latest(Path(load_dir) / LATEST, self._everyone)) is None:
             if self.comm.rank == 0:
                 warnings.warn(f"{load_dir} has no file {LATEST!r}: nothing was loaded; pass tag=.", stacklevel=2)
             return None, None
@@ -288,13 +309,13 @@ class Engine:
             self._loader.load_state_dict(extra["loader"])
         for name in COUNTS:
             setattr(self, name, extra["counts"][name])
-        # The number of micro-batches a step may be another one now.
+        # The number of micro-batches per step may differ from that of the saved run.
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
         self._batches = self._loader.forever() if self._loader is not None else None
         return str(folder), extra["client_state"]
 
     def _place(self, folder, tag: str) -> Path:
-        """Where the checkpoint of that name is."""
+        """Return the folder of the checkpoint ``tag``."""
         return Path(folder) / tag
 
     @property
@@ -314,67 +335,81 @@ class Engine:
 
     def _saved(self) -> dict:
         for module in self.module.modules():
-            reshard = getattr(module, "reshard", None)  # of FSDP2, which leaves parameters whole behind a forward pass
+            # After a forward pass FSDP2's root module keeps its parameters unsharded: shard them again before saving.
+            reshard = getattr(module, "reshard", None)
             if callable(reshard):
                 reshard()
+        # ZeroOptimizer saves its own master weights.
         masters = None if hasattr(self.optimizer, "shard_of") else self._masters
         return {"model": self.module, "optimizer": self.optimizer, "comm": self.comm, "masters": masters}
 
-    # What it tells about itself: the accessors of DeepSpeedEngine
+    # Accessors with the names of DeepSpeedEngine
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True if the next ``step()`` changes the model."""
+        """Return True if the next ``step()`` changes the model."""
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before they were clipped; None where nothing is clipped."""
+        """Return the norm of the last step's gradients before clipping, or None without clipping."""
         return self._norm
 
     def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def loss_scale(self) -> float:
+        """Return the current loss scale; 1 without float16."""
         return self._scale.scale
 
     def train_batch_size(self) -> int:
-        assert self.config.train_batch_size is not None  # worked out, like those below
+        """Return the number of samples per step, over all ranks."""
+        assert self.config.train_batch_size is not None  # filled in by config.read(), like the two below
         return self.config.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the number of samples per micro-batch on one rank."""
         assert self.config.train_micro_batch_size_per_gpu is not None
         return self.config.train_micro_batch_size_per_gpu
 
     def gradient_accumulation_steps(self) -> int:
+        """Return the number of micro-batches per step on one rank."""
         assert self.config.gradient_accumulation_steps is not None
         return self.config.gradient_accumulation_steps
 
     def fp16_enabled(self) -> bool:
+        """Return whether the model is in float16."""
         return self.config.fp16.enabled
 
     def bfloat16_enabled(self) -> bool:
+        """Return whether the model is in bfloat16."""
         return self.config.bf16.enabled
 
     def zero_optimization_stage(self) -> int:
+        """Return the ZeRO stage, 0 to 3."""
         return self.config.zero_optimization.stage
 
     @property
     def global_rank(self) -> int:
+        """This rank's world rank."""
         return init().rank
 
     @property
     def world_size(self) -> int:
-        """All ranks; with a pipeline, also those of its other stages."""
+        """The number of ranks in the world, including all stages of a pipeline."""
         return init().size
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model's parameters."""
         return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
 
 def _guard(optimizer, masters) -> list[bool]:
-    """Have the optimizer refuse steps that are not the engine's, which sets the flag that is returned, and forget the
-    gradients of parameters with those of their masters. Nothing here refers back to the engine."""
+    """Make the optimizer refuse a ``step()`` that does not come from the engine; return a flag that allows it.
+
+    The engine sets the flag during its own step. With master weights, ``optimizer.zero_grad()`` also clears the
+    gradients of the 16-bit parameters. Nothing here refers to the engine, so that it can be freed.
+    """
     stepping, parameters, itself = [False], masters.parameters, weakref.ref(optimizer)
 
     def refuse(*_) -> None:
@@ -398,7 +433,7 @@ def _kind(scheduler) -> str | None:
 
 
 def _name_of(tag, comm) -> str:
-    """A tag as the name of a folder, the same on all ranks."""
+    """Return a tag as a folder name; raise if it differs between ranks or is no folder name."""
     name = str(tag) if isinstance(tag, (str, int)) else ""
     names = comm.all_gather_object(name)
     if len(set(names)) > 1:

@@ -1,4 +1,4 @@
-"""``dtlib.initialize``: from a model and a config to something that trains."""
+"""``dtlib.initialize``: make a model trainable, as a config says."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad")
 RUNTIMES = ("dtlib", "torch", "deepspeed")
-_stages: WeakKeyDictionary = WeakKeyDictionary()  # runtime and stage of each model that was made trainable
+# Runtime and ZeRO stage of each model that was passed to initialize().
+_stages: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def initialize(
@@ -41,22 +42,9 @@ def initialize(
     lr_scheduler: LRScheduler | Callable | None = None, collate_fn: Callable | None = None, runtime: str = "dtlib",
     comm: AnyCommunicator | None = None, *, args: object = None,
 ) -> tuple[Engine, Optimizer, RankLoader | None, LRScheduler | None]:  # fmt: skip
-    """Make ``model`` trainable on all ranks; returns ``engine, optimizer, dataloader, lr_scheduler``.
+    """Make ``model`` trainable on all ranks; return ``engine, optimizer, dataloader, lr_scheduler``.
 
-    Args:
-        model: an ``nn.Module``, or a ``PipelineModule``; with bf16 or fp16 in the config it is converted.
-        config: a dictionary with DeepSpeed's keys (config.py), or the path of a JSON file with one.
-        optimizer: instead of the config's: a function of parameters that returns a torch optimizer, or one of
-            torch's that was made for ``model``'s parameters, where they are not in 16 bits; its states are rank 0's.
-        model_parameters: what is trained, if not all of it; or groups of it, for the config's optimizer, as torch's
-            optimizers take them.
-        training_data: a ``Dataset``, or a reader of ``dtlib.storage``, of which a batch is the tuple of its fields;
-            ``dataloader`` then gives this rank's slice in micro-batches, else it is None.
-        lr_scheduler: instead of the config's: a function of the optimizer that returns a scheduler, or one that was
-            made for the ``optimizer`` that is passed.
-        args: what a script was called with, for ``args.deepspeed_config``: the path of a config, instead of ``config``.
-        runtime: ``dtlib``; ``torch`` for the same engine on torch's own classes (strategies.py); or ``deepspeed``.
-        comm: by default the world's.
+    All ranks call this. Example::
 
         engine, optimizer, dataloader, scheduler = dtlib.initialize(model=net, config=config, training_data=digits)
         for x, y in dataloader:
@@ -64,8 +52,26 @@ def initialize(
             engine.backward(loss)
             engine.step()
 
+    Args:
+        model: an ``nn.Module`` or a ``PipelineModule``. With bf16 or fp16 in the config it is converted in place.
+        config: a dictionary with DeepSpeed's keys (config.py), or the path of a JSON file.
+        optimizer: used instead of the config's. Either a function from parameters to a torch optimizer, or a torch
+            optimizer over ``model``'s parameters, if these are not in 16 bits. Rank 0's optimizer states are copied to
+            all ranks.
+        model_parameters: the parameters to train, by default all. Groups, as torch's optimizers take them, are possible
+            with the config's optimizer.
+        training_data: a ``Dataset``, or a reader of ``dtlib.storage``, whose batches are tuples of its fields.
+            ``dataloader`` then yields this rank's micro-batches; without ``training_data`` it is None.
+        lr_scheduler: used instead of the config's. Either a function from the optimizer to a scheduler, or a scheduler
+            made for the ``optimizer`` that is passed.
+        collate_fn: makes a batch from a list of samples, as in torch's ``DataLoader``.
+        args: a script's arguments; ``args.deepspeed_config`` is the path of the config if ``config`` is None.
+        runtime: ``dtlib``; ``torch`` for the same engine on torch's own classes (strategies.py); or ``deepspeed``.
+        comm: by default the world's communicator.
+
     Raises:
-        ConfigError: for a mistake in the config: with the key, the value and what would be right.
+        ConfigError: for a mistake in the config, with the key, the value and a value that works.
+        DtlibError: for other arguments that cannot work together.
 
     Counterpart: ``deepspeed.initialize``.
     """
@@ -89,13 +95,14 @@ def initialize(
     stage, loader = settings.zero_optimization.stage, None
     if training_data is not None:
         micro = settings.train_micro_batch_size_per_gpu
-        assert micro is not None  # read() has worked it out
+        assert micro is not None  # filled in by read()
         loader = RankLoader(training_data, micro, comm.rank, comm.size, settings.seed, collate_fn)
     if runtime == "deepspeed":
         return deepspeed_engine(
             model, settings, configuration.dictionary_of(config), groups, partial(_optimizer, settings, optimizer),
             lr_scheduler, loader, comm,
         )  # fmt: skip
+    # DeepSpeed checks its own models. The checks below are for runtimes "dtlib" and "torch".
     if settings.pipeline.stages not in (None, 1) and not isinstance(model, PipelineModule):
         raise ConfigError(
             f"pipeline.stages is {settings.pipeline.stages}, and the model is no PipelineModule: make one "
@@ -123,12 +130,15 @@ def initialize(
                 "dtlib.checkpoint or engine.load_checkpoint()."
             )
         optimizer.load_state_dict(comm.broadcast_object(optimizer.state_dict() if comm.rank == 0 else None))
+    # Stage 3 replaces parameters by shards, and the hooks of stage 2 take each gradient as soon as it is computed. Both
+    # stay on the model, so another strategy on the same model would not get its gradients.
     before = _stages.get(model)
     if before == ("dtlib", 3) or (before == ("dtlib", 2) and (stage == 0 or runtime == "torch")):
         what = "takes this model's gradients as they come" if before[1] == 2 else "has put shards in this model"
         raise DtlibError(f"An initialize() at stage {before[1]} {what}: build the model again.")
     _stages[model] = runtime, stage
 
+    # A function, not a list: stage 3 and FSDP2 replace the parameters while they wrap the model.
     def trained():
         return [p for name, p in model.named_parameters() if p.requires_grad and name in groups]
 
@@ -144,6 +154,7 @@ def initialize(
         raise DtlibError("No parameter is to be trained: give a model, or model_parameters, that require gradients.")
     make = partial(_optimizer, settings, optimizer, [groups[name] for name in names])
     kind = STRATEGIES[runtime][stage]
+    # A single pipeline has no gradients to average.
     if stage == 0 and isinstance(model, PipelineModule) and comm.size == 1:
         kind = Alone
     strategy = kind(model, comm, trained, make, settings.zero_optimization)
@@ -159,8 +170,10 @@ def pipeline_of(
     runtime: str, layers: Iterable, stages: int, loss_fn: Callable | None, seed: int, comm: Communicator | None = None,
     data_comm: Communicator | None = None, everyone: Communicator | None = None, cuts: str | list[int] = "parameters",
 ) -> nn.Module:  # fmt: skip
-    """Layers as the ``PipelineModule`` that ``initialize`` takes with this runtime; ``data_comm`` joins the ranks with
-    the same stage, and ``everyone`` those of all pipelines."""
+    """Return layers as the ``PipelineModule`` that ``initialize`` accepts with this runtime.
+
+    ``data_comm`` contains the ranks with the same stage, ``everyone`` the ranks of all pipelines.
+    """
     if runtime == "deepspeed":
         from dtlib.training.deepspeed_runtime import pipeline_module
 
@@ -172,7 +185,7 @@ def pipeline_of(
 
 
 def _check_same(comm, settings: dict) -> None:
-    """Refuse a config that differs between ranks."""
+    """Raise if a setting differs between ranks."""
     everyones = comm.all_gather_object({key: repr(value) for key, value in settings.items()})
     for key in settings:
         if len(values := sorted({one[key] for one in everyones})) > 1:
@@ -182,7 +195,7 @@ def _check_same(comm, settings: dict) -> None:
 
 
 def _the_config(args, config):
-    """The config, wherever a script has it."""
+    """Return the config from ``config`` or from ``args.deepspeed_config``."""
     named = getattr(args, "deepspeed_config", None)
     if (config is None) == (named is None):
         what = "No config is given" if config is None else "config and args.deepspeed_config are given"
@@ -191,7 +204,7 @@ def _the_config(args, config):
 
 
 def _groups_of(parameters, model) -> dict[str, dict]:
-    """The names of those of a model's parameters that are to be trained, each with the settings of its group."""
+    """Map the name of each parameter to train to the settings of its parameter group."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     entries = list(names if parameters is None else parameters)
     groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
@@ -210,7 +223,7 @@ def _groups_of(parameters, model) -> dict[str, dict]:
 
 
 def _optimizer(settings, given, group_of, parameters):
-    """The optimizer of these parameters, of which each has the settings of its group."""
+    """Return the optimizer of ``parameters``; ``group_of`` has the group settings of each parameter."""
     if given is not None:
         if isinstance(given, torch.optim.Optimizer):
             known = {id(parameter) for parameter in parameters}
@@ -229,13 +242,14 @@ def _optimizer(settings, given, group_of, parameters):
     if name not in OPTIMIZERS:
         raise ConfigError(f"optimizer.type is {name!r}: choose one of {', '.join(OPTIMIZERS)}.")
     if name in ("Adam", "AdamW"):
-        # As DeepSpeed has it: its own Adam decays weights as AdamW does, unless adam_w_mode is false, and by default
-        # neither decays them.
+        # DeepSpeed's Adam decays weights as AdamW does, unless adam_w_mode is false. Its default weight decay is 0 for
+        # both, but torch's AdamW has 0.01.
         if not params.pop("torch_adam", False):
             params.setdefault("weight_decay", 0.0)
         name = "AdamW" if params.pop("adam_w_mode", True) or name == "AdamW" else "Adam"
     if name in ("Adam", "AdamW") and not params.get("foreach"):
-        params.setdefault("fused", True)  # no temporaries as large as parameters
+        # Without `fused`, torch allocates temporaries as large as the parameters.
+        params.setdefault("fused", True)
     groups = {id(group): {**group, "params": []} for group in group_of}
     for parameter, group in zip(parameters, group_of, strict=True):
         groups[id(group)]["params"].append(parameter)
@@ -270,8 +284,7 @@ def _scheduler(settings, given, optimizer, given_optimizer):
 
 
 def _bind(scheduler, before, optimizer) -> None:
-    """Have a scheduler, with those inside it, change the rates of this optimizer, which has taken the place of the one
-    that it was made for."""
+    """Attach a scheduler, and the schedulers inside it, to ``optimizer``, which replaced the optimizer ``before``."""
     bound = getattr(scheduler, "optimizer", optimizer)
     if bound is not optimizer and bound is not before:
         raise DtlibError(

@@ -1,4 +1,4 @@
-"""An engine for a model in stages: whole steps, from as many micro-batches as the config accumulates."""
+"""An engine for a model in pipeline stages, which runs complete steps only."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "zero_bubble_h1": Sch
 
 
 def check_pipeline(model: PipelineModule, settings: Config, runtime: str) -> None:
-    """Refuse what a pipeline cannot be combined with.
+    """Raise for settings that a pipeline does not support.
 
     Raises:
         ConfigError, DtlibError: on every rank.
@@ -58,8 +58,10 @@ def check_pipeline(model: PipelineModule, settings: Config, runtime: str) -> Non
 
 
 class PipelineEngine(Engine):
-    """``train_batch`` and ``eval_batch`` of a ``PipelineModule``; every rank calls them with the same data of its
-    pipeline. Counterpart: DeepSpeed's ``PipelineEngine``."""
+    """``train_batch`` and ``eval_batch`` for a ``PipelineModule``.
+
+    All ranks of a pipeline call them with the same data. Counterpart: DeepSpeed's ``PipelineEngine``.
+    """
 
     module: PipelineModule
 
@@ -87,10 +89,13 @@ class PipelineEngine(Engine):
     forward = backward = step = __call__
 
     def train_batch(self, data_iter: Iterator | None = None, loss_fn: Callable | None = None) -> Tensor:
-        """A whole step from ``gradient_accumulation_steps`` micro-batches; returns their mean loss over all ranks.
+        """Run a complete step of ``gradient_accumulation_steps`` micro-batches; return their mean loss over all ranks.
 
-        ``data_iter`` yields pairs of inputs and targets, by default from ``training_data``. The loss function is that
-        of the module, by default cross-entropy.
+        ``data_iter`` yields pairs of inputs and targets, by default from ``training_data``. The loss function is the
+        module's, by default cross-entropy.
+
+        Raises:
+            DtlibError: without data, for a ``loss_fn``, or if ``data_iter`` ends before the step does.
         """
         if loss_fn is not None:
             raise DtlibError("The loss of a pipeline belongs to its last stage: pass PipelineModule(loss_fn=...).")
@@ -110,8 +115,10 @@ class PipelineEngine(Engine):
         return loss
 
     def eval_batch(self, data_iter: Iterator | None = None) -> Tensor:
-        """The mean loss of as many micro-batches, over all ranks, without training: without dropout, and with the
-        statistics that have been gathered. Modules are afterwards in the mode in which they were."""
+        """Return the mean loss of one step's micro-batches over all ranks, without training.
+
+        Modules run in evaluation mode, and return to their previous mode afterwards.
+        """
         modes = [(module, module.training) for module in self._strategy.forward.modules()]
         self.eval()
         try:
@@ -121,7 +128,7 @@ class PipelineEngine(Engine):
                 module.training = training
 
     def _place(self, folder, tag: str) -> Path:
-        """Each stage has a checkpoint of its own."""
+        """Return the folder of this stage's own checkpoint."""
         return Path(folder) / tag / f"stage{self.module.comm.rank}of{self.module.num_stages}"
 
     @property
@@ -130,6 +137,7 @@ class PipelineEngine(Engine):
 
     def _whole(self, mine, like):
         stages = self.module.comm
+        # Only the ranks of one stage have this layer. The first of them broadcasts it.
         owner = stages.all_gather_object(mine is not None).index(True)
         return stages.broadcast((like if mine is None else mine.detach()).clone(), root=owner)
 
@@ -146,17 +154,19 @@ class PipelineEngine(Engine):
             raise DtlibError(
                 "Micro-batches of a step differ in more than their number of samples: pad all to one shape."
             )
+        # Schedules split the batch into micro-batches themselves, so concatenate them first.
         x, y = (tree_map(lambda *same: torch.cat(same), *each) for each in zip(*pairs, strict=True))
         losses: list[torch.Tensor] = []
         mean = torch.zeros((), dtype=torch.float64)
         inputs = x if isinstance(x, tuple) else (x,)
         shapes = [tensor.shape for tensor in tree_leaves((x, y))]
-        if self._make and shapes != self._shapes:  # torch's stages are for one shape
+        # torch's PipelineStage is built for one shape of inputs: build it again if the shapes change.
+        if self._make and shapes != self._shapes:
             self._shapes, self._schedule = shapes, self._make(inputs)
         run = getattr(self._schedule, what)
         run(*(inputs if self._first else ()), target=y if self._last else None, losses=losses)
         if self._last:
-            # Of samples, as the gradients: micro-batches may differ by one.
+            # The mean over samples, like the gradients: sizes of micro-batches may differ by one.
             sizes = torch.tensor([len(some) for some in tree_leaves(y)[0].tensor_split(count)], dtype=torch.float64)
             mean = (torch.stack(losses).detach().double().cpu() * sizes).sum() / sizes.sum()
         self.module.comm.broadcast(mean, root=self.module.num_stages - 1)
@@ -164,6 +174,7 @@ class PipelineEngine(Engine):
 
     def _clip(self, gradients) -> float:
         parameters = self._masters.parameters
+        # A tied parameter exists on several stages, and must count once in the norm.
         counted = [
             gradient
             for gradient, parameter in zip(gradients, parameters, strict=True)

@@ -1,4 +1,4 @@
-"""Learning rates: warm-up and decay, and the rules that scale a rate with the batch."""
+"""Learning rate schedules with warm-up and decay, and rules that scale the rate with the batch size."""
 
 import math
 
@@ -14,26 +14,33 @@ WARMUP_STEPS = 1000
 
 
 def linear_rule(rate: float, batch: int, base_batch: int) -> float:
-    """k times the batch, k times the rate (P. Goyal et al., "Accurate, large minibatch SGD", 2017, section 2.1)."""
+    """Return the rate for ``batch``: k times the batch, k times the rate.
+
+    P. Goyal et al., "Accurate, large minibatch SGD", 2017, section 2.1.
+    """
     return rate * batch / base_batch
 
 
 def square_root_rule(rate: float, batch: int, base_batch: int) -> float:
-    """k times the batch, sqrt(k) times the rate, which keeps the variance of a step (A. Krizhevsky, 2014, sec. 5)."""
+    """Return the rate for ``batch``: k times the batch, sqrt(k) times the rate.
+
+    This keeps the variance of a step (A. Krizhevsky, 2014, section 5).
+    """
     return rate * math.sqrt(batch / base_batch)
 
 
 class WarmupLR(LRScheduler):
-    """From ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then constant.
+    """A rate that rises from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then stays constant.
+
+    Call ``step()`` after the optimizer's. Counterpart, with equal rates in each step:
+    ``deepspeed.runtime.lr_schedules.WarmupLR``.
 
     Args:
         warmup_max_lr: by default the optimizer's own rates (DeepSpeed: 0.001).
         warmup_type: ``log`` (steep first) or ``linear``.
 
     Raises:
-        ConfigError: for a ``warmup_type`` that is neither, and numbers of steps that cannot be.
-
-    Counterpart: ``deepspeed.runtime.lr_schedules.WarmupLR``, step by step; call ``step()`` after the optimizer's.
+        ConfigError: for another ``warmup_type``, or an invalid number of steps.
     """
 
     def __init__(
@@ -50,7 +57,7 @@ class WarmupLR(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
-        # As in DeepSpeed the first two steps run at the lowest rate.
+        # As in DeepSpeed, the first two steps run at the lowest rate.
         done = self.last_epoch - 1
         fraction = self._after(done) if done >= self.warmup_num_steps else self._warmup(max(0, done))
         highest = self.base_lrs if self.highest is None else [self.highest] * len(self.base_lrs)
@@ -66,7 +73,7 @@ class WarmupLR(LRScheduler):
 
 
 class WarmupDecayLR(WarmupLR):
-    """The same, then down to ``warmup_min_lr`` in a straight line until ``total_num_steps``.
+    """A ``WarmupLR`` that then falls linearly to ``warmup_min_lr`` at step ``total_num_steps``.
 
     Counterpart: ``deepspeed.runtime.lr_schedules.WarmupDecayLR``.
     """
@@ -85,10 +92,10 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(WarmupLR):
-    """From ``warmup_min_ratio`` of the optimizer's rates up to them, then along half a cosine down to
-    ``cos_min_ratio`` of them at ``total_num_steps``.
+    """A rate that rises to the optimizer's own rates, then falls along half a cosine.
 
-    Counterpart: ``deepspeed.runtime.lr_schedules.WarmupCosineLR``.
+    It starts at ``warmup_min_ratio`` times these rates, and ends at ``cos_min_ratio`` times them at step
+    ``total_num_steps``. Counterpart: ``deepspeed.runtime.lr_schedules.WarmupCosineLR``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""``dtlib train``: a workload, a config and a runtime; the loop is the same for each of them.
+"""``dtlib train``: run a workload with a config on a runtime. All three runtimes use this loop.
 
     config {"workload": ..., "run": ..., DeepSpeed's keys}
       |
@@ -7,8 +7,8 @@
                    |              v          v
                  resume         log      checkpoint
 
-The section ``workload`` is for the workload's own module; ``run`` says how long, and on what; the rest is what
-``dtlib.initialize`` reads.
+The workload's module reads the section ``workload``, and run_config.py reads ``run`` (duration, number type, limits).
+``dtlib.initialize`` reads the other keys.
 """
 
 import copy
@@ -26,11 +26,11 @@ from typing import TypeVar
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from dtlib.checkpoint import pointed_to
+from dtlib.checkpoint import read_latest
 from dtlib.checkpoint.folder import CheckpointError, together
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
-from dtlib.files import refuse_to_wait, writing
+from dtlib.files import open_nonblocking, writing
 from dtlib.gradients.shard_info import note
 from dtlib.measure.memory import memory
 from dtlib.measure.progress import RankProgress, tell
@@ -57,30 +57,31 @@ def train(
     log: str | Path | None = None, stage: int | None = None, steps: int | None = None,
     after_step: Callable[[int, float], object] = lambda step, loss: None,
 ) -> dict:  # fmt: skip
-    """Train a workload as its config says; all ranks call it, and get the same result.
+    """Train a workload as its config says; all ranks call this and return the same result.
 
     Args:
-        workload: ``vision``, ``summarization`` or ``decoder``, or a function that makes a ``Workload`` of the config's
-            section.
-        config: a dictionary, or the path of a JSON file; by default the lessons' own of that name.
+        workload: ``vision``, ``summarization`` or ``decoder``, or a function from the config's section ``workload`` to
+            a ``Workload``.
+        config: a dictionary or the path of a JSON file; by default the lessons' config for this workload.
         runtime: ``dtlib``, ``torch`` or ``deepspeed``.
+        comm: by default the world's communicator.
         save: a folder for checkpoints.
-        resume: go on from the last checkpoint in ``save``, also on another number of ranks, at another stage, and on
-            torch from dtlib's or the other way round (DeepSpeed: on as many, from its own); from the beginning where
-            there is none yet.
-        log: a file to which each step adds a line of JSON; where it cannot, training goes on, with a warning.
-        stage, steps: in place of the config's.
-        after_step: told on every rank of each step, and its loss.
+        resume: continue from the latest checkpoint in ``save``, or start from the beginning if there is none. Number of
+            ranks and ZeRO stage may change, also between the runtimes ``dtlib`` and ``torch``. DeepSpeed continues
+            only from its own checkpoints, on the same number of ranks.
+        log: a file to which each step appends a line of JSON. If writing fails, training continues with a warning.
+        stage, steps: override the config's.
+        after_step: called on every rank after each step, with the number of the step and its loss.
 
     Returns:
-        ``workload, runtime, stage, stages`` (of a pipeline)``, tensor`` (ranks that share each layer)``, ranks,
-        seconds, steps, loss``, what the workload
-        measures (``accuracy``, or ``rouge_l`` and ``lead_rouge_l``), ``samples_per_second``, ``bytes_per_rank``
-        (parameters, gradients and the optimizer's states), and ``losses``, of each step. Seconds, samples and losses
-        are those of this call.
+        A dictionary with ``workload, runtime, stage, stages`` (of the pipeline), ``tensor, context, expert`` (axis
+        sizes), ``ranks, seconds, steps, loss``, the workload's results (``accuracy``, or ``rouge_l`` and
+        ``lead_rouge_l``), ``samples_per_second``, ``bytes_per_rank`` (parameters, gradients, master weights and
+        optimizer states), and ``losses`` of all steps. Seconds, samples and losses count this call only, not the steps
+        before ``resume``.
 
     Raises:
-        DtlibError: on all ranks, for what cannot be.
+        DtlibError: on all ranks, for arguments that cannot work.
     """
     world = init()
     comm = comm if comm is not None else world.comm
@@ -96,11 +97,11 @@ def train(
 
 
 class _Training:
-    """A run: made, trained, measured."""
+    """One run: build everything, train, evaluate."""
 
     def __init__(self, work, make, run, settings, axes, context, runtime, comm, world, save, resume, log, after_step):
         self.work, self.make, self.run, self.runtime, self.comm, self.save = work, make, run, runtime, comm, save
-        self.rows_lost, self.after_step = 0, after_step  # of the log
+        self.rows_lost, self.after_step = 0, after_step  # rows_lost: log rows that could not be written
         first = comm.rank == 0 and log
         self.log = agreed(comm, lambda: appended(log) if first else nullcontext())
         agreed(comm, lambda: _check_folder(save) if save else None)
@@ -108,14 +109,17 @@ class _Training:
         if run.link_bandwidth:
             comm = comm.emulate_network(run.link_latency, run.link_bandwidth)
         self.mesh = mesh = Mesh(comm, {"data": -1, **axes})
-        batches = mesh["data", "context", "expert"]  # ranks with samples of their own, and the same layers
+        # These ranks have the same layers, and load different samples.
+        batches = mesh["data", "context", "expert"]
         self.cuts: dict = {"tensor": mesh["tensor"]} if self.tensor > 1 else {}
         if axes["context"] > 1:
             self.cuts["context"] = Shared(mesh["context"], context.order, context.method)
         if work.experts:
             self.cuts |= {"expert": mesh["expert"], "copies": mesh["data", "context"]}
-        if self.cuts:  # the same layers, cut
+        # Build the workload again, with layers that are sharded over tensor, context or expert ranks.
+        if self.cuts:
             work = agreed(comm, lambda: make(**self.cuts))
+        # The ranks of one tensor coordinate save one checkpoint.
         if self.tensor > 1:
             self.save = Path(save, f"tensor{self.mesh.coordinates['tensor']}of{self.tensor}") if save else None
         self.device, self.dtype = world.device, torch.float64 if run.float64 else torch.float32
@@ -123,9 +127,10 @@ class _Training:
         if self.stages > 1:
             model = pipeline_of(runtime, work.layers, self.stages, work.loss_fn, work.seed, **self._pipes(comm))
         if axes["context"] > 1:
+            # Each rank computes gradients of its own tokens only; the strategies must know this.
             for parameter in model.parameters():
                 note(parameter, sequences=mesh["context"].members)
-        # The test needs a model that is whole on every rank; until then it takes no memory.
+        # Evaluation needs the full model on every rank. Until then it stays on the meta device, without memory.
         self.whole = copy.deepcopy(self.work.model).to("meta")
         self.buffers = {name: buffer.clone() for name, buffer in self.work.model.named_buffers()}
         self.loss_fn = work.loss_fn
@@ -134,10 +139,11 @@ class _Training:
             comm=comm if self.tensor == 1 else batches,
             training_data=work.train, collate_fn=work.collate,
         )  # fmt: skip
-        self.dtype = next((p.dtype for p in self.engine.module.parameters()), self.dtype)  # bf16, fp16
+        # initialize() converts parameters to bf16 or fp16, so inputs need their dtype.
+        self.dtype = next((p.dtype for p in self.engine.module.parameters()), self.dtype)
         self.batch = self.engine.train_batch_size()
         torch.manual_seed(1000 * run.seed + comm.rank)
-        if resume and pointed_to(Path(self.save) / LATEST, comm) is not None:
+        if resume and read_latest(Path(self.save) / LATEST, comm) is not None:
             self.engine.load_checkpoint(self.save)
         elif resume and (others := sorted(Path(save).glob(f"**/{LATEST}"))):
             raise DtlibError(
@@ -171,7 +177,8 @@ class _Training:
             tell("")
             began = time.perf_counter()
             for step in steps:
-                if step == steps[min(1, len(steps) - 1)]:  # the second has all states
+                # Memory is measured in the second step, because the first step allocates the optimizer states.
+                if step == steps[min(1, len(steps) - 1)]:
                     counter = memory(self.engine)
                     self.engine.before_step_hooks.append(counter.sample)
                     losses.append(self._step(batches))
@@ -181,7 +188,7 @@ class _Training:
                     buffers = counter.sampled["buffers"] + counter.sampled["communication"]
                     everyones = self.comm.all_gather_object((of_states, buffers))
                     held = [states for states, _ in everyones]
-                    self._hold_to_the_limit([sum(both) for both in everyones])
+                    self._check_memory_limit([sum(both) for both in everyones])
                 else:
                     losses.append(self._step(batches))
                 seconds = time.perf_counter() - began
@@ -197,14 +204,16 @@ class _Training:
             return losses, time.perf_counter() - began, held
 
     def _pipes(self, comm) -> dict:
-        """The ranks of this pipeline, those with the same stage, and those of all pipelines beside it."""
+        """Return arguments of ``pipeline_of``: communicators and, with tensor ranks, the stage boundaries."""
         found = {"comm": self.mesh["pipe"], "data_comm": self.mesh["data", "context", "expert"], "everyone": comm}
-        if self.tensor > 1:  # stages as those of the layers that are not cut
+        # Balance the stages by the unsharded layers, so that they do not depend on the number of tensor ranks.
+        if self.tensor > 1:
             cuts = balanced_cuts([parameters_of(layer) for layer in self.work.layers], self.stages)
             found |= {"everyone": self.mesh["data", "pipe", "context", "expert"], "cuts": cuts}
         return found
 
-    def _hold_to_the_limit(self, held: list[int]) -> None:
+    def _check_memory_limit(self, held: list[int]) -> None:
+        """Raise if a rank's bytes exceed ``run.memory_limit``."""
         most, limit = max(held), self.run.memory_limit
         if limit is not None and most > limit:
             raise DtlibError(
@@ -213,7 +222,7 @@ class _Training:
             )
 
     def _log_row(self, file, row: dict) -> None:
-        """As a whole line, or not at all."""
+        """Append a row to the log as a complete line, or write nothing."""
         line, size = json.dumps(row).encode() + b"\n", os.fstat(file.fileno()).st_size
         try:
             while line:
@@ -232,12 +241,12 @@ class _Training:
         return float(self.engine.train_batch(batches, **({} if self.stages > 1 else {"loss_fn": self.loss_fn})))
 
     def _batches(self):
-        """Micro-batches without end, where and as the model takes them."""
+        """Yield micro-batches without end, on the model's device and in its dtype."""
 
         def ready(tensor):
             return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
 
-        assert self.loader is not None  # of work.train
+        assert self.loader is not None  # made from work.train
         batches = self.loader.forever()
         while True:
             several = [next(batches) for _ in range(self.engine.gradient_accumulation_steps())]
@@ -245,10 +254,12 @@ class _Training:
                 yield tree_map(ready, tuple(batch))
 
     def _gathered(self):
-        """The trained model, whole on every rank, in float32."""
+        """Return the trained model in float32, with full parameters on every rank."""
         model = self.whole.to_empty(device=self.device).to(self.dtype)
         with torch.no_grad():
-            for name, buffer in model.named_buffers():  # those that no state_dict has
+            # Non-persistent buffers are in no state_dict, and the meta device lost their values: restore all from the
+            # copies.
+            for name, buffer in model.named_buffers():
                 buffer.copy_(self.buffers[name])
         if self.tensor > 1 or self.axes["expert"] > 1:
             cut = self.make(**self.cuts).model.to(self.device, self.dtype)
@@ -261,7 +272,7 @@ class _Training:
 
 
 def agreed(comm: Communicator, work: Callable[[], V]) -> V:
-    """``work()`` on every rank; what is refused on one of them is refused on all, in its words."""
+    """Run ``work()`` on every rank; if one rank raises, all ranks raise the same message."""
     try:
         return together(comm, work)
     except CheckpointError as problem:
@@ -269,26 +280,30 @@ def agreed(comm: Communicator, work: Callable[[], V]) -> V:
 
 
 def appended(path: str | Path) -> io.FileIO:
-    """A file to whose end bytes are written at once."""
+    """Open a file for appending, without a buffer."""
     with writing(path):
-        file = io.FileIO(path, "ab", opener=refuse_to_wait)
+        file = io.FileIO(path, "ab", opener=open_nonblocking)
     return file
 
 
 def _check_folder(save) -> None:
-    """Before training, as far as can be told then."""
+    """Refuse a folder that cannot be written, before training starts; check what can be checked by then."""
     with writing(save, "name another folder"):
         Path(save).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=save).close()
 
 
 def alike(batches: list) -> list:
-    """Batches whose tensors differ in length, padded with zeros to the longest, as those of a pipeline's step are one
-    tensor."""
+    """Pad the tensors of several batches with zeros to equal lengths.
+
+    A pipeline concatenates the micro-batches of a step into one tensor, so their shapes must agree. The first
+    dimension, the samples, stays as it is.
+    """
 
     def padded(*same):
         longest = torch.tensor([tensor.shape for tensor in same]).amax(0).tolist()
-        # pad() wants, from the last dimension on, how much before and behind; samples stay as many as they are.
+        # torch's pad() takes (before, after) for each dimension, starting with the last. The dimension of samples is
+        # left out.
         short = [[most - n for most, n in zip(longest[:0:-1], t.shape[:0:-1], strict=True)] for t in same]
         rooms = [[room for behind in each for room in (0, behind)] for each in short]
         return [torch.nn.functional.pad(t, room) if any(room) else t for t, room in zip(same, rooms, strict=True)]

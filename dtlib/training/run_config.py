@@ -1,4 +1,4 @@
-"""What `dtlib train` is asked for: a workload, the config's section ``run``, and the axes of the mesh."""
+"""Read the config of `dtlib train`: the workload, the section ``run`` and the axes of the mesh."""
 
 import inspect
 import math
@@ -16,7 +16,7 @@ from dtlib.workloads.workload import Workload
 from dtlib.world.machine import gpu_names
 
 WORKLOADS = ("vision", "summarization", "decoder")
-# The axes of a mesh beside data, in their order, and where the config has their sizes.
+# Axes of the mesh beside data, in the mesh's order, with the config key of each size.
 AXES = {
     "pipe": "pipeline.stages", "context": "context_parallel.size", "expert": "expert_parallel.size",
     "tensor": "tensor_parallel.autotp_size",
@@ -28,11 +28,12 @@ CONFIGS = Path(__file__).parents[1] / "course" / "notebooks" / "configs"
 class Run:
     """The config's section ``run``.
 
-    ``steps``, or ``epochs``: how long to train, together with what a checkpoint has already. ``save_every`` so many
-    steps, beside the end. ``gpus``: how many the run needs, one a rank; 0 takes what there is. ``float64``: compute in
-    it. ``seed``: that of dropout, which is another on each rank. ``memory_limit``: bytes of model states and of
-    buffers (of modules and messages) that a rank may hold, in the second step. ``link_latency``, ``link_bandwidth``:
-    seconds a message and bytes a second of a slow link between all ranks, EMULATED.
+    ``steps`` or ``epochs`` is the length of training, including the steps of a loaded checkpoint. A checkpoint is saved
+    every ``save_every`` steps and at the end. ``gpus`` is the number of GPUs that the run needs, one per rank; 0 uses
+    the GPUs that exist. ``float64`` sets the dtype of computation. ``seed`` is for dropout, which differs between
+    ranks. ``memory_limit`` is the largest number of bytes of model states and buffers (of modules and of communication)
+    that a rank may have in the second step. ``link_latency`` (seconds per message) and ``link_bandwidth`` (bytes per
+    second) describe a slow link between all ranks, EMULATED.
     """
 
     steps: int | None = None
@@ -48,7 +49,7 @@ class Run:
 
 @dataclass
 class ContextParallel:
-    """The config's section ``context_parallel``: how many ranks share each sequence, in which order, and how."""
+    """The config's section ``context_parallel``: ranks per sequence, order of the tokens, and method of attention."""
 
     size: int = 1
     order: str = "zigzag"
@@ -57,7 +58,7 @@ class ContextParallel:
 
 @dataclass
 class ExpertParallel:
-    """The config's section ``expert_parallel``: how many ranks share experts out."""
+    """The config's section ``expert_parallel``: the number of ranks over which experts are divided."""
 
     size: int = 1
 
@@ -66,7 +67,13 @@ def read(
     workload: str | Callable[..., Workload], config: AnyConfig | None, comm: Communicator, stage: int | None,
     steps: int | None, runtime: str,
 ) -> tuple[Callable[..., Workload], Run, dict, dict[str, int], ContextParallel]:  # fmt: skip
-    """A function that makes the workload, and the checked sections of the config."""
+    """Return a function that makes the workload, and the checked parts of the config.
+
+    These are the section ``run``, the keys for ``initialize``, the sizes of the mesh's axes, and ``context_parallel``.
+
+    Raises:
+        ConfigError, DtlibError: for sections that cannot work together on this number of ranks.
+    """
     config = configuration.dictionary_of(CONFIGS / f"{workload}.json" if config is None else config)
     for name in ("workload", "zero_optimization", "pipeline", "tensor_parallel"):
         if not isinstance(config.get(name) or {}, dict):
@@ -112,7 +119,8 @@ def read(
     _check_experts(own.get("experts") or 0, axes, (config.get("zero_optimization") or {}).get("stage") or 0, config)
     if run.link_bandwidth and runtime != "dtlib":
         raise ConfigError("run.link_bandwidth slows only dtlib's own messages: leave it out, or use --runtime=dtlib.")
-    configuration.read(config, comm.size // stages // tensor, rank=1)  # initialize() warns
+    # Check the other keys now. Rank 1 gives no warnings; initialize() does later.
+    configuration.read(config, comm.size // stages // tensor, rank=1)
     return partial(workload, own), run, config, axes, context
 
 

@@ -1,4 +1,4 @@
-"""The forms that the stages of ZeRO give a model and its optimizer, alike to the engine.
+"""What each ZeRO stage makes of a model and its optimizer, behind one interface for the engine.
 
     stage                 dtlib                       runtime="torch"
     0                     DataParallel                DistributedDataParallel
@@ -6,7 +6,7 @@
     2                     ZeroOptimizer(stage=2)      FSDP2, reshard_after_forward=False
     3                     fully_shard                 FSDP2, reshard_after_forward=True
 
-The engine has bucket sizes, offload and overlap from the config for dtlib's; torch's have their own.
+dtlib's classes use bucket size, offload and overlap from the config; torch's classes use torch's own settings.
 """
 
 import inspect
@@ -25,7 +25,7 @@ from dtlib.gradients.precision import MasterWeights
 from dtlib.gradients.reducer import RootBuffers
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ZeroOptimizer
-from dtlib.parallel.zero.arguments import check_elementwise
+from dtlib.parallel.zero.argument_checks import check_elementwise
 from dtlib.parallel.zero.sharded import fully_shard, units_of
 from dtlib.training.config import ZeroOptimization
 
@@ -33,17 +33,19 @@ Trained: TypeAlias = Callable[[], list[Tensor]]
 
 
 class Replicated:
-    """Stage 0: every rank has everything.
+    """Stage 0: every rank has all parameters, gradients and optimizer states.
 
     Args:
         model, comm: as for ``initialize``.
-        trained: a function that gives the parameters to train, whatever has become of them.
+        trained: a function that returns the parameters to train; it is called after ``wrap``, which may replace them.
         make_optimizer: a function from parameters to a torch optimizer.
-        zero: the config's section.
+        zero: the config's section ``zero_optimization``.
     """
 
-    shards_on: Communicator | None = None  # the communicator over whose ranks gradients are cut up, where they are
-    buffers: RootBuffers | None = None  # where DataParallel does not look after them
+    # The communicator over which gradients are sharded; None if each rank has full gradients.
+    shards_on: Communicator | None = None
+    # Broadcasts rank 0's buffers. None with DataParallel, which broadcasts buffers itself.
+    buffers: RootBuffers | None = None
 
     def __init__(
         self, model: nn.Module, comm: Communicator, trained: Trained, make_optimizer: Callable, zero: ZeroOptimization
@@ -54,32 +56,39 @@ class Replicated:
         self.optimizer = self.distribute(make_optimizer(self.masters.masters), comm)
 
     def wrap(self, model: nn.Module, comm: Communicator, zero: ZeroOptimization) -> nn.Module:
+        """Return the module on which the engine calls forward."""
         return DataParallel(model, comm, **_buckets_and_progress(model, zero))
 
     def distribute(self, optimizer: Optimizer, comm: Communicator) -> Optimizer:
+        """Return the optimizer that shards the states of ``optimizer``; here the same one."""
         return optimizer
 
     def reduce(self, scale: float) -> list:
-        """Bring the gradients that the optimizer will see to their final values but for clipping; returns them."""
+        """Finish averaging and unscaling; return the gradients as the optimizer will use them, before clipping."""
         if self.buffers is not None:
             self.buffers.stale = True
         self.masters.take_gradients(scale)
         return [_local(master.grad) for master in self.masters.masters]
 
     def step(self) -> None:
+        """Step the optimizer on master weights, and copy them to the parameters."""
         self.optimizer.step()
         self.masters.give_values()
 
 
 class Alone(Replicated):
-    """Stage 0 of a pipeline that is the only one: nothing to average, and no hooks, so that a schedule may split
-    backward passes."""
+    """Stage 0 with a single pipeline: no averaging.
+
+    No hooks are installed, so that a schedule may split backward passes (zero bubble).
+    """
 
     def wrap(self, model: nn.Module, comm: Communicator, zero: ZeroOptimization) -> nn.Module:
         return model
 
 
 class TorchReplicated(Replicated):
+    """Stage 0 with torch's ``DistributedDataParallel``."""
+
     def wrap(self, model: nn.Module, comm: Communicator, zero: ZeroOptimization) -> nn.Module:
         from dtlib.training.torch_runtime import data_parallel
 
@@ -87,6 +96,8 @@ class TorchReplicated(Replicated):
 
 
 class TorchStage1(TorchReplicated):
+    """Stage 1 with torch's ``ZeroRedundancyOptimizer``."""
+
     def distribute(self, optimizer: Optimizer, comm: Communicator) -> Optimizer:
         from dtlib.training.torch_runtime import zero_redundancy
 
@@ -94,7 +105,7 @@ class TorchStage1(TorchReplicated):
 
 
 class Zero(Replicated):
-    """Stages 1 and 2: the optimizer is shared out, at stage 2 with the gradients."""
+    """Stages 1 and 2: optimizer states are sharded, and at stage 2 gradients too."""
 
     optimizer: ZeroOptimizer
     buffers: RootBuffers
@@ -105,10 +116,11 @@ class Zero(Replicated):
         _broadcast(model, comm)
         self.buffers = _broadcast_buffers(model, comm)
         parameters = trained()
-        plain = make_optimizer(parameters)  # for its class and its groups
+        # Only the class and the groups of this optimizer are used.
+        plain = make_optimizer(parameters)
         options = {**_buckets_and_progress(model, zero), "offload": zero.offload_optimizer.device == "cpu"}
         names = {parameter: name for name, parameter in model.named_parameters()}
-        groups = [  # of which some may be empty
+        groups = [  # a group may have no parameters
             {**group, "param_names": [names.get(p, "a parameter") for p in group["params"]]}
             for group in plain.param_groups
         ]
@@ -117,7 +129,8 @@ class Zero(Replicated):
         self.masters = self.optimizer.masters
         optimizer = self.optimizer
 
-        def count(module, inputs):  # a function, as a copy of the model must not copy the optimizer
+        # A closure, not a bound method: a deep copy of the model would copy the optimizer with the method's object.
+        def count(module, inputs):
             if module is model and module.training and torch.is_grad_enabled():
                 optimizer.forwards += 1
 
@@ -133,7 +146,7 @@ class Zero(Replicated):
 
 
 class Sharded(Replicated):
-    """Stage 3: parameters, too."""
+    """Stage 3: parameters are sharded too."""
 
     def __init__(
         self, model: nn.Module, comm: Communicator, trained: Trained, make_optimizer: Callable, zero: ZeroOptimization
@@ -153,6 +166,8 @@ class Sharded(Replicated):
 
 
 class TorchSharded(Sharded):
+    """Stages 2 and 3 with torch's FSDP2."""
+
     def wrap(self, model: nn.Module, comm: Communicator, zero: ZeroOptimization) -> nn.Module:
         from dtlib.training.torch_runtime import shard_fully
 
@@ -174,7 +189,7 @@ STRATEGIES = {
 
 
 def _buckets_and_progress(model, zero) -> dict:
-    """Arguments that the config's section asks for; what it does not mention stays as it is by default."""
+    """Return the arguments that the config's section sets; other arguments keep their defaults."""
     options = {"progress": None if zero.overlap_comm is None else "thread" if zero.overlap_comm else "inline"}
     if zero.reduce_bucket_size:
         largest = max(parameter.element_size() for parameter in model.parameters())
@@ -183,19 +198,19 @@ def _buckets_and_progress(model, zero) -> dict:
 
 
 def _settings_of(optimizer) -> dict:
-    """The arguments with which an optimizer of the same class behaves the same."""
+    """Return keyword arguments that make an optimizer of the same class with the same defaults."""
     known = inspect.signature(type(optimizer)).parameters
     return {key: value for key, value in optimizer.defaults.items() if key in known}
 
 
 def _broadcast(model, comm) -> None:
-    """Rank 0's values for all."""
+    """Copy rank 0's parameters and buffers to all ranks."""
     for tensor in [*model.parameters(), *model.buffers()]:
         comm.broadcast(tensor)
 
 
 def _broadcast_buffers(model, comm) -> RootBuffers:
-    """Rank 0's buffers before the first forward pass of each step, as DataParallel does it."""
+    """Broadcast rank 0's buffers before the first forward pass of each step, as DataParallel does."""
     buffers = RootBuffers(model, comm)
 
     def before_forward(module, inputs):
@@ -207,5 +222,5 @@ def _broadcast_buffers(model, comm) -> RootBuffers:
 
 
 def _local(gradient):
-    """This rank's shard of a gradient that torch has sharded."""
+    """Return this rank's shard of a gradient, if torch sharded it."""
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 
-_groups: dict = {}  # by their ranks as the world counts them; the default group and its ranks under `all` and `members`
+# Process groups by their world ranks; the default group and its ranks under `all` and `members`.
+_groups: dict = {}
 
 
 def process_group(comm: Communicator) -> distributed.ProcessGroup:
-    """A torch process group of the ranks of ``comm``: NCCL for GPUs and gloo for the CPU; no fixed port.
+    """Return a torch process group of the ranks of ``comm``: NCCL for GPUs, gloo for the CPU.
 
-    The first call makes torch's default group, unless there is one, such as ``init_process_group("dtlib")``; it lives
-    as long as the process. Groups of some of its ranks are made once.
+    The first call creates torch's default group, unless one exists, for example from ``init_process_group("dtlib")``.
+    It lives as long as the process and needs no fixed port. Groups of fewer ranks are created once and then reused.
 
     Raises:
         DtlibError: for ranks that are not in the default group.
@@ -39,12 +40,13 @@ def process_group(comm: Communicator) -> distributed.ProcessGroup:
         store = shared_store(comm)
         distributed.init_process_group(store=store, rank=comm.rank, world_size=comm.size)
         default = members
-    if _groups.get("all") is not distributed.group.WORLD:  # a new one: groups of the one before are gone
+    # The default group was replaced, and its subgroups were destroyed with it.
+    if _groups.get("all") is not distributed.group.WORLD:
         _groups.clear()
         _groups.update(all=distributed.group.WORLD, members=default or tuple(range(distributed.get_world_size())))
     default = _groups["members"]
     if members == default:
-        return distributed.group.WORLD  # type: ignore[return-value]  # there is one by now
+        return distributed.group.WORLD  # type: ignore[return-value]  # initialised above
     if not set(members) <= set(default):
         raise DtlibError(
             f"torch's default process group has the ranks {', '.join(map(str, default))}, and "
@@ -57,7 +59,7 @@ def process_group(comm: Communicator) -> distributed.ProcessGroup:
 
 
 def data_parallel(module: nn.Module, comm: Communicator) -> nn.Module:
-    """The module in a ``DistributedDataParallel`` that behaves like ours: unused parameters are allowed."""
+    """Return the module in a ``DistributedDataParallel`` that allows unused parameters, as ours does."""
     return nn.parallel.DistributedDataParallel(
         module, process_group=process_group(comm), gradient_as_bucket_view=True, find_unused_parameters=True
     )
@@ -66,14 +68,14 @@ def data_parallel(module: nn.Module, comm: Communicator) -> nn.Module:
 def zero_redundancy(
     groups: Iterable, optimizer_class: type[torch.optim.Optimizer], settings: dict, comm: Communicator
 ) -> torch.optim.Optimizer:
-    """torch's ``ZeroRedundancyOptimizer``, ZeRO stage 1, for a model in its DistributedDataParallel."""
+    """Return torch's ``ZeroRedundancyOptimizer`` (ZeRO stage 1) for a model in a DistributedDataParallel."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(groups, optimizer_class, process_group=process_group(comm), **settings)
 
 
 def shard_fully(module: nn.Module, comm: Communicator, reshard_after_forward: bool) -> nn.Module:
-    """torch's ``fully_shard`` (FSDP2), in place; call it on the blocks of a model first, then on the model."""
+    """Apply torch's ``fully_shard`` (FSDP2) in place; call it on the blocks of a model first, then on the model."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -86,9 +88,9 @@ def shard_fully(module: nn.Module, comm: Communicator, reshard_after_forward: bo
 def pipeline_schedule(
     name: str, submodule: nn.Module, module: PipelineModule, microbatches: int, loss_fn: Callable, inputs: tuple
 ) -> PipelineScheduleSingle:
-    """torch's GPipe or 1F1B for this rank's stage of a ``PipelineModule``, with ``step`` and ``eval``.
+    """Return torch's GPipe or 1F1B for this rank's stage of a ``PipelineModule``, with ``step`` and ``eval``.
 
-    ``submodule`` is the module, or a ``DistributedDataParallel`` of it; ``inputs`` are those of the first stage for all
+    ``submodule`` is the module or a ``DistributedDataParallel`` of it. ``inputs`` are the first stage's inputs for all
     micro-batches of a step.
     """
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -103,15 +105,16 @@ def pipeline_schedule(
 
 
 def _shapes(module, inputs):
-    """What this rank's stage takes and gives, on the meta device, where nothing but shapes is computed.
+    """Return inputs and outputs of this rank's stage on the meta device, which computes shapes only.
 
-    torch would learn it by running each stage on memory that nobody has written: numbers of tokens that there are not
-    would end the run, and running statistics would keep what is found there.
+    torch would infer shapes by running each stage on uninitialised memory. Token numbers outside the vocabulary would
+    then raise, and running statistics would be updated with random values.
 
     Raises:
-        DtlibError: on all ranks, where a stage needs values to know its shapes.
+        DtlibError: on all ranks, if a stage needs values to compute its shapes.
     """
     values: tuple | str = tuple(tensor.detach().to("meta") for tensor in inputs)
+    # Each stage in turn computes its outputs from the previous stage's shapes, and broadcasts its own.
     for stage in range(module.num_stages):
         if stage == module.comm.rank:
             taken = values

@@ -1,12 +1,12 @@
-"""The wall, seen from a learner's notebooks: ``lab.join``, ``lab.leave``, and what is sent in between.
+"""The learner's side of the wall: ``lab.join``, ``lab.leave``, and the messages in between.
 
-What is known of a learner stands in one small file in the folder of the course, which all its kernels share. It is
-sent as a whole, so a wall that was started anew knows all about everybody after one message of each:
+A learner's state is one small file in the folder of the course, which all kernels there use. It is sent as a whole. So
+after a restart the wall knows everything again after one message of each learner:
 
     check, predict, quiz, %%px  -- hooks.py  -->  a queue  -- a thread -->  .wall.json  -- message() -->  the wall
 
-Without a file nothing is sent and no thread runs. Nothing here waits for the network while a cell runs, but for
-``lab.join`` and ``lab.leave`` themselves, for three seconds at most.
+Without the file nothing is sent and no thread runs. No cell waits for the network, except for ``lab.join`` and
+``lab.leave`` themselves, which take three seconds at most.
 """
 
 import json
@@ -24,35 +24,36 @@ import psutil
 from filelock import FileLock
 
 from dtlib.errors import DtlibError
-from dtlib.files import read_json, write_whole
+from dtlib.files import read_json, write_atomically
 from dtlib.lab import course, hooks
 from dtlib.lab.foreign import Shell
 from dtlib.lab.tables import fold
-from dtlib.wall.known import ALIAS, applied, message
+from dtlib.wall.learner_state import ALIAS, applied, message
 from dtlib.world import in_engine
 
 FILE = ".wall.json"
-MOST = 200  # events that wait to be sent
-JOINED_SECONDS = 12 * 3600  # then a learner has left without a word: the next network is another one
+MOST = 200  # unsent events at most
+JOINED_SECONDS = 12 * 3600  # after this time the learner has left: the laptop may be in another network
 HEARTBEAT_SECONDS = 5
-BETWEEN_SECONDS = 0.5  # two messages
+BETWEEN_SECONDS = 0.5  # between two messages
 ANSWER_SECONDS = 3
 _ADDRESS = re.compile(r"(\w{4,12})@(?:(https?)://)?([\w.-]+(?::\d+)?|\[[\da-fA-F:]+\](?::\d+)?)(/[\w./-]*)?")
 
 _events: queue.Queue = queue.Queue(MOST)
 _thread = None
-_beats = False  # in kernels: what is known is sent again and again, so that the wall knows who is there
+# In kernels: send the state again and again, so that the wall knows that the learner is present.
+_beats = False
 
 
 def join(where: str, alias: str) -> None:
-    """Show an instructor's wall where you are, until ``lab.leave()`` and for twelve hours at most.
+    """Show your place in the course on an instructor's wall, until ``lab.leave()`` and for twelve hours at most.
 
     Args:
         where: the code and the address that the wall shows, such as "K7QF2MXB@192.168.1.20:8790".
-        alias: what you want to be called there, 1 to 24 letters; the wall knows no other name of you.
+        alias: your name on the wall, 1 to 24 characters; the wall gets no other name of you.
 
     Raises:
-        DtlibError: where no wall answers, or it refuses the code. All but the wall works without it.
+        DtlibError: if no wall answers, or if it refuses the code. Everything except the wall works without it.
     """
     if in_engine():
         raise DtlibError("lab.join belongs in a cell without %%px, because you join, and not each rank.")
@@ -66,7 +67,7 @@ def join(where: str, alias: str) -> None:
     address = f"{scheme or 'http'}://{host}{(path or '').rstrip('/')}"
     try:
         token = _asked(address, "join", {"code": code})["token"]
-    except Exception as problem:  # of the network, or of whatever else answers there
+    except Exception as problem:  # an error of the network, or of another server at this address
         why = {403: f"refuses the code {code!r}", 429: "receives too many requests: try again in a minute"}
         if (status := getattr(problem, "code", None)) in why:
             raise DtlibError(f"The wall at {address} {why[status]}.") from None
@@ -90,7 +91,7 @@ def join(where: str, alias: str) -> None:
 
 
 def leave(quietly: bool = False) -> None:
-    """Leave the wall: your tile goes, and nothing is sent any more."""
+    """Leave the wall: your tile disappears, and nothing more is sent."""
     with _lock():
         note = _read()
         _file().unlink(missing_ok=True)
@@ -102,7 +103,7 @@ def leave(quietly: bool = False) -> None:
 
 
 def report(kind: str, **fields: object) -> None:
-    """Note what has happened, for the wall that this learner has joined, if any. It never waits and never fails."""
+    """Queue an event for the wall that this learner has joined, if any. It never waits and never fails."""
     global _thread
     with suppress(Exception):
         if not _file().exists():
@@ -114,7 +115,7 @@ def report(kind: str, **fields: object) -> None:
 
 
 def follow(shell: "Shell | None") -> None:
-    """Have this kernel report which cells it runs; a second time changes nothing."""
+    """Make this kernel report the cells that it runs; a second call changes nothing."""
     global _beats
     if shell is None or getattr(shell, "kernel", None) is None or in_engine():
         return
@@ -125,7 +126,7 @@ def follow(shell: "Shell | None") -> None:
 
 
 def load_ipython_extension(shell: Shell) -> None:
-    """IPython calls this in each kernel of ``dtlib lab``, whose kernelspec names this file."""
+    """Start reporting. IPython calls this in each kernel of ``dtlib lab``, because the kernelspec names this file."""
     follow(shell)
 
 
@@ -138,7 +139,7 @@ def _ends(result) -> None:
 
 
 def _send_what_comes() -> None:
-    """In the background, as long as this learner is on a wall; outside of kernels until all is sent."""
+    """Send events in a thread: in kernels until the learner leaves, elsewhere until the queue is empty."""
     wait = HEARTBEAT_SECONDS
     while _beats or not _events.empty():
         events = []
@@ -146,26 +147,26 @@ def _send_what_comes() -> None:
             events.append(_events.get(timeout=wait))
             while True:
                 events.append(_events.get_nowait())
-        with suppress(Exception):  # whatever is wrong with the file or the network, there is a next time
+        with suppress(Exception):  # after an error of the file or the network, try again later
             if (note := _noted(events)) is None:
                 return
             try:
                 _asked(note["address"], "tell", message(note["state"], time.time()), note["token"])
             except HTTPError as problem:
-                if problem.code in (401, 403, 410):  # of another day, or another wall
+                if problem.code in (401, 403, 410):  # the token is from another day or another wall
                     return _forget(note)
         time.sleep(BETWEEN_SECONDS)
 
 
 def _noted(events: list) -> dict | None:
-    """What is known with these events; None where this learner is on no wall any more."""
+    """Add events to the learner's state and return it; None if the learner has left the wall."""
     with _lock():
         note, now = _read(), time.time()
         if note is None or now - note["joined"] > JOINED_SECONDS:
             _file().unlink(missing_ok=True)
             return None
         state = note["state"]
-        if state.get("runs") and not psutil.pid_exists(state["runs"]):  # a kernel that was killed
+        if state.get("runs") and not psutil.pid_exists(state["runs"]):  # the kernel was killed
             events = [(now, "started", {}), *events]
         for when, kind, fields in events:
             applied(state, when, kind, fields, os.getpid())
@@ -181,7 +182,7 @@ def _forget(note: dict) -> None:
 
 
 def _asked(address: str, what: str, body: dict, token: str = "") -> dict:
-    """What the wall answers. Not through a proxy: the wall is near."""
+    """Return the wall's answer. No proxy is used, because the wall is in the local network."""
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
     request = Request(f"{address}/{what}", json.dumps(body).encode(), headers)
     with build_opener(ProxyHandler({})).open(request, timeout=ANSWER_SECONDS) as answer:
@@ -203,8 +204,8 @@ def _read() -> dict | None:
 
 
 def _write(note: dict) -> None:
-    """For its owner's eyes alone, and never half: a kernel may be killed at any time."""
-    write_whole(_file(), json.dumps(note), 0o600)
+    """Write the file completely or not at all (a kernel may be killed at any time), readable by its owner only."""
+    write_atomically(_file(), json.dumps(note), 0o600)
 
 
 hooks.listeners.append(report)

@@ -1,4 +1,4 @@
-"""What is known of a room: the latest message of each learner, and what all of them say together (pure Python).
+"""The state of all learners in a room: the latest message of each, and summaries of all (pure Python).
 
 {learner's number: message}  ->  tiles | time by exercise | wrong answers | guesses | choices
 """
@@ -8,31 +8,33 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
 from dtlib.lab.checks.questions import quizzes
-from dtlib.wall.known import ALIAS, IDLE_SECONDS, MOST, SAYS, SHORT
+from dtlib.wall.learner_state import ALIAS, IDLE_SECONDS, MOST, SAYS, SHORT
 
-KINDS = ("stuck", "wrong", "works", "done")  # what a learner says of itself; idle and away are found here
+KINDS = ("stuck", "wrong", "works", "done")  # sent by learners; `idle` and `away` are added here
 AWAY_SECONDS = 20  # without a message
 GONE_SECONDS = 3600
 MOST_LEARNERS = 200
-MOST_LEFT = 1000  # who have left and are remembered, for messages that are on their way
+MOST_LEFT = 1000  # learners who left: their late messages are refused
 MOST_ROWS = 5
 MOST_BARS = 8
 
 
 class Room:
-    """The learners of a room; the clock is the caller's: ``now`` in seconds."""
+    """The learners of a room. Callers pass the time as ``now``, in seconds."""
 
     def __init__(self):
         self.learners = {}  # number -> (message, when it arrived)
-        self.left: deque = deque(maxlen=MOST_LEFT)  # numbers
-        self._asked = {}  # number -> {prediction, or quiz/question of this learner's message: when it was answered}
+        self.left: deque = deque(maxlen=MOST_LEFT)  # learners' numbers
+        # number -> {name of a prediction or quiz question in this learner's message: time of the answer}
+        self._asked = {}
 
     def tell(self, number: str, message: dict, now: float) -> bool:
-        """Take a learner's message in place of the last one; False where the room is full, or the learner has left."""
+        """Replace a learner's message; return False if the room is full or the learner has left."""
         for gone in [each for each, (_, seen) in self.learners.items() if now - seen > GONE_SECONDS]:
             self._forget(gone)
         if number in self.left or (number not in self.learners and len(self.learners) >= MOST_LEARNERS):
             return False
+        # Note when each answer changed, so that the page can show the latest question.
         before = self.learners.get(number, ({"guesses": {}, "quizzes": {}},))[0]
         asked = self._asked.get(number, {})
         self._asked[number] = {
@@ -43,16 +45,17 @@ class Room:
         return True
 
     def leave(self, number: str) -> None:
+        """Remove a learner; later messages of this learner are refused."""
         if number in self.learners:
             self._forget(number)
             self.left.append(number)
 
     def _forget(self, number: str) -> None:
         del self.learners[number]
-        self._asked.pop(number, None)  # a room that was kept has none
+        self._asked.pop(number, None)  # missing if the learner has answered nothing
 
     def shown(self, now: float) -> dict:
-        """What the page shows, as JSON has it."""
+        """Return the content of the page, ready for JSON."""
         messages = [message for message, _ in self.learners.values()]
         tiles = [_tile(message, now - seen) for message, seen in self.learners.values()]
         return {
@@ -64,7 +67,7 @@ class Room:
         }
 
     def _latest(self, kind: str, messages: list[dict], show: Callable):
-        """Of what was asked last; where nothing was asked since the wall was started, of what most have answered."""
+        """Return the summary of the latest question; if none was answered since the start, of the most answered one."""
         answered = Counter(name.partition(": ")[0] for message in messages for name in message[kind])
         if not answered:
             return None
@@ -89,7 +92,7 @@ def _tile(message: dict, silent: float) -> dict:
 
 
 def _times(messages: list[dict]) -> list[list]:
-    """Exercise, seconds of all learners, how many of them; the dearest first."""
+    """Return rows of exercise, seconds of all learners, number of learners; most seconds first."""
     spent = defaultdict(list)
     for message in messages:
         for exercise, seconds in message["spent"].items():
@@ -99,7 +102,7 @@ def _times(messages: list[dict]) -> list[list]:
 
 
 def _wrong(messages: list[dict]) -> list[list]:
-    """Exercise, sentence, how many learners gave that answer; the most frequent first."""
+    """Return rows of exercise, sentence, number of learners with this wrong answer; most frequent first."""
     count: Counter[str] = Counter()
     says = {}
     for message in messages:
@@ -110,7 +113,7 @@ def _wrong(messages: list[dict]) -> list[list]:
 
 
 def _guesses(name: str, messages: list[dict]) -> dict:
-    """A histogram for each of the values that are asked for, and how many learners have seen the outcome."""
+    """Return a histogram for each predicted value, and how many learners have seen the outcome."""
     found = defaultdict(list)
     for message in messages:
         for key, (guess, compared) in message["guesses"].items():
@@ -122,7 +125,7 @@ def _guesses(name: str, messages: list[dict]) -> dict:
 
 
 def histogram(guesses: list[float | str]) -> list[list]:
-    """Label and number of each bar: a value a bar, in order; of many numbers neighbours share one."""
+    """Return label and count of each bar, in order: one value per bar, or neighbours together if there are many."""
     numbers = sorted({guess for guess in guesses if not isinstance(guess, str)})
     count = Counter(guesses)
     each = math.ceil(len(numbers) / MOST_BARS) if numbers else 1
@@ -140,7 +143,7 @@ def _in_digits(number: float) -> str:
 
 
 def _choices(name: str, messages: list[dict]) -> dict:
-    """A question's options, with how many have chosen each first; which is right is not said."""
+    """Return a question's options, each with the number of learners who chose it first. The right one is not marked."""
     quiz, number = name.split("/")
     question = quizzes()[quiz].questions[int(number)]
     chosen = Counter(message["quizzes"].get(name) for message in messages)
@@ -149,10 +152,10 @@ def _choices(name: str, messages: list[dict]) -> dict:
 
 
 def checked(message: dict) -> dict:
-    """A message as a learner's notebook sends it, and nothing else.
+    """Return the expected fields of a learner's message, and no others.
 
     Raises:
-        ValueError: for any other.
+        ValueError: if a field is missing or malformed.
     """
     try:
         _needed(message["kind"] in KINDS and len(message["place"]) == 3)
@@ -185,7 +188,7 @@ def _is_choice(name: str, letter: str) -> bool:
 
 
 def _text(value: str, most: int) -> str:
-    """Without what moves or hides other letters."""
+    """Return the text with unprintable characters replaced, because these can move or hide other characters."""
     _needed(isinstance(value, str))
     return "".join(letter if letter.isprintable() else " " for letter in value[:most])
 

@@ -1,13 +1,13 @@
-"""``dtlib wall``: what learners' notebooks tell comes in by HTTP, and one page shows it, live.
+"""``dtlib wall``: an HTTP server that receives messages of learners' notebooks and serves one live page.
 
-    POST join   {code}                      -> {token}: a number and its seal, so the wall need not keep it
+    POST join   {code}                      -> {token}: a number and its signature, so the wall stores no tokens
     POST tell   a message, with the token   -> {}
     POST leave  the token                   -> {}
-    GET  room   with the instructor's key   -> what the page shows; the page itself shows nothing without
-    GET         of a hub's service          -> the page with its key, to those of the hub who may see it
+    GET  room   with the instructor's key   -> the content of the page; without the key the page is empty
+    GET         of a hub's service          -> the page with its key, for authorised users of the hub
 
-Code, key and the seal's secret lie in a file that only their owner can read, for a day: a wall that was killed and
-started again lets the same learners in, and they have told it all within seconds.
+The code, the key and the secret of the signatures are in a file that only its owner can read, for a day. So a wall that
+was killed and restarted accepts the same learners, and shows their state again within seconds.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ from tornado import httpserver, netutil, web
 from tornado.iostream import IOStream
 
 from dtlib.errors import DtlibError
-from dtlib.wall import kept
+from dtlib.wall import secrets_file
 from dtlib.wall.room import Room, checked
 
-MOST_BYTES = 64 * 1024  # of a message
+MOST_BYTES = 64 * 1024  # bytes of the largest accepted message
 MOST_CONNECTIONS = 500
-SILENT_SECONDS = 10  # that a connection may take to say something
-A_SECOND = {"tell": 4, "join": 5}  # messages of a learner; learners
+SILENT_SECONDS = 10  # after which an idle connection is closed
+A_SECOND = {"tell": 4, "join": 5}  # messages per learner and second; joins per second
 AT_ONCE = {"tell": 20, "join": 100}
 POLICY = "; ".join(
     ("default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'", "base-uri 'none'",
@@ -47,15 +47,17 @@ POLICY = "; ".join(
 
 
 class Rates:
-    """How often something may be done: ``A_SECOND``, and ``AT_ONCE`` after a pause."""
+    """Rate limits: ``A_SECOND`` requests per second, and up to ``AT_ONCE`` after a pause."""
 
     def __init__(self):
-        self._left = {}  # (what, who) -> (how many more, when)
+        self._left = {}  # (what, who) -> (requests left, time of the last request)
 
     def allow(self, what: str, who: str = "") -> bool:
+        """Return True if ``who`` may do ``what`` now, and count the request."""
         now = time.monotonic()
-        if len(self._left) > 10_000:  # of those who asked long ago nothing need be known
+        if len(self._left) > 10_000:  # forget clients whose limit is full again
             self._left = {key: it for key, it in self._left.items() if now - it[1] < AT_ONCE[key[0]] / A_SECOND[key[0]]}
+        # A token bucket: the requests left grow with time, up to AT_ONCE.
         left, when = self._left.get((what, who), (AT_ONCE[what], now))
         left = min(AT_ONCE[what], left + (now - when) * A_SECOND[what])
         self._left[what, who] = left - (left >= 1), now
@@ -63,18 +65,19 @@ class Rates:
 
 
 class Wall:
-    """A room, and who may speak in it."""
+    """A room with its code, tokens and rate limits."""
 
     def __init__(self, secret: dict, address: str):
         self.secret, self.address = secret, address
         self.room, self.rates = Room(), Rates()
 
     def token(self) -> str:
+        """Return a new token: a random number and its signature."""
         number = secrets.token_hex(8)
         return f"{number}.{self._seal(number)}"
 
     def number(self, token: str) -> str | None:
-        """Whose token that is; None where this wall has not given it."""
+        """Return the learner's number in a token; None if this wall did not issue the token."""
         number, _, seal = token.partition(".")
         return number if hmac.compare_digest(seal.encode(), self._seal(number).encode()) else None
 
@@ -83,7 +86,7 @@ class Wall:
 
 
 class Answers(web.RequestHandler):
-    """What all of them share: no answer is kept by a browser or shown inside another page."""
+    """The base class of all handlers: no answer is cached by a browser or shown inside another page."""
 
     def initialize(self, wall: Wall) -> None:
         self.wall = wall
@@ -95,12 +98,15 @@ class Answers(web.RequestHandler):
         self.finish({"error": status_code})
 
     def refuse(self, status: int = 403) -> NoReturn:
+        """End the request with an HTTP error."""
         raise web.HTTPError(status)
 
     def bearer(self) -> str:
+        """Return the token or key of the request."""
         return self.request.headers.get("Authorization", "").removeprefix("Bearer ")
 
     def body(self) -> dict:
+        """Return the JSON object of the request, or refuse the request."""
         try:
             found = json.loads(self.request.body)
         except (ValueError, RecursionError):
@@ -108,6 +114,7 @@ class Answers(web.RequestHandler):
         return found if isinstance(found, dict) else self.refuse(400)
 
     def learner(self) -> str:
+        """Return the learner's number, or refuse an invalid token or too many requests."""
         number = self.wall.number(self.bearer()) or self.refuse()
         if not self.wall.rates.allow("tell", number):
             raise web.HTTPError(429)
@@ -115,6 +122,7 @@ class Answers(web.RequestHandler):
 
 
 def set_headers(handler: web.RequestHandler) -> None:
+    """Set the security headers of an answer."""
     handler.set_header("Content-Security-Policy", POLICY)
     handler.set_header("X-Content-Type-Options", "nosniff")
     handler.set_header("Referrer-Policy", "no-referrer")
@@ -126,6 +134,8 @@ def _bytes(code) -> bytes:
 
 
 class Join(Answers):
+    """A learner joins: check the code, return a token."""
+
     def post(self) -> None:
         if not hmac.compare_digest(_bytes(self.body().get("code")), self.wall.secret["code"].encode()):
             self.refuse()
@@ -135,6 +145,8 @@ class Join(Answers):
 
 
 class Tell(Answers):
+    """A learner's notebook sends its state."""
+
     def post(self) -> None:
         number = self.learner()
         try:
@@ -147,12 +159,16 @@ class Tell(Answers):
 
 
 class Leave(Answers):
+    """A learner leaves."""
+
     def post(self) -> None:
         self.wall.room.leave(self.learner())
         self.finish({})
 
 
 class Shown(Answers):
+    """The instructor's page polls its content."""
+
     def get(self) -> None:
         if not hmac.compare_digest(self.bearer().encode(), self.wall.secret["key"].encode()):
             self.refuse()
@@ -161,18 +177,24 @@ class Shown(Answers):
 
 
 class Site(web.StaticFileHandler):
+    """The files of the page."""
+
     def set_extra_headers(self, path: str) -> None:
         set_headers(self)
 
 
 class Places:
-    """Connections that are open. A new one always has a place: where all are taken, it is that of the oldest one of the
-    address that has most. So those who connect and say nothing close their own connections."""
+    """Open connections, at most ``MOST_CONNECTIONS``.
+
+    A new connection is always accepted. If all places are taken, the oldest connection of the address with most
+    connections is closed. So clients that open idle connections lose their own connections first.
+    """
 
     def __init__(self):
-        self._taken: dict[IOStream, str] = {}  # connection -> address, the oldest first
+        self._taken: dict[IOStream, str] = {}  # connection -> address, oldest first
 
     def give(self, stream: IOStream, address: str) -> None:
+        """Register a connection, and close another one if all places are taken."""
         self._taken = {each: whose for each, whose in self._taken.items() if not each.closed()}
         if len(self._taken) >= MOST_CONNECTIONS:
             ((most, _),) = Counter(self._taken.values()).most_common(1)
@@ -181,7 +203,7 @@ class Places:
 
 
 class Server(httpserver.HTTPServer):
-    """One that is not filled by those who connect and say nothing."""
+    """An HTTP server that idle connections cannot fill."""
 
     places: Places
 
@@ -191,6 +213,7 @@ class Server(httpserver.HTTPServer):
 
 
 def application(wall: Wall, prefix: str = "/", of_hub: bool = False) -> web.Application:
+    """Return the web application; with ``of_hub`` it also has the login of a JupyterHub service."""
     routes = {"join": Join, "tell": Tell, "leave": Leave, "room": Shown}
     site = {"path": str(Path(__file__).with_name("site")), "default_filename": "page.html"}
     return web.Application(
@@ -198,12 +221,12 @@ def application(wall: Wall, prefix: str = "/", of_hub: bool = False) -> web.Appl
         + (entrance(wall, prefix) if of_hub else [])
         + [(re.escape(prefix) + r"((?:page\.\w+)?)", Site, site)],
         cookie_secret=secrets.token_bytes(32),
-        log_function=lambda handler: None,  # no address of a learner
+        log_function=lambda handler: None,  # learners' addresses are not logged
     )
 
 
 def entrance(wall: Wall, prefix: str) -> list:
-    """The front door of a hub's service: it gives the page's key to who has logged in and may, as teachers may."""
+    """Return the handlers for a hub's service: they redirect authorised users to the page with its key."""
     from jupyterhub.services.auth import HubOAuthCallbackHandler, HubOAuthenticated
 
     class Entrance(HubOAuthenticated, web.RequestHandler):
@@ -215,25 +238,25 @@ def entrance(wall: Wall, prefix: str) -> list:
 
 
 def serve(host: str, port: int, browser: bool) -> int:
-    """Show the wall until Ctrl-C, or SIGTERM."""
+    """Serve the wall until Ctrl-C or SIGTERM."""
     prefix = os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/")
     if url := os.environ.get("JUPYTERHUB_SERVICE_URL"):
         host, port = urlsplit(url).hostname or host, urlsplit(url).port or port
     try:
         sockets = netutil.bind_sockets(port, host)
-    except (OSError, UnicodeError) as problem:  # the second: a name that is none
+    except (OSError, UnicodeError) as problem:  # UnicodeError: not a valid host name
         why = getattr(problem, "strerror", None) or problem
         raise DtlibError(f"{host}:{port} cannot be listened on ({why}): name others with --host and --port.") from None
     port = sockets[0].getsockname()[1]
     here = address_of(host)
-    wall = Wall(kept.secret_of(port), "" if url else f"{here}:{port}")
+    wall = Wall(secrets_file.secret_of(port), "" if url else f"{here}:{port}")
     page = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else here}:{port}{prefix}#{wall.secret['key']}"
     where = wall.address or f"THE HUB'S ADDRESS{prefix}"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the loop has its own: ended as soon as it is heard of
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the event loop has its own handler
     print(f'Learners join with: lab.join("{wall.secret["code"]}@{where}", "an alias of their own")', flush=True)
     print(f"The page, for you and your projector: {page}", flush=True)
     print("Nothing is stored. Ctrl-C ends the wall.", flush=True)
-    with kept.page_file(port, page) if browser else nullcontext() as file:
+    with secrets_file.page_file(port, page) if browser else nullcontext() as file:
         asyncio.run(_serve(application(wall, prefix, bool(url)), sockets, file))
     return 0
 
@@ -248,14 +271,15 @@ async def _serve(served, sockets, page: str | None) -> None:
     over = asyncio.Event()
     for each in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(each, over.set)
-    if page:  # in a thread: a browser in a terminal would not return
+    # In a thread, because a browser that runs in the terminal does not return.
+    if page:
         threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
     await over.wait()
     server.stop()
 
 
 def address_of(host: str) -> str:
-    """At which address the machines of this network reach a server that listens on ``host``; nothing is sent."""
+    """Return the address at which this network's machines reach a server on ``host``. Nothing is sent."""
     if host not in ("0.0.0.0", "::", ""):
         return f"[{host}]" if ":" in host else host
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:

@@ -1,5 +1,5 @@
-"""Real data, real models, real metrics: what the lessons train.
+"""The training tasks of the lessons, with real data, real models and real metrics.
 
-``vision.workload(config)``, ``summarization.workload(config)`` and ``decoder.workload(config)`` each give a
+``vision.workload(config)``, ``summarization.workload(config)`` and ``decoder.workload(config)`` each return a
 ``Workload``.
 """

@@ -1,4 +1,4 @@
-"""From a model's log-probabilities to a summary: beam search."""
+"""Beam search: generate a summary from a model's log-probabilities."""
 
 from typing import Protocol
 
@@ -9,26 +9,29 @@ from torch import Tensor, nn
 from dtlib.measure.progress import tell
 from dtlib.workloads import text
 
-BATCH = 32  # articles at a time
-LENGTH_POWER = 1.6  # of a summary's length, by which its log-probability is divided: 0 favours short ones
+BATCH = 32  # articles per batch
+# A summary's score is its log-probability divided by its length to this power. 0 would favour short summaries.
+LENGTH_POWER = 1.6
 
 
 class Lengths(Protocol):
-    """Of ``Summaries`` what writing takes."""
+    """The part of ``Summaries`` that ``summarize`` needs."""
 
     tokenizer: Tokenizer
     summary_tokens: int
 
-    def article(self, words: str) -> list[int]: ...
+    def article(self, words: str) -> list[int]:
+        """Return the tokens of an article."""
 
 
 def summarize(model: nn.Module, data: Lengths, articles: list[str], beams: int = 4) -> list[str]:
-    """Summaries of articles, as text.
+    """Return summaries of articles, as text.
 
     Args:
-        model: ``model((source, prefix))`` gives log-probabilities (batch, T, vocabulary).
+        model: ``model((source, prefix))`` returns log-probabilities, (batch, T, vocabulary).
         data: ``Summaries``, for its tokenizer and lengths.
-        beams: beginnings that are kept at a time; 1 takes the likeliest token each time.
+        articles: the texts.
+        beams: the number of prefixes that the search keeps; 1 is greedy decoding.
     """
     device, was, found = next(model.parameters()).device, model.training, []
     model.eval()
@@ -44,10 +47,10 @@ def summarize(model: nn.Module, data: Lengths, articles: list[str], beams: int =
 
 
 def search(model: nn.Module, source: Tensor, beams: int, longest: int) -> Tensor:
-    """The best summary of each source (batch, S), without BEGIN, cut off at ``longest``: (batch, T), int64.
+    """Return the best summary, without BEGIN, of each source (batch, S): (batch, T), int64, with T at most ``longest``.
 
-    In each step every beginning is continued by every token, and the ``beams`` best of the continuations stay. One that
-    has ended goes on with padding, at no cost.
+    Each step extends every prefix by every token, and keeps the ``beams`` best results. A prefix that has ended is
+    extended by padding, which does not change its score.
     """
     batch, rows = len(source), torch.arange(len(source), device=source.device)[:, None]
     prefix = torch.full((batch, 1, 1), text.BEGIN, device=source.device)
@@ -61,6 +64,8 @@ def search(model: nn.Module, source: Tensor, beams: int, longest: int) -> Tensor
         vocabulary = steps.shape[2]
         ended = (prefix[..., -1:] == text.END) | (prefix[..., -1:] == text.PAD)
         only_padding = torch.full_like(steps, -torch.inf).index_fill(2, never[:1], 0.0)
+        # Rank all pairs of prefix and token together: ``best // vocabulary`` is the prefix, ``best % vocabulary`` the
+        # token.
         totals = (scores[..., None] + torch.where(ended, only_padding, steps)).flatten(1)
         scores, best = totals.topk(beams, dim=1)
         prefix = torch.cat([prefix[rows, best // vocabulary], (best % vocabulary)[..., None]], dim=2)
@@ -71,15 +76,17 @@ def search(model: nn.Module, source: Tensor, beams: int, longest: int) -> Tensor
 
 
 def _without_repetition(steps: Tensor, prefix: Tensor) -> Tensor:
-    """No three tokens a second time: what followed the last two before is ruled out. R. Paulus et al., 2017."""
+    """Forbid a token if it would repeat three consecutive tokens of the prefix. R. Paulus et al., 2017."""
     before = (prefix[..., :-2] == prefix[..., -2:-1]) & (prefix[..., 1:-1] == prefix[..., -1:])
     ruled_out = torch.where(before, -torch.inf, torch.inf).to(steps.dtype)
     return steps.scatter_reduce(2, prefix[..., 2:], ruled_out, "amin")
 
 
 def _following(model, source: Tensor):
-    """A function of beginnings (batch, beams, T) that gives log-probabilities of what follows, (batch, beams,
-    vocabulary). A source is encoded once, if the model can do that by itself."""
+    """Return a function from prefixes, (batch, beams, T), to log-probabilities of the next token.
+
+    These are (batch, beams, vocabulary). If the model has a method ``encode``, each source is encoded only once.
+    """
     if hasattr(model, "encode"):
         memory = model.encode(source)
 

@@ -1,10 +1,10 @@
-"""Text, byte after byte: a decoder of the sizes that ``dtlib.planner`` counts with, so that its plans can be run.
+"""A decoder that predicts text byte by byte. Its sizes are those of ``dtlib.planner``, so that plans can be run.
 
     bytes (batch, seq) -> Embedding -> Block ... Block -> Head -> logits (batch, seq, 256)
 
-It has ``planner.Model(layers, hidden, heads, 256, seq, tied=False).parameters`` parameters: norms stand before
-attention and MLP, and none before the head. With a ``tensor`` communicator its layers are cut over those ranks, as in
-parallel/tensor, and have the same values.
+It has ``planner.Model(layers, hidden, heads, 256, seq, tied=False).parameters`` parameters. There are norms before
+attention and MLP, and none before the head. With a ``tensor`` communicator each layer is divided over its ranks, as in
+parallel/tensor, and computes the same values.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 
 class Attention(nn.Module):
-    """Causal self-attention on one rank, with the names and the values of ``ParallelAttention``."""
+    """Causal self-attention on one rank, with the parameter names and values of ``ParallelAttention``."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -58,6 +58,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """A perceptron with one hidden layer and GELU: (..., width) to (..., width)."""
+
     def __init__(self, width: int, hidden: int):
         super().__init__()
         self.linear1, self.linear2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
@@ -67,7 +69,7 @@ class MLP(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Bytes and their places to vectors: (batch, seq) to (batch, seq, width)."""
+    """An embedding of bytes and their positions: (batch, seq) to (batch, seq, width)."""
 
     def __init__(self, seq: int, width: int, tensor: Communicator | None = None, context: Shared | None = None):
         super().__init__()
@@ -82,8 +84,10 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """(batch, seq, width) to the same. ``recompute``: ``selective`` computes the core of attention anew in the backward
-    pass, ``full`` all of the block."""
+    """A transformer block: (batch, seq, width) to (batch, seq, width).
+
+    ``recompute`` is what the backward pass recomputes: ``selective`` the core of attention, ``full`` the whole block.
+    """
 
     def __init__(
         self, width: int, heads: int, recompute: str = "none", tensor: Communicator | None = None,
@@ -96,8 +100,9 @@ class Block(nn.Module):
             self.mlp = experts(width)
         else:
             self.mlp = ParallelMLP(width, 4 * width, tensor) if tensor else MLP(width, 4 * width)
+        # Replace the core of attention of this instance only; its projections work on each rank's tokens as before.
         if context is not None:
-            vars(self.attention)["mixed"] = partial(mixed_over_ranks, self.attention, context)
+            vars(self.attention)["mixed"] = partial(context_attention, self.attention, context)
         self.attention.recompute, self.recompute = recompute == "selective", recompute == "full"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,20 +111,24 @@ class Block(nn.Module):
         return self.inside(x)
 
     def inside(self, x: Tensor) -> Tensor:
+        """Compute the block without recomputation."""
         with phase("forward"):
             x = x + self.attention(self.norm1(x))
             return x + self.mlp(self.norm2(x))
 
 
-def mixed_over_ranks(attention: nn.Module, context: Shared, of_heads: Tensor) -> Tensor:
-    """The core of attention, over the tokens of all ranks of a context axis."""
+def context_attention(attention: nn.Module, context: Shared, of_heads: Tensor) -> Tensor:
+    """Compute the core of attention over the tokens of all ranks of a context axis."""
     by_heads = of_heads.unflatten(-1, (attention.heads_here, 3, attention.head_width))
     mixed = context.attention(*(each.transpose(-3, -2) for each in by_heads.unbind(-2)))
     return mixed.transpose(-3, -2).flatten(-2)
 
 
 class Mixture(nn.Module):
-    """Experts in one process, with the names and the values of ``MixtureOfExperts``, for what is not trained."""
+    """A mixture of experts in one process, with the parameter names and values of ``MixtureOfExperts``.
+
+    It computes every expert for every token, and is used for models that are not trained.
+    """
 
     def __init__(self, width: int, experts: list, top: int):
         super().__init__()
@@ -136,7 +145,11 @@ class Mixture(nn.Module):
 def experts_of(
     width: int, count: int, top: int, expert: Communicator | None = None, copies: Communicator | None = None
 ) -> nn.Module:
-    """All are drawn, so that they begin the same however they are shared out; this rank's are kept."""
+    """Return a layer of ``count`` experts; with ``expert``, a communicator, the layer has this rank's experts only.
+
+    Every rank initialises all experts and drops those of other ranks. So initial values do not depend on the number of
+    ranks.
+    """
     experts = [MLP(width, 4 * width) for _ in range(count)]
     if expert is None:
         return Mixture(width, experts, top)
@@ -145,11 +158,11 @@ def experts_of(
 
 
 class Decoder(Chain):
-    """The layers on one rank, each a unit that ZeRO's stage 3 shards."""
+    """The layers on one rank; each is a unit that ZeRO stage 3 shards."""
 
     def __init__(self, specs: Iterable[LayerSpec], seed: int):
         super().__init__(specs, seed)
-        self.layers = nn.ModuleList(self.layers.values())  # type: ignore[assignment]  # by their names in a Chain
+        self.layers = nn.ModuleList(self.layers.values())  # type: ignore[assignment]  # a ModuleDict in Chain
 
     def forward(self, *inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         (value,) = inputs
@@ -160,13 +173,14 @@ class Decoder(Chain):
 
 
 def head(width: int, tensor: Communicator | None = None) -> LayerSpec:
+    """Return the last layer, (batch, seq, width) to logits; with ``tensor``, each rank has a part of the vocabulary."""
     if tensor is None:
         return LayerSpec(nn.Linear, width, VOCABULARY, bias=False)
     return LayerSpec(ColumnParallelLinear, width, VOCABULARY, tensor, bias=False, gather_output=False)
 
 
 class Windows(Dataset):
-    """Pairs of ``seq`` bytes and those that follow on each, (seq,) int64."""
+    """Windows of a text: pairs of ``seq`` bytes and the byte after each of them, both (seq,) int64."""
 
     def __init__(self, text: bytes, seq: int):
         self.bytes, self.seq = torch.frombuffer(bytearray(text), dtype=torch.uint8).long(), seq
@@ -183,7 +197,7 @@ def loss_fn(
     outputs: Tensor, targets: Tensor, tensor: Communicator | None = None, context: Shared | None = None,
     layers: Iterable[MixtureOfExperts] = (), balance: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """-log p, the mean over all bytes, and for the balance of each of ``layers``, which have experts."""
+    """Return the mean of -log p over all bytes, plus ``balance`` times the balance loss of each layer of experts."""
     if context is not None:
         targets = context.tokens(targets)
     if layers:
@@ -197,18 +211,20 @@ def workload(
     config: dict, tensor: Communicator | None = None, context: Shared | None = None, expert: Communicator | None = None,
     copies: Communicator | None = None,
 ) -> Workload:  # fmt: skip
-    """The decoder workload: descriptions of functions (those of ``summarization``), a text of bytes.
+    """Return the decoder workload. Its text are the function descriptions of the workload ``summarization``, as bytes.
 
     Args:
-        config: ``layers``, ``hidden``, ``heads``, ``seq``, sizes of the model; ``recompute``, ``none``, ``selective``
-            or ``full``; ``experts`` in place of each MLP, of which a token takes ``top``, and ``balance``, what their
-            balance weighs in the loss; ``test_samples``, how many are evaluated; ``seed``.
-        tensor: a communicator of the ranks that share each layer.
-        context: those that share each sequence (shared_tokens.py).
-        expert, copies: communicators of the ranks that share experts out, and of those with the same ones.
+        config: ``layers``, ``hidden``, ``heads`` and ``seq`` are the sizes of the model. ``recompute`` is ``none``,
+            ``selective`` or ``full``. ``experts`` is the number of experts that replace each MLP, ``top`` the number
+            of experts per token, and ``balance`` the weight of the balance loss. ``test_samples`` is the number of
+            samples in an evaluation. ``seed`` initialises the parameters.
+        tensor: the communicator of the ranks that divide each layer.
+        context: the context axis, whose ranks share each sequence (shared_tokens.py).
+        expert: the communicator of the ranks among which experts are divided.
+        copies: the communicator of the ranks with the same experts.
 
     Raises:
-        DtlibError: for an unknown key, and for sizes that cannot be.
+        DtlibError: for an unknown key, and for impossible sizes.
     """
     config = settings(config, DEFAULTS, "decoder")
     for key in ("layers", "hidden", "heads", "seq", "test_samples"):
@@ -250,7 +266,7 @@ def workload(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, comm: Communicator, data: Windows, samples: int) -> dict:
-    """``test_loss``: -log p of a byte, the mean over so many samples, spread over the test data."""
+    """Return ``test_loss``: the mean -log p per byte, over ``samples`` samples at equal distances in the test data."""
     count = min(samples, len(data))
     device, lost = next(model.parameters()).device, []
     for at in range(comm.rank, count, comm.size):

@@ -1,15 +1,15 @@
-"""scikit-learn's handwritten digits, and many small networks trained on them at once.
+"""scikit-learn's handwritten digits, and many small networks that are trained on them at the same time.
 
-A figure with intervals needs hundreds of trainings, and each alone would keep a core busy with overhead. So networks
-that see batches of the same size are trained together: parameters have a dimension more, in front, and a layer of all
-networks is one ``baddbmm``. The loss is the sum of the networks' losses. No two share a parameter, so the gradient
-of each is its own:
+A figure with confidence intervals needs hundreds of training runs. One small network alone would spend most of the time
+in overhead. So networks with the same batch size are trained together: parameters have one more dimension in front, and
+a layer of all networks is one ``baddbmm``. The loss is the sum of the networks' losses. Networks share no parameters,
+so each parameter's gradient is that of its own network's loss:
 
     weights (networks, in, out)      x (networks, batch, in)      loss = loss of network 0 + loss of network 1 + ...
 
-A network's seed decides which images it is trained on, where it starts, and the order in which it sees them; two runs
-with the same seed differ in nothing but what they are meant to (*paired* seeds). Whoever has larger batches sees
-the same images in the same order, cut into fewer pieces.
+A network's seed decides its training images, its initial parameters, and the order of the images. Two runs with the
+same seed differ only in the setting under study (*paired* seeds). A run with larger batches uses the same images in the
+same order, in fewer steps.
 """
 
 import math
@@ -31,10 +31,10 @@ LOOK_EVERY = 20  # steps
 
 @cache
 def load() -> tuple[Tensor, Tensor]:
-    """All 1797 images as (1797, 64) floats from 0 to 1, and their labels as (1797,) integers from 0 to 9.
+    """Return all 1797 images, (1797, 64) floats from 0 to 1, and their labels, (1797,) integers from 0 to 9.
 
-    E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, 1998. The file is read from scikit-learn's folder:
-    importing that package takes seconds on every rank.
+    E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, 1998. The file is read from scikit-learn's folder
+    without importing scikit-learn, which would take seconds on every rank.
     """
     spec = find_spec("sklearn")
     assert spec is not None and spec.submodule_search_locations
@@ -44,9 +44,9 @@ def load() -> tuple[Tensor, Tensor]:
 
 
 def split(train: int = 1440) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """``(x, y), (x_test, y_test)``: all images, shuffled once and for all, the first ``train`` of them to learn from.
+    """Return ``(x, y), (x_test, y_test)``: the first ``train`` images for training, the others for the test.
 
-    1440 divides by 2, 3, 4, 5, 6 and 8 ranks.
+    The images are in a fixed random order. 1440 is divisible by 2, 3, 4, 5, 6 and 8 ranks.
     """
     images, labels = load()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -56,8 +56,10 @@ def split(train: int = 1440) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
 
 @dataclass
 class Task:
-    """What a seed decides. ``train`` and ``test`` are places in ``load()``, ``labels`` what the network is told about
-    the images of ``train``, ``start`` its parameters, ``order`` the places in ``train`` that it sees one after another.
+    """The data and initial parameters of one network.
+
+    ``train`` and ``test`` are indices of images in ``load()``. ``labels`` are the training labels of ``train``, perhaps
+    with noise. ``start`` are the initial parameters. ``order`` are the indices into ``train`` in the order of training.
     """
 
     train: Tensor
@@ -68,9 +70,12 @@ class Task:
 
 
 def task(seed: int, train: int = 1280, epochs: int = 20, noise: float = 0.0) -> Task:
-    """The task of a seed: ``train`` images to learn from, in ``epochs`` passes; the others are for the test.
+    """Create the task of a seed.
 
     Args:
+        seed: decides everything that is random.
+        train: the number of training images; the others are for the test.
+        epochs: passes over the training images.
         noise: the fraction of training labels that are replaced by another digit.
     """
     chance = torch.Generator().manual_seed(seed)
@@ -78,14 +83,14 @@ def task(seed: int, train: int = 1280, epochs: int = 20, noise: float = 0.0) -> 
     places = torch.randperm(len(labels), generator=chance)
     learn, test = places[:train], places[train:]
     told = labels[learn].clone()
-    wrong = math.floor(noise * train)  # places are in random order already
+    wrong = math.floor(noise * train)  # the images are in random order, so change the first labels
     told[:wrong] = (told[:wrong] + torch.randint(1, 10, (wrong,), generator=chance)) % 10
     order = torch.cat([torch.randperm(train, generator=chance) for _ in range(epochs)])
     return Task(learn, test, told, _start(chance), order)
 
 
 def _start(chance: torch.Generator) -> list[Tensor]:
-    """Weights (in, out) and biases (1, out), as ``nn.Linear`` draws them: uniform, up to 1 / sqrt(in)."""
+    """Return weights (in, out) and biases (1, out), uniform up to 1 / sqrt(in), like ``nn.Linear``."""
     start = []
     for inputs, outputs in pairwise(WIDTHS):
         bound = inputs**-0.5
@@ -95,7 +100,7 @@ def _start(chance: torch.Generator) -> list[Tensor]:
 
 
 def forward(parameters: list[Tensor], x: Tensor) -> Tensor:
-    """Scores (networks, batch, 10) of images (networks, batch, 64)."""
+    """Return scores, (networks, batch, 10), of images, (networks, batch, 64)."""
     *hidden, last = zip(parameters[::2], parameters[1::2], strict=True)
     for weight, bias in hidden:
         x = torch.baddbmm(bias, x, weight).relu()
@@ -103,28 +108,29 @@ def forward(parameters: list[Tensor], x: Tensor) -> Tensor:
 
 
 def losses(parameters: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """The mean cross-entropy of each network, (networks,)."""
+    """Return the mean cross-entropy of each network, (networks,)."""
     scores = forward(parameters, x)
     return functional.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
 
 
 def train(tasks: list[Task], batch: int, rates: Tensor, until: float = 0.0) -> list[Tensor]:
-    """Train a network for each task, all at once, by SGD with momentum; returns the stacked parameters.
+    """Train one network for each task, all at the same time, by SGD with momentum; return the stacked parameters.
 
     Args:
-        batch: images in a step.
-        rates: (steps, networks), the learning rate of each network in each step: at most as many steps as ``order``
-            has whole batches.
-        until: a network whose loss over all its training images has come down to this stays as it is; looked at
-            every ``LOOK_EVERY`` steps.
+        tasks: one per network.
+        batch: images per step.
+        rates: (steps, networks), the learning rate of each network in each step. There are at most as many steps as
+            whole batches in ``order``.
+        until: training of a network stops when its loss over all training images is at most this; checked every
+            ``LOOK_EVERY`` steps.
 
-    A run may diverge: it then has parameters that are infinite or no numbers, and harms no other.
+    A network may diverge: then its parameters are infinite or NaN. The other networks are not affected.
     """
     images = load()[0]
     parameters = [torch.stack(together).requires_grad_() for together in zip(*(t.start for t in tasks), strict=True)]
     momenta = [torch.zeros_like(parameter) for parameter in parameters]
     train, labels, order = (torch.stack([getattr(t, name) for t in tasks]) for name in ("train", "labels", "order"))
-    goes_on = torch.ones(len(tasks))
+    goes_on = torch.ones(len(tasks))  # 0 for networks whose training has stopped
     for step, rate in enumerate(rates):
         if until and step % LOOK_EVERY == 0:
             with torch.no_grad():
@@ -142,24 +148,24 @@ def train(tasks: list[Task], batch: int, rates: Tensor, until: float = 0.0) -> l
 
 
 def test_errors(parameters: list[Tensor], tasks: list[Task]) -> Tensor:
-    """The fraction of test images that each network gets wrong, (networks,). One that has diverged gets about 0.9."""
+    """Return the error rate of each network on its test images, (networks,); about 0.9 if it has diverged."""
     images, labels = load()
     test = torch.stack([t.test for t in tasks])
     return (forward(parameters, images[test]).argmax(2) != labels[test]).double().mean(1)
 
 
 def train_losses(parameters: list[Tensor], tasks: list[Task]) -> Tensor:
-    """The loss of each network over all its training images, (networks,)."""
+    """Return the loss of each network over all its training images, (networks,)."""
     images = load()[0]
     train, labels = (torch.stack([getattr(t, name) for t in tasks]) for name in ("train", "labels"))
     return losses(parameters, images[train], labels)
 
 
 def sharpness(parameters: list[Tensor], tasks: list[Task], rounds: int = 50) -> Tensor:
-    """How steeply the training loss curves where it curves most, (networks,): its Hessian's largest eigenvalue.
+    """Return the largest eigenvalue of the Hessian of each network's training loss, (networks,).
 
-    By power iteration: from a random direction v, replace v by H v and scale it to length 1, ``rounds`` times. H v
-    is the derivative of (gradient . v), so H itself, a number a pair of parameters, is never there.
+    Power iteration: start with a random direction v. Then ``rounds`` times replace v by H v, scaled to length 1. H v is
+    the derivative of (gradient . v), so H itself, one number for each pair of parameters, is never computed.
     """
     parameters = [parameter.clone().requires_grad_() for parameter in parameters]
     gradients = torch.autograd.grad(train_losses(parameters, tasks).sum(), parameters, create_graph=True)
@@ -174,6 +180,6 @@ def sharpness(parameters: list[Tensor], tasks: list[Task], rounds: int = 50) -> 
 
 
 def _unit(vectors) -> list[Tensor]:
-    """Scaled to length 1 for each network, over all its parameters together."""
+    """Scale the vector of each network, over all its parameters, to length 1."""
     lengths = sum(vector.square().flatten(1).sum(1) for vector in vectors).sqrt().clamp(min=1e-30)
     return [vector / lengths[:, None, None] for vector in vectors]

@@ -1,4 +1,4 @@
-"""Images and their labels, from the files in which MNIST and CIFAR-10 are handed out; nothing in them is executed."""
+"""Read images and labels from the original files of MNIST and CIFAR-10. Reading executes no code from the files."""
 
 import gzip
 import os
@@ -21,12 +21,12 @@ CIFAR_TRAIN = [f"data_batch_{number}.bin" for number in range(1, 6)]
 
 
 def read_folder(folder: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[str, ...]]:
-    """Images and labels to train on, those to test with, and the names of the classes.
+    """Return training images and labels, test images and labels, and the names of the classes.
 
-    Images are (images, channels, height, width), uint8; labels (images,), int64.
+    Images are (images, channels, height, width), uint8; labels are (images,), int64.
 
     Raises:
-        DtlibError: for a folder that has neither data set, and for a file that is not what its name says.
+        DtlibError: if the folder has neither data set, or if a file is damaged or of another format.
     """
     top = Path(folder).expanduser()
     if not top.is_dir():
@@ -41,7 +41,7 @@ def read_folder(folder: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
 
 
 def _find(place: Path, *names: str) -> Path | None:
-    # os.path: below a folder that is closed to this user, Path.exists raises an error.
+    # Use os.path, because Path.exists raises an error in a folder without permission.
     paths = (place / (name + end) for name in names for end in ("", ".gz"))
     return next(filter(os.path.exists, paths), None)
 
@@ -68,10 +68,12 @@ def _mnist(place: Path, which: str) -> tuple[Tensor, Tensor]:
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """An IDX file of bytes, also a gzipped one: 0, 0, type, dimensions, then the sizes as big-endian int32, then data.
+    """Read an IDX file of bytes, perhaps gzipped, as a tensor of ``dimensions`` dimensions, uint8.
+
+    The file has the bytes 0, 0, type, number of dimensions, then the sizes as big-endian int32, then the data.
 
     Raises:
-        DtlibError: for a file that is cut short, has bytes left over, or is no IDX file of so many dimensions.
+        DtlibError: if the file is truncated, has extra bytes, or is no IDX file of this number of dimensions.
     """
     content = path.read_bytes()
     if content[:2] == b"\x1f\x8b":
@@ -92,7 +94,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 
 
 def _cifar(path: Path) -> tuple[Tensor, Tensor]:
-    """Rows of a label and 3 x 32 x 32 pixels."""
+    """Read a file of rows: a label (one byte) and 3 x 32 x 32 pixels."""
     content = _there(path).read_bytes()
     if not content or len(content) % 3073:
         raise DtlibError(f"{path} has {len(content)} bytes, which are not whole rows of 3073: download it again.")

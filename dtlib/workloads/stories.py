@@ -1,9 +1,9 @@
-"""Articles with summaries, in the forms in which CNN/DailyMail is handed out.
+"""Read articles with summaries, in the file formats of CNN/DailyMail.
 
-    *.story     the article, then "@highlight" and a sentence, as often as there are highlights
+    *.story     the article, then for each highlight "@highlight" and a sentence
     *.jsonl, *.json, *.parquet     rows with the columns article, highlights, id
 
-What is broken is left out and told; the good stories around it are used.
+Broken stories are left out and reported; the other stories are used.
 """
 
 import json
@@ -24,24 +24,26 @@ WHERE = (
     "CNN/DailyMail has .story files at https://cs.nyu.edu/~kcho/DMQA/ and Parquet files at "
     "https://huggingface.co/datasets/abisee/cnn_dailymail."
 )
-TEST_SLICE = 10  # without folders or files named train and test, one story in so many is for the test
+TEST_SLICE = 10  # if no file or folder is named test, one of this many stories is for the test
 
 
 class Story(NamedTuple):
+    """An article and its summary."""
+
     name: str
     article: str
     summary: str
 
 
 class Broken(NamedTuple):
-    """A story, or a file of stories, that was left out, and why."""
+    """A report of a story, or a file of stories, that was left out, with the reason."""
 
     where: str
     why: str
 
 
 def story(name: str, text: str) -> Story | Broken:
-    """A ``.story`` file's text. Several highlights become one summary, a sentence each."""
+    """Parse the text of a ``.story`` file; each highlight becomes a sentence of the summary."""
     article, *highlights = (each.strip() for each in text.split("@highlight"))
     return _story(name, article, "\n".join(highlights))
 
@@ -58,38 +60,42 @@ def _story(name: str, article, highlights) -> Story | Broken:
 
 
 def embedded(split: str) -> list[Story]:
-    """What comes with dtlib: ``split`` is ``train`` or ``test``, or ``networkx/train`` or ``networkx/test``."""
+    """Return the stories of dtlib's own corpus.
+
+    ``split`` is ``train``, ``test``, ``networkx/train`` or ``networkx/test``.
+    """
     return list(_embedded()[split])
 
 
 @cache
 def _embedded() -> dict[str, list[Story]]:
-    """Stories by split: a file of the archive is SPLIT/LIBRARY/NAME.story."""
+    """Return the stories by split; files of the archive are named SPLIT/LIBRARY/NAME.story."""
     found: dict = {}
     with tarfile.open(EMBEDDED) as archive:
         for member in archive:
             split, library, name = member.name.rsplit("/", 2)
             if split != "licences":
                 opened = archive.extractfile(member)
-                assert opened is not None  # it is a file
+                assert opened is not None  # None only for folders and links
                 text = opened.read().decode()
                 found.setdefault(split, []).append(story(f"{library}/{name}", text))
     return found
 
 
 def spread(found: list[Story], count: int) -> list[Story]:
-    """At most ``count`` of them, at equal distances; 0 for all."""
+    """Return at most ``count`` stories, at equal distances in the list; 0 means all."""
     return [found[at * len(found) // count] for at in range(count)] if 0 < count < len(found) else found
 
 
 def read_folder(folder: str) -> tuple[list[Story], list[Story], list[Broken]]:
-    """Stories to train on, stories to test with, and what was left out.
+    """Return training stories, test stories, and reports of broken stories.
 
-    A file belongs to the test if its name, or that of a folder above it, begins with ``test``, and to neither if with
-    ``val`` or ``dev``. Where no name says so, the story's own decides, so that every rank and every run cuts alike.
+    A file is for the test if its name, or the name of a folder above it, begins with ``test``. Files with ``val`` or
+    ``dev`` are not used. If no name begins with ``test``, a hash of each story's name decides, so that all ranks and
+    runs divide the stories in the same way.
 
     Raises:
-        DtlibError: for a folder that is not there, has no such files, or no good story.
+        DtlibError: if the folder does not exist, or has no such files, no training stories or no test stories.
     """
     top = Path(folder).expanduser()
     if not top.is_dir():
@@ -140,14 +146,15 @@ def _read(path: Path) -> Iterator[Story | Broken]:
 
 
 def _json(path: Path, text: str) -> Iterator[Story | Broken]:
-    """A list of objects, or an object a line."""
+    """Parse a JSON list of objects, or one object per line."""
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
             yield from (_row(f"{path} entry {i}", row) for i, row in enumerate(json.loads(text), 1))
         except (ValueError, RecursionError) as error:
             yield Broken(str(path), f"is no JSON ({error})")
         return
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines() also cuts at U+2028, which JSON leaves as it is
+    # Not splitlines(): it also splits at U+2028, which may be inside a JSON string.
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 yield _row(f"{path} line {number}", json.loads(line))

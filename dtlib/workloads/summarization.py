@@ -1,7 +1,7 @@
-"""Articles to summaries: what libraries say of their functions, or CNN/DailyMail from a folder.
+"""Summarisation of articles: documentation of libraries, which is part of dtlib, or CNN/DailyMail from a folder.
 
-The embedded corpus is documentation, and is called so: name, arguments and description of a function are the article,
-the line that sums it up is the summary. Whole libraries are held out for the test.
+In dtlib's own corpus an article is the name, the arguments and the description of a function, and the summary is the
+first line of its docstring. The test has other libraries than the training data.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 TOKENIZER, CHECKPOINT = stories.DATA / "summarizer_tokenizer.json", stories.DATA / "summarizer.safetensors"
-VOCABULARY = 4096  # of the tokenizer that comes with dtlib
+VOCABULARY = 4096  # of dtlib's own tokenizer
 PRESETS = {
     "tiny": dict(width=32, heads=2, encoders=1, decoders=1),
-    "small": dict(width=160, heads=5, encoders=2, decoders=3),  # 2.6 million parameters: that of the checkpoint
-    "base": dict(width=512, heads=8, encoders=6, decoders=6),  # 46 million, and 0.5 million for 1,000 tokens more
+    "small": dict(width=160, heads=5, encoders=2, decoders=3),  # 2.6 million parameters; the checkpoint's model
+    "base": dict(width=512, heads=8, encoders=6, decoders=6),  # 46 million, plus 0.5 million per 1,000 more tokens
     "large": dict(width=1024, heads=16, encoders=12, decoders=12),  # 360 million
     "xlarge": dict(width=1280, heads=20, encoders=16, decoders=16),  # 740 million
 }
@@ -39,14 +39,13 @@ DEFAULTS = {
     "model": "small", "data": None, "seed": 0, "library": None, "start": "scratch", "vocabulary": VOCABULARY,
     "article_tokens": 96, "summary_tokens": 32, "dropout": 0.1, "test_articles": 200, "beams": 1,
 }  # fmt: skip
-CORPUS_SAMPLE = 20_000  # stories that a tokenizer is trained on
+CORPUS_SAMPLE = 20_000  # the largest number of stories for training a tokenizer
 
 
 class Summaries(Dataset):
-    """Pairs of an article's tokens and its summary's, between BEGIN and END.
+    """Pairs of an article's tokens and its summary's tokens; the latter are between BEGIN and END.
 
-    Args:
-        article_tokens, summary_tokens: what is longer is cut off there.
+    Articles longer than ``article_tokens``, and summaries longer than ``summary_tokens``, are truncated.
     """
 
     def __init__(self, found: list[stories.Story], tokenizer: Tokenizer, article_tokens: int, summary_tokens: int):
@@ -62,36 +61,42 @@ class Summaries(Dataset):
         return self.article(story.article), [text.BEGIN, *summary, text.END]
 
     def article(self, words: str) -> list[int]:
-        words = words[: 20 * self.article_tokens]  # a token has fewer letters; cutting a long text is dear
+        """Return the tokens of an article, truncated."""
+        # Truncate the text first, because tokenizing a long text is slow. A token has fewer than 20 letters.
+        words = words[: 20 * self.article_tokens]
         return self.tokenizer.encode(words).ids[: self.article_tokens] or [text.UNKNOWN]
 
 
 def collate(samples: Iterable[tuple[list[int], list[int]]]) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """``(source, prefix), target``: (batch, S), and twice (batch, T), int64; the target follows on the prefix."""
+    """Return ``(source, prefix), target``, int64: (batch, S), and twice (batch, T).
+
+    The target is the summary without BEGIN: at each position, the token that follows the prefix.
+    """
     articles, summaries = map(list, zip(*samples, strict=True))
     targets = text.padded(summaries)
     return (text.padded(articles), targets[:, :-1].contiguous()), targets[:, 1:].contiguous()
 
 
 def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean over summaries of the mean over their tokens of -log p; nothing for padding."""
+    """Return the mean over summaries of their mean -log p per token, without padding."""
     lost = -outputs.gather(2, targets[..., None]).squeeze(2)
     counted = targets != text.PAD
     return ((lost * counted).sum(1) / counted.sum(1)).mean()
 
 
 def workload(config: dict) -> Workload:
-    """The summarisation workload.
+    """Return the summarisation workload.
 
     Args:
-        config: ``model``, one of ``PRESETS``; ``data``, a folder with stories, or None for those that come with dtlib;
-            ``library``, ``"networkx"`` for the library that the checkpoint has not seen; ``start``, ``"scratch"`` or
-            ``"pretrained"`` for that checkpoint; ``vocabulary``, tokens at most; ``article_tokens``,
-            ``summary_tokens``, where texts are cut off; ``dropout``; ``test_articles``, how many are evaluated, spread
-            over all, 0 for all; ``beams``, 1 for greedy decoding; ``seed``.
+        config: ``model`` is one of ``PRESETS``. ``data`` is a folder with stories, or None for dtlib's own corpus.
+            ``library="networkx"`` selects the library on which the checkpoint was not trained. ``start`` is
+            ``"scratch"``, or ``"pretrained"`` for the checkpoint. ``vocabulary`` is the largest number of tokens.
+            ``article_tokens`` and ``summary_tokens`` are the lengths at which texts are truncated. ``test_articles``
+            is the number of articles in an evaluation, at equal distances in the test data; 0 means all. ``beams`` is
+            the width of the beam search; 1 is greedy decoding. ``dropout`` and ``seed`` are for the model.
 
     Raises:
-        DtlibError: for an unknown key or preset, and for a folder without good stories.
+        DtlibError: for an unknown key, preset or value, and for a folder without usable stories.
     """
     config = settings(config, DEFAULTS, "summarization")
     preset = chosen(PRESETS, config["model"], "summarization")
@@ -126,10 +131,10 @@ def workload(config: dict) -> Workload:
 
 
 def _pretrained(config: dict) -> bool:
-    """Does it start from the checkpoint?
+    """Return whether the model starts from the checkpoint.
 
     Raises:
-        DtlibError: for a start that there is not, or one that is of another model.
+        DtlibError: for an unknown ``start``, or if the checkpoint is of another model.
     """
     if config["start"] not in ("scratch", "pretrained"):
         raise DtlibError(f"start is {config['start']!r}: choose 'scratch' or 'pretrained'.")
@@ -161,16 +166,19 @@ def _stories(config: dict) -> tuple[list[stories.Story], list[stories.Story]]:
 
 @torch.no_grad()
 def load_checkpoint(model: nn.Module) -> None:
-    """The parameters that come with dtlib, trained by ``python -m tools.pretrain``."""
+    """Copy the parameters of dtlib's own checkpoint into the model; ``python -m tools.pretrain`` has trained them."""
     from safetensors.torch import load_file
 
-    found = load_file(CHECKPOINT)  # in float16; a tied weight stands once
+    found = load_file(CHECKPOINT)  # float16; tied weights are stored once
     for name, parameter in model.named_parameters():
         parameter.copy_(found[name])
 
 
 def evaluate(model: nn.Module, comm: Communicator, data: Summaries, articles: int = 0, beams: int = 1) -> dict:
-    """``rouge_l`` of the model's summaries and ``lead_rouge_l`` of the articles' first sentences, means of F."""
+    """Return the mean ROUGE-L of the model's summaries and, for comparison, of the articles' first sentences.
+
+    The keys are ``rouge_l`` and ``lead_rouge_l``. All ranks call it, and each one summarises a part of the articles.
+    """
     mine = stories.spread(data.stories, articles)[comm.rank :: comm.size]
     written = summarize(model, data, [story.article for story in mine], beams)
     scores = [rouge_l(story.summary, guess) for story, guess in zip(mine, written, strict=True)]

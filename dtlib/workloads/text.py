@@ -1,4 +1,4 @@
-"""Text to tokens and back: byte-pair encoding, trained on the corpus at hand (Hugging Face's ``tokenizers``)."""
+"""Tokenizers: byte-pair encoding, trained on the corpus in use, with Hugging Face's ``tokenizers``."""
 
 import re
 from collections.abc import Iterable
@@ -12,10 +12,10 @@ SPECIAL = ["[PAD]", "[BEGIN]", "[END]", "[UNK]"]
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """A tokenizer of at most ``vocabulary`` tokens, in lower case.
+    """Train a tokenizer of at most ``vocabulary`` tokens, in lower case.
 
-    A word is cut at punctuation, and a token that goes on inside of a word begins with ``##``: so ``rank`` is one and
-    the same token in "the rank of a matrix" and in ``matrix_rank``, and can be copied from there.
+    Words are split at punctuation, and a token that continues a word begins with ``##``. So ``rank`` is the same token
+    in "the rank of a matrix" and in ``matrix_rank``, and the model can copy it from there.
     """
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL[UNKNOWN], continuing_subword_prefix="##"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
@@ -30,17 +30,18 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
+    """Load a tokenizer from a JSON file."""
     return _of_text_alone(Tokenizer.from_file(str(path)))
 
 
 def _of_text_alone(tokenizer: Tokenizer) -> Tokenizer:
-    """Who writes "[END]" in a text means these letters, and not the token that ends a summary."""
+    """Make the tokenizer treat text such as "[END]" as letters, and not as the token that ends a summary."""
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def as_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
-    """What tokens say, up to the first end; spaces stand as they do in a sentence."""
+    """Decode tokens up to the first END to text, with the spaces of a normal sentence."""
     tokens = [int(token) for token in tokens]
     if END in tokens:
         tokens = tokens[: tokens.index(END)]
@@ -48,13 +49,13 @@ def as_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
 
 
 def tidy(text: str) -> str:
-    """Without the spaces that cutting at punctuation has left, and with a capital letter in front."""
+    """Remove the spaces that decoding leaves around punctuation, and capitalise the first letter."""
     for spaced, close in ((r" ([_.-]) (?=\w)", r"\1"), (r"([(\['_]) (?=\w)", r"\1"), (r" ([.,;:!?)\]'])", r"\1")):
         text = re.sub(spaced, close, text)
     return text[:1].upper() + text[1:]
 
 
 def padded(rows: list[list[int]], to: int = 1) -> torch.Tensor:
-    """(rows, longest), int64, filled up with PAD; the width is a multiple of ``to``."""
+    """Return a tensor (rows, longest), int64, padded with PAD; the width is a multiple of ``to``."""
     longest = -(-max(map(len, rows)) // to) * to
     return torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])

@@ -2,9 +2,9 @@
 
     source, prefix -> Embedding -> Encoder ... Encoder -> Decoder ... Decoder -> Pointer -> log-probabilities
 
-Between layers goes one tuple ``(x, y, source)``: the source's states (batch, S, width), those of the summary so far
-(batch, T, width), and the numbers of the source's tokens (batch, S), which the last layer copies from. So the list may
-be cut anywhere into stages of a pipeline.
+Each layer passes one tuple ``(x, y, source)`` to the next layer. ``x`` are the states of the source, (batch, S, width).
+``y`` are the states of the summary so far, (batch, T, width). ``source`` are the source's tokens, (batch, S), from
+which the last layer copies. So a pipeline can divide the list into stages at any place.
 
 A. Vaswani et al., "Attention is all you need", 2017; A. See et al., "Get to the point: summarization with
 pointer-generator networks", 2017.
@@ -23,15 +23,18 @@ PAD = 0
 
 
 def positions(length: int, width: int, like: Tensor) -> Tensor:
-    """Sines and cosines of wavelengths from 2 pi to 20,000 pi: (length, width)."""
+    """Return the position encoding, (length, width): sines and cosines with wavelengths from 2 pi to 20,000 pi."""
     wave = torch.exp(torch.arange(0, width, 2, device=like.device) * (-math.log(10_000) / width))
     angles = torch.arange(length, device=like.device)[:, None] * wave
     return torch.cat([angles.sin(), angles.cos()], dim=1).to(like.dtype)
 
 
 class Embedding(nn.Module):
-    """Tokens to vectors. A source token also has the vector of the one before it in its own, moved out of the way by
-    half the width: so "which word follows this one in the source?" can be looked up, which is what copying takes."""
+    """An embedding of source and summary tokens.
+
+    A source token's vector also includes the vector of the previous token, shifted by half the width. So attention can
+    find the word that follows a given word in the source, which copying needs.
+    """
 
     def __init__(self, vocabulary: int, width: int, dropout: float):
         super().__init__()
@@ -47,20 +50,22 @@ class Embedding(nn.Module):
         return self.dropout(x), self.dropout(y), source
 
     def embed(self, tokens: Tensor) -> Tensor:
+        """Return the vectors of tokens (batch, T), with positions: (batch, T, width)."""
         width = self.weight.shape[1]
         vectors = functional.embedding(tokens, self.weight) * width**0.5
         return vectors + positions(tokens.shape[1], width, vectors)
 
 
 class Attention(nn.Module):
-    """y looks at x: (batch, T, width) and (batch, S, width) to (batch, T, width)."""
+    """Attention with queries from y (batch, T, width), and keys and values from x (batch, S, width)."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
         self.query, self.out = nn.Linear(width, width), nn.Linear(width, width)
         self.key_value = nn.Linear(width, 2 * width)
-        nn.init.normal_(self.out.weight, std=0.1 * width**-0.5)  # a deep net begins close to the identity
+        # Small initial weights: with residual connections, a deep network is at first close to the identity.
+        nn.init.normal_(self.out.weight, std=0.1 * width**-0.5)
 
     def forward(self, y: Tensor, x: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         q, k, v = (
@@ -72,18 +77,20 @@ class Attention(nn.Module):
 
 
 def visible(source: Tensor) -> Tensor:
-    """Where a source is not padding, as a mask of attention: (batch, 1, 1, S)."""
+    """Return the attention mask of a source, (batch, 1, 1, S): False at padding."""
     return (source != PAD)[:, None, None]
 
 
 class FeedForward(nn.Sequential):
+    """A norm and a perceptron with small initial weights."""
+
     def __init__(self, width: int):
         super().__init__(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         nn.init.normal_(self.get_parameter("3.weight"), std=0.05 * width**-0.5)
 
 
 class Encoder(nn.Module):
-    """The source looks at itself."""
+    """An encoder layer: self-attention of the source."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
@@ -98,7 +105,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The summary looks back at itself, then at the source."""
+    """A decoder layer: causal self-attention of the summary, then attention to the source."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
@@ -115,21 +122,21 @@ class Decoder(nn.Module):
 
 
 class Pointer(nn.Module):
-    """Log-probabilities of the next token, (batch, T, vocabulary): a mixture of two distributions.
+    """The last layer: log-probabilities of the next token, (batch, T, vocabulary), from a mixture of two distributions.
 
-    Over the vocabulary, by the tied embedding; and over the source's places, by an attention whose weights are
-    added up for each token that stands there. A gate says how much of each. At first it copies what comes after the
-    places where the source has the summary's last token; the rest is learnt.
+    The first is over the vocabulary, by the tied embedding. The second is over the source's tokens, by attention: the
+    weights of all positions with the same token are added. A gate weights the two. The initial parameters copy the
+    token that follows the summary's last token in the source; training adapts them.
     """
 
     def __init__(self, vocabulary: int, width: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocabulary, width).normal_(std=width**-0.5))  # tied to the embedding's
+        self.weight = nn.Parameter(torch.empty(vocabulary, width).normal_(std=width**-0.5))  # tied to the embedding
         self.norm, self.norm_source = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.key, self.gate = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 1)
         with torch.no_grad():
             self.query.weight.copy_(torch.eye(width))
-            self.key.weight.copy_(torch.eye(width).roll(width // 2, 1))  # back from where the embedding moved it
+            self.key.weight.copy_(torch.eye(width).roll(width // 2, 1))  # undo the shift of ``Embedding.before``
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         x, y, source = inputs
@@ -143,22 +150,22 @@ class Pointer(nn.Module):
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """In float32 where it has 16 bits: sums over a vocabulary need them."""
+    """Convert a 16-bit tensor to float32, because sums over a vocabulary need the precision."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 class Summarizer(Chain):
-    """The layers on one rank. While a summary is written its source is encoded once."""
+    """The layers on one rank, with methods for beam search that encode each source only once."""
 
     def encode(self, source: Tensor) -> Tensor:
-        """The source's states behind the last encoder: (batch, S, width)."""
+        """Return the source's states after the last encoder layer, (batch, S, width)."""
         values = self.layers["0"]((source, source[:, :1]))
         for layer in self.layers.values():
             values = layer(values) if isinstance(layer, Encoder) else values
         return values[0]
 
     def next(self, x: Tensor, source: Tensor, prefix: Tensor) -> Tensor:
-        """Log-probabilities of the token behind the prefix (batch, T): (batch, vocabulary)."""
+        """Return log-probabilities of the token after the prefix (batch, T): (batch, vocabulary)."""
         first = self.layers["0"]
         assert isinstance(first, Embedding)
         values = x, first.embed(prefix), source
@@ -170,6 +177,7 @@ class Summarizer(Chain):
 
 
 def layers(vocabulary: int, width: int, heads: int, encoders: int, decoders: int, dropout: float) -> list[LayerSpec]:
+    """Return the layers of the model; first and last share the embedding."""
     return [
         TiedLayerSpec("embedding", Embedding, vocabulary, width, dropout),
         *[LayerSpec(Encoder, width, heads, dropout) for _ in range(encoders)],

@@ -1,4 +1,4 @@
-"""Images to classes: the network of the tutorials and a small residual one, on digits, MNIST or CIFAR-10."""
+"""Image classification: a perceptron and residual networks, on digits, MNIST or CIFAR-10."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 DEFAULTS = {"model": "mlp", "data": None, "seed": 0}
-BATCH = 256  # images at a time in an evaluation
+BATCH = 256  # images per batch of an evaluation
 
 
 class Residual(nn.Module):
-    """Two 3 x 3 convolutions and what goes past them: (n, inputs, h, w) to (n, outputs, h / stride, w / stride).
+    """A residual block of two 3 x 3 convolutions: (n, inputs, h, w) to (n, outputs, h / stride, w / stride).
 
-    GroupNorm looks at one image at a time, so that batches may be cut over ranks in any way; BatchNorm would not.
+    GroupNorm normalises each image separately, so the result does not depend on how a batch is divided among ranks.
+    With BatchNorm it would.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1):
@@ -42,14 +43,14 @@ class Residual(nn.Module):
 
 
 class Classes(nn.Linear):
-    """The mean over all places of an image, and a score a class."""
+    """The last layer: the mean over all pixels, then one score per class."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mean(dim=(2, 3)))
 
 
 def mlp(shape: tuple, classes: int) -> list[LayerSpec]:
-    """The 784-128-10 network of the tutorials, for images of 28 x 28."""
+    """Return the layers of a perceptron with 128 hidden units, known from tutorials as 784-128-10."""
     return [
         LayerSpec(nn.Flatten),
         LayerSpec(nn.Linear, torch.Size(shape).numel(), 128),
@@ -59,7 +60,10 @@ def mlp(shape: tuple, classes: int) -> list[LayerSpec]:
 
 
 def resnet(shape: tuple, classes: int, widths: tuple = (16, 32, 64), blocks: int = 1) -> list[LayerSpec]:
-    """A residual net; each width after the first halves the image. K. He et al., arXiv:1512.03385."""
+    """Return the layers of a residual network (K. He et al., arXiv:1512.03385).
+
+    Each width after the first halves the image.
+    """
     layers, before = [LayerSpec(nn.Conv2d, shape[0], widths[0], 3, padding=1)], widths[0]
     for width in widths:
         for block in range(blocks):
@@ -78,14 +82,14 @@ PRESETS = {
 
 
 def workload(config: dict) -> Workload:
-    """The vision workload.
+    """Return the vision workload.
 
     Args:
-        config: ``model``, one of ``PRESETS``; ``data``, a folder with MNIST or CIFAR-10 in it, or None for the digits
-            that come with scikit-learn, enlarged to 28 x 28; ``seed``.
+        config: ``model`` is one of ``PRESETS``. ``data`` is a folder with MNIST or CIFAR-10, or None for the digits of
+            scikit-learn, enlarged to 28 x 28. ``seed`` initialises the parameters.
 
     Raises:
-        DtlibError: for an unknown key or model, and for a folder without such data or with broken files.
+        DtlibError: for an unknown key or model, and for a folder without such data or with damaged files.
     """
     config = settings(config, DEFAULTS, "vision")
     layers = chosen(PRESETS, config["model"], "vision")
@@ -99,12 +103,12 @@ def workload(config: dict) -> Workload:
 
 
 class Images(Dataset):
-    """Pairs of an image, (channels, height, width) from 0 to 1 in float32, and its class, int64.
+    """Pairs of an image, (channels, height, width), float32 from 0 to 1, and its class, int64.
 
     Args:
         images: (images, channels, height, width), float32, or uint8 from 0 to 255.
         labels: (images,), int64.
-        classes: their names.
+        classes: the names of the classes.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, classes: tuple[str, ...]):
@@ -119,7 +123,7 @@ class Images(Dataset):
 
 
 def embedded() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[str, ...]]:
-    """The digits: 1440 images to train on and 357 to test with, (images, 1, 28, 28)."""
+    """Return the digits: 1440 training images and 357 test images, (images, 1, 28, 28), and the class names."""
     halves = []
     for x, y in digits.split():
         images = x.view(-1, 1, 8, 8)
@@ -129,7 +133,10 @@ def embedded() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[str,
 
 @torch.no_grad()
 def confusion(model: nn.Module, data: Images, comm: Communicator) -> Tensor:
-    """How many images of class i (row) were taken for class j (column): (classes, classes), int64, over all ranks."""
+    """Return the confusion matrix over all ranks, (classes, classes), int64.
+
+    Element (i, j) is the number of images of class i for which the model predicts class j.
+    """
     device, was, classes = next(model.parameters()).device, model.training, len(data.classes)
     table = torch.zeros(classes**2, dtype=torch.int64)
     model.eval()
@@ -142,6 +149,6 @@ def confusion(model: nn.Module, data: Images, comm: Communicator) -> Tensor:
 
 
 def evaluate(model: nn.Module, data: Images, comm: Communicator) -> dict:
-    """``accuracy``: the fraction of the images that the model gets right."""
+    """Return ``accuracy``, the fraction of images that are classified correctly; all ranks call it."""
     table = confusion(model, data, comm)
     return {"accuracy": table.trace().item() / table.sum().item()}

@@ -1,4 +1,4 @@
-"""What there is to train: a model, its data, its loss, and the measure by which it is judged."""
+"""A workload: a model, its data, its loss, and its evaluation."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ V = TypeVar("V")
 
 @dataclass
 class Workload:
-    """A task of the workshop.
+    """A training task.
 
     Args:
         name: ``"vision"``, ``"summarization"`` or ``"decoder"``.
-        model: ``model(inputs)`` gives outputs; ``inputs`` is a tensor or a tuple of tensors, as ``collate`` gives it.
-        layers: LayerSpecs, for ``PipelineModule(layers, ..., base_seed=seed)``: the same function, the same parameters,
-            under the same names.
-        seed: what ``model`` was built from.
-        train, test: map-style data sets.
-        collate: a list of samples to ``(inputs, targets)``; None for torch's own.
-        loss_fn: outputs and targets to a mean over samples, in which each counts alike: so the mean over micro-batches
-            of equal size, or over ranks, is that of the whole batch.
-        evaluate: ``evaluate(model, comm)``, called on all ranks, which share the test data out: a dict of figures,
-            the same on each. ``model`` is whole on every rank: one like ``model``, with gathered parameters.
-        experts: how many its layers have in place of a perceptron; 0 for none.
+        model: ``model(inputs)`` returns outputs; ``inputs`` is a tensor or a tuple of tensors, as from ``collate``.
+        layers: the same model as LayerSpecs for ``PipelineModule(layers, ..., base_seed=seed)``, with the same
+            parameters under the same names.
+        seed: of the initial parameters.
+        train: a map-style data set for training.
+        test: a map-style data set for the test.
+        collate: converts a list of samples to ``(inputs, targets)``; None means torch's default.
+        loss_fn: ``loss_fn(outputs, targets)`` returns the mean over samples, with equal weights. So the mean over
+            micro-batches of equal size, or over ranks, is the loss of the whole batch.
+        evaluate: all ranks call ``evaluate(model, comm)`` with a complete model, and each evaluates a part of the test
+            data. It returns a dict of metrics, the same on all ranks.
+        experts: the number of experts in each layer; 0 means a single perceptron.
     """
 
     name: str
@@ -52,10 +53,10 @@ class Workload:
 
 
 class Chain(nn.Module):
-    """Layers one after the other on one rank, with the parameters that a ``PipelineModule`` would give them.
+    """A sequence of layers on one rank, with the same parameters as in a ``PipelineModule``.
 
-    Layer i is built with the seed ``seed + i``; tied ones share the weight of the first. A layer that takes or
-    gives several tensors does so as one tuple.
+    Layer i is initialised with seed ``seed + i``, and tied layers share the weight of the first one. A layer with
+    several inputs or outputs takes or returns them as one tuple.
     """
 
     def __init__(self, specs: Iterable[LayerSpec], seed: int):
@@ -81,10 +82,10 @@ class Chain(nn.Module):
 
 
 def settings(config: dict, defaults: dict, name: str) -> dict:
-    """The config over its defaults.
+    """Return ``config`` with defaults for missing keys.
 
     Raises:
-        DtlibError: for a key that the workload does not know, or a value of another type than its default.
+        DtlibError: for an unknown key, or a value of another type than its default.
     """
     for key, value in config.items():
         if key not in defaults:
@@ -102,10 +103,10 @@ _KINDS = {str: "a text", int: "a whole number", float: "a decimal number", bool:
 
 
 def chosen(presets: dict[str, V], model: str, name: str) -> V:
-    """The preset of that name.
+    """Return the preset of name ``model``.
 
     Raises:
-        DtlibError: for one that there is not.
+        DtlibError: if there is no such preset; ``name`` is the name of the workload.
     """
     if model not in presets:
         raise DtlibError(f"model of the {name} workload is {model!r}: choose one of {', '.join(presets)}.")
@@ -113,7 +114,7 @@ def chosen(presets: dict[str, V], model: str, name: str) -> V:
 
 
 def shared_mean(values: list[float], comm: Communicator) -> float:
-    """The mean over the values of all ranks, in float64; a rank may have none."""
+    """Return the mean over the values of all ranks, computed in float64; a rank may have no values."""
     sums = torch.tensor([sum(values), len(values)], dtype=torch.float64)
     total, count = comm.all_reduce(sums).tolist()
     return total / count

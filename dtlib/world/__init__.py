@@ -1,4 +1,4 @@
-"""Who am I: this process's rank, how many ranks there are, and how to talk to them."""
+"""This process's rank, the number of ranks, and a communicator of all ranks."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ if TYPE_CHECKING:
 
 
 _world = None
-_begun = None  # a communicator that is being made, with its request
-_made = 0  # communicators of all ranks
-after_reset: list[
-    Callable[[], object]
-] = []  # functions that all ranks call together once they have clean communicators
+_pending_communicator = None  # a communicator that is being created, and its request
+_made = 0  # number of communicators of all ranks that were created
+# Functions that every rank calls after `reset` has created clean communicators.
+after_reset: list[Callable[[], object]] = []
 
 
 @dataclass
 class World:
-    """All ranks that were started together, seen from one of them.
+    """All ranks that were started together, as seen from one rank.
 
-    ``rank`` counts from 0 to ``size - 1`` over all nodes; ``node`` is the index of the machine that this rank
-    runs on, of ``nodes``, and ``local_rank`` counts the ranks there. ``comm`` has the operations. Counterparts:
+    ``rank`` counts from 0 to ``size - 1`` over all nodes. ``node`` is the index of this rank's machine, out of
+    ``nodes``. ``local_rank`` counts the ranks on that machine. ``comm`` is a communicator of all ranks. Counterparts:
     ``MPI.COMM_WORLD``; ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` under torchrun.
     """
 
@@ -51,9 +50,9 @@ class World:
 
     @cached_property
     def device(self) -> torch.device:
-        """The ``torch.device`` of this rank: a GPU of its own if there are enough, else a shared one, else the CPU.
+        """This rank's ``torch.device``: a separate GPU if there are enough, otherwise a shared GPU, otherwise the CPU.
 
-        A GPU becomes torch's current device, so that ``"cuda"`` means this one.
+        A GPU also becomes torch's current device, so that ``"cuda"`` means this GPU.
         """
         import torch
 
@@ -65,19 +64,20 @@ class World:
         return device
 
     def mesh(self, **axes: int) -> Mesh:
-        """All ranks on a grid: ``mesh(data=2, tensor=-1)["data"]`` is the communicator along that axis (mesh.py)."""
+        """Return all ranks on a grid: ``mesh(data=2, tensor=-1)["data"]`` is a communicator along one axis."""
         return Mesh(self.comm, axes)
 
 
 def init() -> World:
-    """Join the world and return it; call it as often as you like.
+    """Join the world and return it; further calls return the same world.
 
-    Works inside an engine, under ``mpiexec``, ``srun`` or ``torchrun``, and in a plain process (a world of one rank).
-    In a script an exception on one rank ends all of them, so that none is left waiting (``sys.exit`` does not). Under
-    torchrun ``comm`` runs on ``torch.distributed``: on the default group, which is made if the program has not done it.
+    This works inside an engine, under ``mpiexec``, ``srun`` or ``torchrun``, and in a plain process (a world of one
+    rank). In a script, an exception on one rank ends all ranks, so that none waits for ever (``sys.exit`` does not).
+    Under torchrun, ``comm`` uses ``torch.distributed``: its default group, which is created if the program has not done
+    so.
 
     Raises:
-        DtlibError: where processes were started together but do not form one MPI world, and where there is no MPI.
+        DtlibError: if processes were started together but do not form one MPI world, and if there is no MPI.
     """
     global _world
     if _world is None:
@@ -86,15 +86,15 @@ def init() -> World:
 
 
 def in_engine() -> bool:
-    """True in an ipyparallel engine."""
+    """Return True in an ipyparallel engine."""
     app = sys.modules.get("ipyparallel.engine.app")
     return app is not None and app.IPEngine.initialized()
 
 
 def reset() -> World:
-    """Give all ranks a clean communicator after an interrupt or an error. Every rank must call it.
+    """Create a clean communicator for all ranks after an interrupt or an error. Every rank must call it.
 
-    What an interrupted operation left in the old communicator stays there and can meet no new message.
+    Messages of interrupted operations stay in the old communicator and cannot match new operations.
     """
     world = init()
     if isinstance(world.comm, Communicator):
@@ -109,24 +109,25 @@ def reset() -> World:
 
 
 def fresh_communicator(time_limit: float | None, description: str, on_board: bool = True) -> Communicator:
-    """A new communicator of all ranks; all of them call this. ``on_board=False``: others do not see what it does.
+    """Return a new communicator of all ranks; all of them call this. ``on_board=False`` hides its operations.
 
-    A call that was interrupted has begun to make one: the next call finishes it, so that ranks get back into step.
+    If an earlier call was interrupted, this call completes the communicator that it began, so that ranks are in step.
     """
-    global _begun, _made
+    global _pending_communicator, _made
     from mpi4py import MPI
 
-    _begun = _begun or MPI.COMM_WORLD.Idup()
-    new, request = _begun
+    _pending_communicator = _pending_communicator or MPI.COMM_WORLD.Idup()
+    new, request = _pending_communicator
+    # The duplication is non-blocking, so waiting for it can be interrupted and can time out.
     everyone = Communicator(MPI.COMM_WORLD, time_limit)
     everyone.on_board = on_board
     everyone.wait_for(request, new, description)
-    _begun = None
+    _pending_communicator = None
     _made += 1
     made = Communicator(new, time_limit, verify=init().comm.verify, name=f"world.{_made}")
     made.on_board = on_board
-    lifetime.look_after(new, (-1, _made), made.members)
-    made.meet(description)
+    lifetime.free_when_unused(new, (-1, _made), made.members)
+    made.gather_and_free(description)
     return made
 
 
@@ -139,18 +140,20 @@ def _join() -> World:
     mpi = _start_mpi()
     everyone = mpi.COMM_WORLD
     _refuse_split_world(everyone.Get_size())
-    # Messages of dtlib must not meet those of other users of COMM_WORLD.
+    # dtlib's messages must not match those of other users of COMM_WORLD.
     comm = Communicator(own := everyone.Dup(), time_limit=30 if in_engine() else None, verify=in_engine())
-    lifetime.look_after(own, (-1, 0), comm.members)
+    lifetime.free_when_unused(own, (-1, 0), comm.members)
     neighbours = everyone.Split_type(mpi.COMM_TYPE_SHARED)
-    waiting.crowded = neighbours.Get_size() > usable_cores()
+    # With more ranks than cores, a waiting rank must yield its core at once.
+    waiting.oversubscribed = neighbours.Get_size() > usable_cores()
     first_on_node = neighbours.bcast(comm.rank)
     nodes = sorted(set(everyone.allgather(first_on_node)))
     if len(nodes) == 1 < comm.size:
-        loopback.groups_inside()
+        loopback.use_loopback_for_groups()
     if comm.size > 1:
-        _put_up_board(comm, neighbours, nodes.index(first_on_node), len(nodes))
-    if comm.size > 1 and not in_engine():  # one bad cell must not end the engines
+        _create_board(comm, neighbours, nodes.index(first_on_node), len(nodes))
+    # Engines stay alive after an error: one bad cell must not end them.
+    if comm.size > 1 and not in_engine():
         _abort_on_error(mpi)
         _explain_hangs()
     local_rank = neighbours.Get_rank()
@@ -158,8 +161,8 @@ def _join() -> World:
     return World(comm.rank, comm.size, nodes.index(first_on_node), local_rank, comm, len(nodes))
 
 
-def _put_up_board(comm, neighbours, node: int, nodes: int) -> None:
-    """Where ranks can see what the others do while these are stuck."""
+def _create_board(comm, neighbours, node: int, nodes: int) -> None:
+    """Create the board on which ranks see the last operation of ranks that hang."""
     members = neighbours.allgather(comm.rank)
     file = neighbours.bcast(board.Board.make_file(len(members)) if neighbours.Get_rank() == 0 else None)
     if nodes == 1:
@@ -171,14 +174,14 @@ def _put_up_board(comm, neighbours, node: int, nodes: int) -> None:
         board.current = board.ClusterBoard(file, comm.rank, members, node, nodes, store)
     neighbours.Barrier()
     if neighbours.Get_rank() == 0:
-        os.unlink(file)  # all have it open
+        os.unlink(file)  # all ranks have opened it
 
 
 def _explain_hangs() -> None:
-    """In a script, as a notebook does it: whom everybody waits for, and who will not come any more."""
+    """Report hangs of a script as in a notebook: which rank is missing, and which one will not arrive."""
     board.cell = board.PROGRAM
     on_stderr.start()
-    atexit.register(_say_the_end)  # before MPI.Finalize, which waits for the others
+    atexit.register(_say_the_end)  # before MPI.Finalize, which waits for other ranks
 
 
 def _say_the_end() -> None:
@@ -202,7 +205,7 @@ def _start_mpi():
 
 
 def _refuse_split_world(size: int) -> None:
-    """Ranks of another MPI than the one that started them each find a world of their own: say so."""
+    """Raise an error if the launcher belongs to another MPI: each rank would then be alone in its own world."""
     for launcher, variable in (("dtlib", "DTLIB_RANKS"), ("torchrun", "WORLD_SIZE"), ("Slurm", "SLURM_STEP_NUM_TASKS")):
         started = os.environ.get(variable, "")
         if size == 1 and started.isdigit() and int(started) > 1:
@@ -217,14 +220,18 @@ def _abort_on_error(mpi) -> None:
 
     def show_and_abort(kind, value, trace):
         show(kind, value, trace)
-        with suppress(Exception):  # there may be no stderr, or a closed one
+        # stderr may be missing or closed.
+        with suppress(Exception):
             stderr = sys.__stderr__ or sys.stderr
-            if isinstance(sys.stderr, io.StringIO):  # torch.distributed's hook would print it after we have returned
+            # torch.distributed's hook collects the message and prints it only after this hook has returned.
+            if isinstance(sys.stderr, io.StringIO):
                 stderr.write(sys.stderr.getvalue())
             stderr.flush()
         with suppress(Exception):
             sys.stdout.flush()
-        time.sleep(0.3)  # a rank that was killed ends connections of others: mpiexec shall notice it first, and say so
+        # The death of a rank closes connections, which raises errors on other ranks. mpiexec should report the death
+        # first.
+        time.sleep(0.3)
         mpi.COMM_WORLD.Abort(2 if isinstance(value, DtlibError) else 1)
 
     sys.excepthook = show_and_abort

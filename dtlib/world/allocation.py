@@ -1,4 +1,4 @@
-"""What a scheduler has given this process to run on, read from the environment of the job."""
+"""The scheduler's job that this process belongs to, read from environment variables."""
 
 import os
 from dataclasses import dataclass
@@ -7,33 +7,34 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Allocation:
-    """A job: ``nodes`` machines and room for ``ranks`` ranks on all of them together."""
+    """A job: ``nodes`` machines, with room for ``ranks`` ranks on all of these machines together."""
 
     scheduler: str
     job: str
     nodes: int
     ranks: int
-    on_a_node: bool  # whether this process runs on one of them, and not where the job was asked for
+    on_a_node: bool  # True on a machine of the job, False on the login node
 
     @property
     def ranks_a_node(self) -> int:
+        """Ranks for which each node has room."""
         return max(1, self.ranks // self.nodes)
 
     @property
     def is_here(self) -> bool:
-        """True where this machine is all of it."""
+        """True if this machine is the whole job."""
         return self.nodes == 1 and self.on_a_node
 
 
 def allocation() -> Allocation | None:
-    """The job that this process runs in; None outside of one."""
+    """Return the job that this process belongs to; None outside of a job."""
     if job := os.environ.get("SLURM_JOB_ID"):
         nodes = _number("SLURM_JOB_NUM_NODES") or 1
         ranks = _number("SLURM_NTASKS") or nodes * (_number("SLURM_NTASKS_PER_NODE") or _slurm_cpus(nodes))
         return Allocation("Slurm", job, nodes, ranks, "SLURMD_NODENAME" in os.environ)
     if (job := os.environ.get("PBS_JOBID")) and (file := os.environ.get("PBS_NODEFILE")):
         try:
-            places = Path(file).read_text().split()  # a line for each of the `mpiprocs` of a node
+            places = Path(file).read_text().split()  # one line for each of a node's `mpiprocs`
         except OSError:
             return None
         return Allocation("PBS", job, len(set(places)) or 1, len(places) or 1, True)
@@ -46,6 +47,6 @@ def _number(name: str) -> int | None:
 
 
 def _slurm_cpus(nodes: int) -> int:
-    """Processors of the first node: ``4(x2),2`` means four on each of two nodes, then two."""
+    """Return the processors of the first node: ``4(x2),2`` means four on each of two nodes, then two."""
     first = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "").partition(",")[0].partition("(")[0]
     return int(first) if first.isdigit() else 1

@@ -1,4 +1,4 @@
-"""Small C files beside this one, compiled by the first who needs them."""
+"""Compile the small C files in this folder, on first use."""
 
 import hashlib
 import os
@@ -14,10 +14,10 @@ SECONDS = 20
 
 
 def compiled(name: str, *options: str) -> Path:
-    """Path of what the compiler makes of the C file ``name``, in a folder that nobody else can write.
+    """Compile the C file ``name``, or find it compiled; return the path in a folder that only this user can write.
 
     Raises:
-        DtlibError: where it cannot be had; the sentence says why.
+        DtlibError: if it cannot be compiled; the message says why.
     """
     source = Path(__file__).with_name(name)
     made_of = f"{source.read_text()} {options} {platform.machine()} {platform.libc_ver()}"
@@ -35,7 +35,8 @@ def _compile(source: Path, path: Path, options: tuple[str, ...]) -> None:
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         raise DtlibError("there is no C compiler on PATH, such as gcc")
-    unfinished = path.with_suffix(f".{os.getpid()}")  # two may compile at once
+    # Two processes may compile at once, so each writes its own file and renames it.
+    unfinished = path.with_suffix(f".{os.getpid()}")
     command = [compiler, "-O1", "-pipe", *options, "-o", str(unfinished), str(source), "-ldl"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
@@ -50,7 +51,7 @@ def _compile(source: Path, path: Path, options: tuple[str, ...]) -> None:
 
 
 def _private_folder() -> Path:
-    """A folder that nobody else can write, and whose name LD_PRELOAD can hold."""
+    """Return a folder that only this user can write. Its name has no space or colon, which LD_PRELOAD cannot hold."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     for folder in (Path(cache).expanduser() / "dtlib", Path(tempfile.gettempdir()) / f"dtlib-{os.getuid()}"):
         if not folder.is_absolute() or any(letter.isspace() or letter == ":" for letter in str(folder)):

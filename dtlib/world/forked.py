@@ -1,4 +1,4 @@
-"""A forked process is made like one that was started anew, or ends so that its launcher starts one (zygote.py)."""
+"""Turn a forked process into one that looks freshly started, or end it so that its launcher starts one (zygote.py)."""
 
 import array
 import atexit
@@ -24,36 +24,39 @@ from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from multiprocessing import current_process
 
-MESSAGE = struct.Struct("=ii")  # what is said to a launcher, and of which value: those of launcher.c
+MESSAGE = struct.Struct("=ii")  # a message to a launcher: its kind and a value, as in launcher.c
 FORKED, ENDED = 1, 2
-PATIENCE = 5  # seconds, with a launcher that has begun to talk
+PATIENCE = 5  # seconds that a connected launcher may take to answer
 PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
-# What Python and libraries read while they start or are imported. Where it differs, a fork comes too late.
+# Prefixes of variables that Python and libraries read at start or import. If one differs, a fork comes too late.
 READ_AT_START = (
     *("PYTHON", "OMP_", "GOMP_", "KMP_", "OPENBLAS_", "MKL_", "NUMBA_", "NUMPY_", "TORCH", "PYTORCH_", "ATEN_", "LD_"),
     *("MALLOC_", "GLIBC_", "THP_", "MPI4PY_", "LC_", "LANG", "TZ"),
 )
-THREADS = "OMP_NUM_THREADS"  # which can still be changed
-WITHOUT_HARM = (b"THP_MEM_ALLOC_ENABLE", b"TORCH_CPP_LOG_LEVEL")  # for a controller, which is not told them
-# Set by scikit-learn and by torch's compiler as they are imported: a fork may have them or not.
+THREADS = "OMP_NUM_THREADS"  # the number of threads can still be changed after import
+# Set for ranks only. If a process such as a controller lacks them, that does no harm.
+WITHOUT_HARM = (b"THP_MEM_ALLOC_ENABLE", b"TORCH_CPP_LOG_LEVEL")
+# Set by scikit-learn and by torch's compiler during import: a fork may have these variables or not.
 SET_BY_IMPORTS = (b"KMP_DUPLICATE_LIB_OK", b"KMP_INIT_AT_FORK", b"TORCHINDUCTOR_CACHE_DIR")
 LIBRARIES = b"LD_LIBRARY_PATH"
 LIMITS = [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
 
 
 def live(connection: socket.socket, launcher: int, zygote: int) -> None:
-    """Run what ``launcher`` was to run, and end; does not return."""
+    """Run the launcher's program and end; does not return."""
     status = 1
     try:
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # No session of its own: Linux shares cores among sessions first, so a yield of one would reach no other rank.
+        # Stay in the session: Linux divides cores among sessions first, so a yield would not reach ranks in other
+        # sessions.
         os.setpgid(0, 0)
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # Where Yama guards processes: its other ranks may copy from this one's memory.
+        # Under Yama, allow the zygote's other ranks to copy from this rank's memory.
         libc.prctl(PR_SET_PTRACER, zygote)
+        # The zygote may have ended before prctl took effect.
         if os.getppid() == zygote:
             arguments = _become(connection, launcher)
             status = _run(arguments)
@@ -62,14 +65,15 @@ def live(connection: socket.socket, launcher: int, zygote: int) -> None:
 
 
 def _become(connection: socket.socket, launcher: int) -> list[str]:
-    """Take over what the launcher has, once it is sure that this can be done; returns the arguments of Python."""
+    """Check that the launcher's program can run here, then copy the launcher's state; return Python's arguments."""
     connection.settimeout(PATIENCE)
     try:
         old, new = environment_of("self"), environment_of(launcher)
         _, python, *arguments = map(os.fsdecode, _words(f"/proc/{launcher}/cmdline"))
         folder = os.readlink(f"/proc/{launcher}/cwd")
         if python != sys.executable or _too_late(old, new) or _shadowed(arguments, folder):
-            os._exit(0)  # the connection ends, so the launcher takes the plain way
+            # Closing the connection makes the launcher start its program in the normal way.
+            os._exit(0)
         _take_limits(launcher)
         connection.send(MESSAGE.pack(FORKED, os.getpid()))
         streams = _receive_streams(connection)
@@ -80,11 +84,12 @@ def _become(connection: socket.socket, launcher: int) -> list[str]:
         os.dup2(stream, target)
         os.close(stream)
     os.chdir(folder)
+    # Keep variables that imports have set in the zygote; all others are the launcher's.
     set_by_imports = {name: value for name, value in os.environb.items() if old.get(name) != value}
     os.environ.clear()
     os.environb.update(set_by_imports | new)
     _open_streams()
-    _draw_anew()
+    _reseed()
     if not any("ipyparallel" in word for word in arguments[:2]):
         _forget_kernels()
     set_title([python, *arguments])
@@ -101,7 +106,7 @@ def _receive_streams(connection) -> list[int]:
         handles.frombytes(body)
     if data != b"g" or len(handles) != 3:
         raise ValueError("this is not a launcher")
-    # Away from 0, 1, 2, which they take the place of.
+    # Move them above 0, 1 and 2, which they will replace.
     return [_above_two(handle) for handle in handles]
 
 
@@ -117,27 +122,31 @@ def _words(path: str) -> list[bytes]:
 
 
 def environment_of(process: int | str) -> dict[bytes, bytes]:
-    """That with which a process has begun."""
+    """Return the environment with which a process started."""
     return dict(entry.partition(b"=")[::2] for entry in _words(f"/proc/{process}/environ"))
 
 
 def _too_late(old: dict[bytes, bytes], new: dict[bytes, bytes]) -> bool:
-    """Whether Python or a library has read something else than what this environment says."""
+    """Return True if Python or a library has already read a value that differs in the ``new`` environment."""
     if not new.get(THREADS.encode(), b"1").isdigit():
         return True
     names = {name for name in (*old, *new) if os.fsdecode(name).startswith(READ_AT_START)}
     for name in names - {THREADS.encode(), LIBRARIES, *SET_BY_IMPORTS}:
         if name in WITHOUT_HARM and name not in new:
             continue
-        # What an import has set here is handed on to all that a rank starts.
+        # A rank's children inherit the variables that imports have set here.
         if new.get(name, b"") not in (old.get(name, b""), os.environb.get(name, b"")):
             return True
     folders, wanted = (set(os.fsdecode(each.get(LIBRARIES, b"")).split(":")) - {""} for each in (old, new))
-    return not all(glob.glob(f"{folder}/libmpi.*") for folder in folders ^ wanted)  # which mpiexec adds
+    # Library folders may differ if they contain MPI: mpiexec adds those.
+    return not all(glob.glob(f"{folder}/libmpi.*") for folder in folders ^ wanted)
 
 
 def _shadowed(arguments: list[str], folder: str) -> bool:
-    """Whether these are options of Python, or beside the program a module has the name of one that is imported."""
+    """Return True for options of Python, and if a module beside the program has the name of an imported module.
+
+    A normal start would import the module beside the program.
+    """
     takes_a_word = arguments[:1] in (["-c"], ["-m"])
     if len(arguments) < 1 + takes_a_word or (arguments[0].startswith("-") and not takes_a_word):
         return True
@@ -185,13 +194,13 @@ def _open_streams() -> None:
 
 
 def _forget_kernels() -> None:
-    """A program that is no engine: tqdm would take it for a notebook's kernel, as the zygote has imported this."""
+    """Remove modules that make tqdm believe it runs in a notebook's kernel: the zygote has imported ipykernel."""
     for name in ("ipykernel.zmqshell", "tqdm.auto", "tqdm.autonotebook"):
         sys.modules.pop(name, None)
 
 
-def _draw_anew() -> None:
-    """What a process draws from the system when it starts, and how many threads it may have."""
+def _reseed() -> None:
+    """Draw new random seeds and a new key, and set the number of threads, as at a normal start."""
     import numpy
     import torch
 
@@ -205,21 +214,22 @@ def _draw_anew() -> None:
         threadpool_limits(threads)
         torch.set_num_threads(threads)
     if numba := sys.modules.get("numba"):
-        numba.config.reload_config()  # it counts cores
+        numba.config.reload_config()  # numba counts cores
 
 
 def set_title(words: list[str]) -> None:
-    """Have `ps` show these words, written over the arguments with which this process began, as far as there is room."""
+    """Let `ps` show these words: write them over this process's arguments, cut to the available space."""
     with suppress(OSError, ValueError, IndexError), open("/proc/self/stat") as file:
         start, end = map(int, file.read().rpartition(")")[2].split()[45:47])
         title = " ".join(words).encode(errors="surrogateescape")[: end - start - 2]
         ctypes.memset(start, 0, end - start)
         ctypes.memmove(start, title, len(title))
-        ctypes.memset(end - 1, ord("."), 1)  # by which the system knows that this is a title
+        # A non-zero last byte tells Linux that the arguments were replaced by a title.
+        ctypes.memset(end - 1, ord("."), 1)
 
 
 def _run(arguments: list[str]) -> int:
-    """As ``python ARGUMENTS`` would; returns the status with which to end."""
+    """Run ``python ARGUMENTS``; return the exit status."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __doc__=None)
     try:
@@ -231,7 +241,7 @@ def _run(arguments: list[str]) -> int:
         return 1
     except BaseException as error:
         trace = error.__traceback__
-        for _ in range(2):  # without this file
+        for _ in range(2):  # without the frames of this file
             trace = trace and trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
@@ -242,7 +252,7 @@ def _run_main(names: dict, first: str, *rest: str) -> None:
     if first == "-m":
         sys.path[0] = os.getcwd()
         sys.argv = ["-m", *rest[1:]]
-        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]  # what `python -m` calls
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]  # as `python -m` does
     elif first == "-c":
         sys.path[0], sys.argv = "", ["-c", *rest[1:]]
         exec(compile(rest[0], "<string>", "exec", dont_inherit=True), names)
@@ -256,9 +266,9 @@ def _run_main(names: dict, first: str, *rest: str) -> None:
 
 
 def _leave(status: int) -> None:
-    """End as Python ends, but for taking apart a thousand modules, which costs a third of a second."""
+    """End as Python does, but without tearing down a thousand modules, which takes a third of a second."""
     for step in (
-        threading._shutdown,  # type: ignore[attr-defined]  # what Python calls, too
+        threading._shutdown,  # type: ignore[attr-defined]  # Python calls it, too
         atexit._run_exitfuncs,
         _let_go,
         _finalize_mpi,
@@ -273,7 +283,7 @@ def _leave(status: int) -> None:
 
 
 def _let_go() -> None:
-    """What the program held ends as it would: files are written to the end, workers go."""
+    """Delete the program's objects, so that files are written completely and worker processes end."""
     vars(sys.modules["__main__"]).clear()
     gc.collect()
 

@@ -1,10 +1,10 @@
-"""Where ranks are forked: from a process that has imported what they need, the zygote, instead of started one by one.
+"""Fork ranks from the zygote, a process that has already imported their modules, instead of starting each from scratch.
 
-    start_ranks    mpiexec -> launcher --(streams)--> zygote --fork--> rank, as if started anew: forked.py
+    start_ranks    mpiexec -> launcher --(streams)--> zygote --fork--> rank, as if started normally: forked.py
     (launch.py)               launcher.c  <--(its status)-- zygote.py
 
-Whatever speaks against it, ranks are started one by one, as elsewhere, and nothing is said: that is the plain way.
-``DTLIB_ZYGOTE`` names the folder of the zygote that a process and its children use; ``off`` keeps all to the plain way.
+If forking is impossible, ranks are silently started in the normal way, as on other systems. ``DTLIB_ZYGOTE`` names the
+folder of the zygote that a process and its children use; ``off`` disables forking.
 """
 
 import os
@@ -20,23 +20,23 @@ from pathlib import Path
 
 from dtlib.errors import DtlibError
 from dtlib.world.compiled import compiled
-from dtlib.world.loopback import mpiexec_inside
+from dtlib.world.loopback import starts_only_local_ranks
 from dtlib.world.machine import gpu_names
 
 VARIABLE = "DTLIB_ZYGOTE"
 PREFIX = "dtlib-zygote-"
-SOCKET = "0"  # its name in the zygote's folder, which launcher.c knows
-BEGINS = 60  # seconds in which a new folder is let alone
-ROOM = 4000  # bytes in the arguments of a zygote for what `ps` shall show of its ranks
+SOCKET = "0"  # the socket's name in the zygote's folder; launcher.c uses the same
+BEGINS = 60  # seconds in which a new folder is not removed, even without a socket
+ROOM = 4000  # bytes reserved in a zygote's arguments, for the titles that `ps` shows for its ranks
 
 
 def why_not(mpiexec: str) -> str:
-    """Why this ``mpiexec`` cannot have ranks forked here; empty where it can."""
+    """Return the reason why ranks of this ``mpiexec`` cannot be forked here; an empty string if they can."""
     if os.environ.get(VARIABLE) == "off":
         return f"because of {VARIABLE}=off"
     if sys.platform != "linux":
         return "only Linux can fork them safely"
-    if not mpiexec_inside(mpiexec):
+    if not starts_only_local_ranks(mpiexec):
         return "they may use several nodes"
     if gpu_names():
         return "they use GPUs"
@@ -48,7 +48,7 @@ def why_not(mpiexec: str) -> str:
 
 
 def launcher(mpiexec: str) -> list[str]:
-    """What stands in front of the command of a rank where there is a zygote to fork it; else nothing."""
+    """Return the start of a rank's command: the launcher if a zygote runs, otherwise an empty list."""
     folder = os.environ.get(VARIABLE, "")
     if folder and os.path.exists(os.path.join(folder, SOCKET)) and not why_not(mpiexec):
         return [str(compiled("launcher.c"))]
@@ -56,7 +56,7 @@ def launcher(mpiexec: str) -> list[str]:
 
 
 def listen(folder: str) -> socket.socket:
-    """The socket of a zygote in this folder, to which only its owner may connect."""
+    """Return the listening socket of a zygote in this folder; only its owner may connect."""
     listener = socket.socket(socket.AF_UNIX)
     umask = os.umask(0o177)
     try:
@@ -68,18 +68,18 @@ def listen(folder: str) -> socket.socket:
 
 
 def command(folder: str, listener: socket.socket, imports: Iterable[str]) -> list[str]:
-    """That of a zygote which hears this socket, and imports these modules beside those that every rank needs."""
+    """Return the command of a zygote that listens on this socket and imports these extra modules."""
     start = "import sys; sys.path[0] = sys.argv[1]; from dtlib.world.zygote import main; main()"
     home = str(Path(__file__).parents[2])
     return [sys.executable, "-c", start, home, folder, str(listener.fileno()), " " * ROOM, *imports]
 
 
 def new_folder() -> str:
-    """A private one for a zygote; those that were left behind by zygotes which were killed are removed."""
+    """Create a private folder for a zygote; remove folders of zygotes that were killed."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
             found = left.lstat()
-            begins = found.st_mtime > time.time() - BEGINS  # another one, which has no socket yet
+            begins = found.st_mtime > time.time() - BEGINS  # a zygote that starts and has no socket yet
             if found.st_uid == os.getuid() and not begins and not _is_heard(left / SOCKET):
                 shutil.rmtree(left, ignore_errors=True)
     return tempfile.mkdtemp(prefix=PREFIX)
@@ -92,11 +92,11 @@ def _is_heard(path: Path) -> bool:
             connection.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return False
-        except OSError:  # it is busy
+        except OSError:  # busy
             return True
     return True
 
 
 def owner(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end."""
+    """Return the process id and the user id at the other end."""
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[:2]

@@ -1,8 +1,8 @@
-/* launcher PYTHON ARGUMENTS ...: what mpiexec starts in place of a rank that is forked from the zygote.
+/* launcher PYTHON ARGUMENTS ...: started by mpiexec in place of a rank; the rank itself is forked from the zygote.
 
-   It hands its own standard streams and its signals on to the rank, and ends as the rank ends. The rank reads
-   its arguments, environment and folder from this process. If the zygote is not there, does not answer or refuses, this
-   process becomes PYTHON ARGUMENTS ... itself. forking.py compiles this file; forked.py has the other side. */
+   The launcher passes its standard streams and signals to the rank, and exits with the rank's status. The rank reads
+   its arguments, environment and folder from this process. If the zygote is missing, does not answer or refuses, this
+   process becomes PYTHON ARGUMENTS ... itself. forking.py compiles this file; forked.py is the rank's side. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -21,8 +21,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { PATIENCE = 40, MOMENT = 5 }; /* seconds: for a zygote that still imports; for the status of a rank that has ended */
-enum { FORKED = 1, ENDED = 2 };     /* what a message says */
+enum { PATIENCE = 40, MOMENT = 5 }; /* seconds: for a zygote that imports; for a rank's status */
+enum { FORKED = 1, ENDED = 2 };     /* kinds of messages */
 typedef struct { int32_t what, value; } Message;
 
 static volatile pid_t rank;
@@ -41,7 +41,7 @@ static void wait_at_most(int connection, int seconds) {
   setsockopt(connection, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
 }
 
-/* A zygote of this user in the folder, or -1. */
+/* Connect to this user's zygote in the folder; return the connection, or -1. */
 static int connect_to(const char *folder) {
   struct sockaddr_un where = {.sun_family = AF_UNIX};
   struct ucred other;
@@ -56,7 +56,8 @@ static int connect_to(const char *folder) {
   return -1;
 }
 
-/* Now it may run; sent before, they would stay open in the queue of a zygote that does not answer. */
+/* Send the standard streams, which tells the rank to run. Sent earlier, they would stay open in the queue of a zygote
+   that does not answer. */
 static int send_streams(int connection) {
   char letter = 'g';
   struct iovec data = {&letter, 1};
@@ -70,7 +71,7 @@ static int send_streams(int connection) {
 
 static int hear(int connection, Message *said) { return recv(connection, said, sizeof *said, MSG_WAITALL) == sizeof *said; }
 
-/* The status of the rank, or -1 if nobody is there to tell it. */
+/* Wait for the rank's exit status; return -1 if the zygote has ended. */
 static int status_of_rank(int connection, int process) {
   Message said;
   struct pollfd either[] = {{connection, POLLIN, 0}, {process, POLLIN, 0}};
@@ -93,7 +94,7 @@ int main(int count, char **arguments) {
   char name[16];
   snprintf(name, sizeof name, "rank is %d", rank);
   prctl(PR_SET_NAME, name);
-  send_streams(connection); /* if that fails the rank ends, and its zygote says so below */
+  send_streams(connection); /* if this fails, the rank ends, and the zygote sends its status below */
 
   int process = syscall(SYS_pidfd_open, rank, 0), status = status_of_rank(connection, process);
   if (status == -1) {

@@ -1,7 +1,7 @@
-/* Preloaded into mpiexec: what would listen on every interface, or as older Open MPI on one that others reach, listens
-   on the loopback interface.
+/* Preloaded into mpiexec: binds its sockets to the loopback interface. mpiexec itself would listen on every interface,
+   or, in older Open MPI, on one that other machines reach.
 
-   Ranks on other machines could not report back then, so nothing changes where the command line names hosts.
+   Ranks on other machines could not connect then, so nothing changes if the command line names hosts.
    loopback.py compiles this file. */
 
 #define _GNU_SOURCE
@@ -17,7 +17,7 @@ static int names_hosts(void) {
   if (!file) return 1;
   size_t length = fread(line, 1, sizeof line - 1, file);
   fclose(file);
-  if (length == sizeof line - 1) return 1; /* the rest is unknown */
+  if (length == sizeof line - 1) return 1; /* the line is cut: assume that it names hosts */
   for (char *word = line; word < line + length; word += strlen(word) + 1)
     if (!strcmp(word, "-H") || (word[0] == '-' && (strstr(word, "host") || strstr(word, "machinefile")))) return 1;
   return 0;

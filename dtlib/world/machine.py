@@ -1,4 +1,4 @@
-"""What this machine offers, without importing torch or MPI."""
+"""Cores and GPUs of this machine, found without importing torch or MPI."""
 
 import os
 import shutil
@@ -6,14 +6,14 @@ import subprocess
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on (fewer than the machine's under Slurm, taskset or a container)."""
+    """Return the number of cores that this process may use (fewer under Slurm, taskset or in a container)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def gpu_names() -> list[str]:
-    """Names of the GPUs that ranks may use, without importing torch."""
+    """Return the names of the GPUs that ranks may use, without importing torch."""
     if not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -26,7 +26,7 @@ def gpu_names() -> list[str]:
 
 
 def visible_gpus() -> list[str]:
-    """What ``CUDA_VISIBLE_DEVICES`` may name, one entry a GPU: those that it names now, else all."""
+    """Return entries for ``CUDA_VISIBLE_DEVICES``, one per GPU: the current entries, or all GPUs if it is not set."""
     count = len(gpu_names())
     return _chosen_gpus()[:count] or [str(index) for index in range(count)]
 

@@ -1,4 +1,4 @@
-"""Ranks on a grid with named axes, and a communicator along each."""
+"""``Mesh``: ranks on a grid with named axes, and a communicator along each axis."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from dtlib.errors import DtlibError
 
 
 class Mesh:
-    """All ranks of ``comm`` on a grid; every rank makes it, with the same axes.
+    """All ranks of ``comm`` on a grid; every rank creates it, with the same axes.
 
     Args:
         comm: a communicator with ``split``.
-        axes: how many ranks each axis has; one of them may be -1 for what is left.
+        axes: the number of ranks along each axis; one number may be -1, to be computed from the others.
 
-    The last axis varies fastest over ranks, so that its neighbours are adjacent ranks, which mostly share a machine:
+    The last axis varies fastest. Neighbours on it are adjacent ranks, which mostly share a machine:
 
         data=2, tensor=3        tensor   0  1  2
                           data=0         0  1  2       rank 4 is data=1, tensor=1;
                           data=1         3  4  5       mesh["data"] there joins 1 and 4, mesh["tensor"] 3, 4 and 5
 
-    ``shape`` and ``coordinates`` (this rank's) are dictionaries by axis; ``mesh["data"]`` is the communicator of the
-    ranks that differ in that axis alone, in the order of their coordinate, and ``mesh["data", "tensor"]`` of those that
-    differ in both axes, in the order of the mesh, which all ranks ask for together. After ``dtlib.reset()`` make a new
-    mesh.
+    ``shape`` and ``coordinates`` (of this rank) are dictionaries by axis. ``mesh["data"]`` is the communicator of the
+    ranks that differ in this axis only, in the order of their coordinate. ``mesh["data", "tensor"]`` joins the ranks
+    that differ in both axes, in rank order; all ranks ask for it together. After ``dtlib.reset()`` create a new mesh.
     Counterpart: ``torch.distributed.device_mesh.init_device_mesh``.
 
     Raises:
-        DtlibError: where the axes do not multiply to the number of ranks, before anything is sent, and where ranks
-            give different ones; on every rank.
+        DtlibError: on every rank, if the product of the axes is not the number of ranks (before anything is sent), or
+            if ranks pass different axes.
     """
 
     def __init__(self, comm: Communicator, axes: dict[str, int]):
@@ -42,11 +41,12 @@ class Mesh:
                     "the same axes in the same order."
                 )
         self.coordinates = coordinates_of(comm.rank, self.shape)
-        # A split needs all ranks, so all of them are made here: whoever asks for one later may be alone.
+        # A split needs all ranks, so create all communicators now: later, one rank may ask for one alone.
         self._comm = comm
         self._communicators: dict = {}
         for axis, here in self.coordinates.items():
-            line = rank_of({**self.coordinates, axis: 0}, self.shape)  # the first rank on this line names it
+            # The first rank on a line of the grid is the color of this line's communicator.
+            line = rank_of({**self.coordinates, axis: 0}, self.shape)
             self._communicators[axis] = comm.split(line, key=here)
 
     def __getitem__(self, axis: str | tuple[str, ...]) -> Communicator:
@@ -57,7 +57,10 @@ class Mesh:
         return self._communicators[axis]
 
     def _joined(self, axes: tuple[str, ...]):
-        """The ranks that differ in these axes alone; the first time all ranks of the mesh ask for it."""
+        """Return the communicator of the ranks that differ in these axes only.
+
+        All ranks make the first call together, because it splits the communicator.
+        """
         if unknown := [axis for axis in axes if axis not in self.shape]:
             raise DtlibError(f"This mesh has no axis {unknown[0]!r}: choose of {', '.join(self.shape)}.")
         if axes not in self._communicators:
@@ -72,7 +75,7 @@ class Mesh:
 
 
 def shape_of(axes: dict[str, int], ranks: int) -> dict[str, int]:
-    """The axes with -1 worked out; raises DtlibError where they do not fit the number of ranks."""
+    """Return the axes with -1 replaced; raise DtlibError if they do not match the number of ranks."""
     asked = f"mesh({', '.join(f'{axis}={size!r}' for axis, size in axes.items())})"
     if not axes:
         raise DtlibError(f"mesh() has no axes: pass them with their sizes, as in mesh(data={ranks}).")
@@ -97,7 +100,7 @@ def shape_of(axes: dict[str, int], ranks: int) -> dict[str, int]:
 
 
 def coordinates_of(rank: int, shape: dict[str, int]) -> dict[str, int]:
-    """Where a rank stands; the last axis varies fastest."""
+    """Return the coordinates of a rank on the grid; the last axis varies fastest."""
     places = {}
     for axis, size in reversed(shape.items()):
         rank, places[axis] = divmod(rank, size)
@@ -105,7 +108,7 @@ def coordinates_of(rank: int, shape: dict[str, int]) -> dict[str, int]:
 
 
 def rank_of(coordinates: dict[str, int], shape: dict[str, int]) -> int:
-    """The rank that stands there: the reverse of ``coordinates_of``."""
+    """Return the rank at these coordinates: the inverse of ``coordinates_of``."""
     rank = 0
     for axis, size in shape.items():
         rank = rank * size + coordinates[axis]

@@ -1,4 +1,4 @@
-"""Processes: told apart for certain, and ended without a remainder."""
+"""Identify processes safely, and end them with all their descendants."""
 
 import os
 import sys
@@ -10,22 +10,24 @@ from pathlib import Path
 
 import psutil
 
-STANDS_FOR = "rank is "  # the name of a process that stands for a forked rank, and that one's number (launcher.c)
+# A launcher renames itself to this and the id of its forked rank (launcher.c).
+STANDS_FOR = "rank is "
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that cannot be confused with a later one of the same id: ``created`` says when it started."""
+    """A process that cannot be confused with a later one of the same id, because ``created`` holds its start time."""
 
     pid: int
     created: float
 
     @classmethod
     def of(cls, pid: int) -> "Process":
+        """Return the running process with this id."""
         return cls(pid, look(pid)[2])
 
     def find(self) -> psutil.Process | None:
-        """The process if it lives; None once it has ended, even if nobody has collected its status."""
+        """Return the process if it is alive; None once it has ended, even if its parent has not read its status."""
         with suppress(psutil.Error):
             process = psutil.Process(self.pid)
             if look(self.pid)[2] == self.created and process.status() != psutil.STATUS_ZOMBIE:
@@ -34,12 +36,12 @@ class Process:
 
 
 def look(pid: int) -> tuple[str, int, float]:
-    """A process's name, its parent, and when it started.
+    """Return a process's name, its parent's id, and its start time.
 
-    On Linux that is in ticks since the machine did, as the time of day may be set meanwhile.
+    On Linux the start time is in ticks since boot, because the time of day may be changed meanwhile.
 
     Raises:
-        psutil.Error: where it has ended, or may not be looked at.
+        psutil.Error: if the process has ended, or if this user may not read it.
     """
     if sys.platform != "linux":
         process = psutil.Process(pid)
@@ -48,29 +50,29 @@ def look(pid: int) -> tuple[str, int, float]:
         begin, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         raise psutil.NoSuchProcess(pid) from None
-    fields = rest.split()  # from the third on
+    fields = rest.split()  # from the third field on
     return begin.partition("(")[2], int(fields[1]), float(fields[19])
 
 
 def with_descendants(process: Process) -> list[Process]:
-    """A process and all that it has started, down to the last generation, with the ranks that were forked for it."""
+    """Return a process and all its descendants, including ranks that were forked for it."""
     if process.find() is None:
         return []
     known, started, family = {}, defaultdict(list), [process.pid]
-    for pid in psutil.pids():  # looked at once: on a hub there are hundreds
-        with suppress(psutil.Error, ValueError):  # any user may call a process so
+    for pid in psutil.pids():  # one pass only: a hub has hundreds of processes
+        with suppress(psutil.Error, ValueError):  # any user may give a process such a name
             name, parent, created = look(pid)
             known[pid] = Process(pid, created)
             started[parent].append(pid)
             if name.startswith(STANDS_FOR):
                 started[pid].append(int(name.removeprefix(STANDS_FOR)))
-    for member in family:  # it grows meanwhile
+    for member in family:  # the list grows during the loop
         family += [pid for pid in started[member] if pid in known and pid not in family]
     return [process, *(known[pid] for pid in family[1:])]
 
 
 def in_groups_of(processes: list[Process]) -> list[Process]:
-    """Who is in a process group that one of these leads or, having ended, has led."""
+    """Return processes in process groups whose leader is in ``processes``, even if the leader has ended."""
     found, leaders = [], {process.pid for process in processes}
     for pid in psutil.pids():
         with suppress(OSError, psutil.Error):
@@ -80,7 +82,10 @@ def in_groups_of(processes: list[Process]) -> list[Process]:
 
 
 def listening(process: Process) -> list[tuple[str, str, int]]:
-    """Name, address and port of what a process and its descendants listen on, as far as this user may look."""
+    """Return name, address and port of all listening sockets of a process and its descendants.
+
+    Processes that this user may not read are left out.
+    """
     found = []
     for member in with_descendants(process):
         with suppress(psutil.Error):
@@ -90,13 +95,13 @@ def listening(process: Process) -> list[tuple[str, str, int]]:
     return found
 
 
-def end_processes(processes: list[Process], patience: float = 3.0) -> None:
-    """End these processes: politely first, then for certain."""
+def end_processes(processes: list[Process], load_factor: float = 3.0) -> None:
+    """End these processes: send SIGTERM, wait ``load_factor`` seconds, then send SIGKILL."""
     for polite in (True, False):
         living = [found for process in processes if (found := process.find())]
         for process in living:
             with suppress(psutil.Error):
                 process.terminate() if polite else process.kill()
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + load_factor
         while any(process.find() for process in processes) and time.monotonic() < deadline:
             time.sleep(0.02)

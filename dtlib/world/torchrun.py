@@ -1,4 +1,4 @@
-"""The world of processes that torchrun started: on torch.distributed, without MPI."""
+"""Join a world that torchrun started: with torch.distributed, without MPI."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from dtlib.comm.torch.process_group import ProcessGroupCommunicator
 
 
-# What torchrun tells each process; a program that sets WORLD_SIZE alone was not started by it.
+# Variables that torchrun sets for each process. A program that sets only WORLD_SIZE was not started by torchrun.
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def started_this() -> bool:
-    """True in a process that torchrun started, or somebody who sets the same environment variables."""
+    """Return True in a process that torchrun, or a launcher with the same variables, has started."""
     return all(name in os.environ for name in TOLD)
 
 
 def join() -> dict:
-    """What ``World`` wants to know, from the environment and the default group of ``torch.distributed``.
+    """Return the arguments of ``World``, from the environment and the default group of ``torch.distributed``.
 
-    The default group is the one that lives already, or a new one: gloo for the CPU, and NCCL for GPUs if every rank
-    has one of its own.
+    If the program has a default group, it is used. Otherwise one is created: gloo for CPUs, and NCCL for GPUs if every
+    rank has a separate GPU.
     """
     from torch import distributed as dist
 
@@ -35,23 +35,24 @@ def join() -> dict:
     from dtlib.comm.torch.process_group import ProcessGroupCommunicator
 
     if loopback.all_ranks_here():
-        loopback.groups_inside()
+        loopback.use_loopback_for_groups()
     if not dist.is_initialized():
         _make_default_group(dist)
     told = os.environ
-    # DeepSpeed's launcher has names of its own for the ranks of a node and for the node.
+    # DeepSpeed's launcher uses other names for the number of ranks on a node and for the node's index.
     local_rank, local_size = int(told["LOCAL_RANK"]), int(told.get("LOCAL_WORLD_SIZE", told.get("LOCAL_SIZE", 1)))
-    waiting.crowded = local_size > usable_cores()
+    waiting.oversubscribed = local_size > usable_cores()
     assert dist.group.WORLD is not None
     comm = ProcessGroupCommunicator(dist.group.WORLD, name="world")
     node = int(told.get("GROUP_RANK", told.get("CROSS_RANK", comm.rank // local_size)))
     nodes = sorted(set(comm.all_gather_object(node)))
-    if len(nodes) == 1 < comm.size:  # several nodes have no place that all can read
+    # With several nodes there is no file that all ranks can read, and so no board.
+    if len(nodes) == 1 < comm.size:
         file = comm.broadcast_object(board.Board.make_file(comm.size) if comm.rank == 0 else None)
         board.current = board.Board(file, comm.rank, comm.members)
         comm.barrier()
         if comm.rank == 0:
-            os.unlink(file)  # all have it open
+            os.unlink(file)  # all ranks have opened it
     return {
         "rank": comm.rank, "size": comm.size, "node": nodes.index(node), "local_rank": local_rank, "comm": comm,
         "nodes": len(nodes),
@@ -59,7 +60,7 @@ def join() -> dict:
 
 
 def fresh_communicator(old: ProcessGroupCommunicator) -> ProcessGroupCommunicator:
-    """A new group of all ranks, beside the one that an interrupt or an error has left out of step."""
+    """Return a communicator over a new group of all ranks, after an interrupt or an error broke the old one."""
     from torch import distributed as dist
 
     from dtlib.comm.torch.process_group import ProcessGroupCommunicator
@@ -70,14 +71,17 @@ def fresh_communicator(old: ProcessGroupCommunicator) -> ProcessGroupCommunicato
 def _make_default_group(dist) -> None:
     store, rank, size = next(dist.rendezvous("env://"))
     store.set_timeout(dist.default_pg_timeout)
-    store = dist.PrefixStore("dtlib", store)  # the launcher and others have keys of their own there
+    store = dist.PrefixStore("dtlib", store)  # the launcher and other programs have keys in the same store
     backend = "cpu:gloo,cuda:nccl" if _nccl_connects(dist, store, rank, size) else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 def _nccl_connects(dist, store, rank: int, size: int) -> bool:
-    """Ask all ranks by way of the store: there is no group to ask yet."""
+    """Return whether NCCL can connect all ranks.
+
+    Ranks exchange their GPUs through the store, because there is no group yet.
+    """
     import json
 
     import torch

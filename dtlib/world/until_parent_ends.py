@@ -1,7 +1,8 @@
-"""``python until_parent_ends.py PARENT PROGRAM ...``: become PROGRAM, which ends with the process PARENT, on Linux.
+"""``python until_parent_ends.py PARENT PROGRAM ...``: become PROGRAM, which ends when the process PARENT ends (Linux).
 
-A process can only ask for that itself. To do it between fork and exec, as ``preexec_fn`` would, is unsafe where the
-parent has threads: the child may wait for a lock that one of them held. So this file is run as a program of its own.
+Only the process itself can request this signal. Requesting it between fork and exec, as ``preexec_fn`` would, is unsafe
+if the parent has threads: the child may wait for a lock that one of the threads held. So this file runs as a separate
+program.
 """
 
 import os
@@ -12,21 +13,23 @@ PR_SET_PDEATHSIG = 1
 
 
 def become(parent: int, command: list[str]) -> None:
-    """Replace this process by ``command``, to be sent SIGTERM when ``parent`` ends; 0: whoever has started it."""
+    """Replace this process by ``command``, which gets SIGTERM when ``parent`` ends; 0 means the current parent."""
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if parent and os.getppid() != parent:  # it has ended before it could be watched
+    if parent and os.getppid() != parent:  # the parent ended before prctl took effect
         sys.exit(1)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and that would be inherited
+    # Python ignores these signals, and `command` would inherit that.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     os.execvp(command[0], command)
 
 
 def ends_with_this_process(command: list[str]) -> list[str]:
-    """``command``, which Linux ends when this process ends, even by `kill -9`.
+    """Return ``command`` so that Linux ends it when this process ends, even by `kill -9`.
 
-    Linux means the thread that starts it, so only the main thread, which lives as long as the process, asks for that.
+    Linux ends it with the thread that started it. Only the main thread lives as long as the process, so other threads
+    get ``command`` unchanged.
     """
     import threading
 
@@ -34,8 +37,8 @@ def ends_with_this_process(command: list[str]) -> list[str]:
 
 
 def ends_with(parent: int, command: list[str]) -> list[str]:
-    """The same for another process, or with 0 for that which will start the command."""
-    # Without site-packages Python starts fastest.
+    """Return ``command`` so that it ends with the process ``parent``; 0 means the process that starts the command."""
+    # -S: Python starts fastest without site-packages.
     return [sys.executable, "-I", "-S", __file__, str(parent), *command] if sys.platform == "linux" else command
 
 

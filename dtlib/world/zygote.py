@@ -1,16 +1,17 @@
-"""The process that ranks are forked from: it has imported what they need, and waits for launchers (launcher.c).
+"""The process that ranks are forked from: it imports their modules once and waits for launchers (launcher.c).
 
     launcher                    zygote                  rank
     connect ------------------> fork -----------------> read arguments, environment, folder of the launcher
-    ("forked", process) <------------------------------ can it be as if started anew? else it ends (forked.py)
+    ("forked", process) <------------------------------ can it look freshly started? otherwise it ends (forked.py)
     send streams -------------------------------------> run
     ("ended", status) <-------- wait for it <---------- end
     (ends) -------------------> kill it --------------> (is killed)
 
-It forks only while it has one thread and no MPI. Once a file of dtlib has changed it forks no more, and begins anew as
-soon as it has no ranks.
-Ranks share its hash seed, so sets iterate in the same order on all of them. ``DTLIB_ZYGOTE=off`` starts ranks with a
-seed each, which shows the mistake of ranks that walk through a set, each in its own order.
+The zygote forks only while it has one thread and has not loaded MPI. Once a file of dtlib has changed, it stops forking
+and restarts as soon as it has no ranks.
+
+All its ranks have the same hash seed, so sets iterate in the same order on all of them. ``DTLIB_ZYGOTE=off`` starts
+ranks with separate seeds, which exposes programs that wrongly rely on the order of a set.
 """
 
 import ctypes
@@ -32,12 +33,13 @@ IMPORTS = (
     *("ipyparallel.engine.datapub", "ipyparallel.controller.app", "ipyparallel.cluster.cluster"),
     *("dtlib.training", "dtlib.recovery", "dtlib.pi", "dtlib.lab.engines.on_ranks", "dtlib.lab.engines.keeper"),
 )
-LATER = ("numba", "torch._dynamo")  # torch's optimizers import the latter at their first step
-QUIET = 3.0  # seconds without a request
+# Imported once the zygote is idle. torch's optimizers import torch._dynamo at their first step.
+LATER = ("numba", "torch._dynamo")
+QUIET = 3.0  # idle seconds before LATER is imported
 
 
 def main() -> None:
-    """Begin as ``forking.command`` says; it returns in no process."""
+    """Run the zygote that ``forking.command`` describes; does not return."""
     folder, listener, _, *imports = sys.argv[2:]
     zygote = Zygote(folder, socket.socket(fileno=int(listener)), imports)
     signal.signal(signal.SIGTERM, zygote.end)
@@ -47,21 +49,24 @@ def main() -> None:
         zygote.load()
     except BaseException:
         zygote.end()
-    connection, launcher = zygote.serve()  # returns in ranks alone
+    connection, launcher = zygote.serve()  # returns in ranks only
     forked.live(connection, launcher, zygote.pid)
 
 
 class Zygote:
+    """The zygote's state, and its loop over launchers and ranks."""
+
     def __init__(self, folder: str, listener: socket.socket, imports: list[str]):
         self.pid = os.getpid()
         self.folder, self.listener, self.imports = folder, listener, imports
         self.ranks: dict = {}  # process -> connection to its launcher
         self.events = select.epoll()
-        self.environment = forked.environment_of("self")  # imports change it
+        self.environment = forked.environment_of("self")  # imports change os.environ
         self.again = [sys.executable, *sys.orig_argv[1:]]
-        self.loaded = False  # what is put off
+        self.loaded = False  # whether LATER was imported
 
     def load(self) -> None:
+        """Import the modules of ranks; end if a fork would not be safe afterwards."""
         for name in (*IMPORTS, *self.imports):
             importlib.import_module(name)
         self.files = _own_files()
@@ -72,14 +77,16 @@ class Zygote:
         _tidy()
 
     def load_later(self) -> None:
+        """Import the modules that are slow and needed by few ranks."""
         self.loaded = True
         for name in LATER:
-            with suppress(Exception):  # who needs it will see
+            with suppress(Exception):  # the rank that needs it will report the error
                 importlib.import_module(name)
         _tidy()
 
     def serve(self) -> tuple[socket.socket, int]:
-        """Fork a rank for each launcher; returns in it, with the connection to its launcher, and that one's process."""
+        """Fork a rank for each launcher; return only in the rank, with its launcher's connection and process id."""
+        # Python writes to `bell` on every signal. So the end of a rank (SIGCHLD) wakes up the poll below.
         wake, bell = socket.socketpair()
         bell.setblocking(False)
         wake.setblocking(False)
@@ -88,38 +95,42 @@ class Zygote:
         self.events.register(self.listener, select.EPOLLIN)
         self.events.register(wake, select.EPOLLIN)
         while True:
-            waits = not self.loaded and not self.ranks  # ranks that measure must not be disturbed
+            waits = not self.loaded and not self.ranks  # importing would disturb ranks that measure time
             ready = self.events.poll(QUIET if waits else None)
             if not ready and waits:
                 self.load_later()
             for handle, _ in ready:
                 if handle == wake.fileno():
                     wake.recv(4096)
-                    self.bury()
-                    break  # what else was heard may be of connections that are closed now
+                    self.report_ended_ranks()
+                    # The other events may belong to connections that were closed just now.
+                    break
                 if handle != self.listener.fileno():
                     self.kill(handle)
                 elif (accepted := self.accept()) is not None:
                     connection, launcher = accepted
                     try:
                         rank = os.fork()
-                    except OSError:  # no memory, or too many processes: the launcher takes the plain way
+                    except OSError:  # no memory, or too many processes: the launcher starts its program itself
                         connection.close()
                         continue
                     if rank == 0:
+                        # In the rank: close all of the zygote's sockets.
                         signal.set_wakeup_fd(-1)
                         for each in (self.events, self.listener, wake, bell, *self.ranks.values()):
                             each.close()
                         return connection, launcher
                     self.ranks[rank] = connection
-                    self.events.register(connection, select.EPOLLRDHUP)  # not what it says, which is for the rank
+                    # Poll only for the end of the connection; data on it are for the rank.
+                    self.events.register(connection, select.EPOLLRDHUP)
 
     def accept(self) -> tuple[socket.socket, int] | None:
-        """A launcher of this user; None if there is none, or if nothing may be forked now."""
+        """Accept a launcher of this user; return None if there is none, or if nothing may be forked now."""
         if _state(self.files) != self.state and not self.ranks:
             os.set_inheritable(self.listener.fileno(), True)
             signal.set_wakeup_fd(-1)
-            os.execve(sys.executable, self.again, self.environment)  # who waits is heard then
+            # Restart with the changed files. Launchers that connect meanwhile wait in the socket's queue.
+            os.execve(sys.executable, self.again, self.environment)
         connection, _ = self.listener.accept()
         launcher, user = forking.owner(connection)
         changed = bool(self.ranks) and _state(self.files) != self.state
@@ -128,28 +139,28 @@ class Zygote:
         connection.close()
         return None
 
-    def bury(self) -> None:
-        """Tell the launchers of ranks that have ended."""
+    def report_ended_ranks(self) -> None:
+        """Send the exit status of ended ranks to their launchers."""
         for rank in list(self.ranks):
             ended, status = os.waitpid(rank, os.WNOHANG)
             if ended:
                 with self.ranks.pop(rank) as connection:
-                    with suppress(FileNotFoundError):  # its launcher has ended first
+                    with suppress(FileNotFoundError):  # the launcher ended first
                         self.events.unregister(connection)
                     with suppress(OSError):
                         connection.send(forked.MESSAGE.pack(forked.ENDED, status), socket.MSG_DONTWAIT)
 
     def kill(self, handle: int) -> None:
-        """End the rank whose launcher has ended, with what it has started."""
+        """Kill the rank whose launcher has ended, and the rank's children."""
         self.events.unregister(handle)
         for rank, connection in self.ranks.items():
             if connection.fileno() == handle:
-                for end in (os.killpg, os.kill):  # before it has a group of its own there is only itself
+                for end in (os.killpg, os.kill):  # before the rank has a process group, only kill works
                     with suppress(ProcessLookupError):
                         end(rank, signal.SIGKILL)
 
     def end(self, *_: object) -> None:
-        """End, with the ranks, and leave no file; what a fork inherits of it does nothing."""
+        """End with all ranks and remove the files; in a forked process do nothing."""
         if os.getpid() == self.pid:
             with suppress(OSError):
                 os.unlink(os.path.join(self.folder, forking.SOCKET))
@@ -158,7 +169,7 @@ class Zygote:
 
 
 def cannot_fork() -> str:
-    """Why a fork of this process would not be sound; empty where it is."""
+    """Return why a fork of this process would not be safe; an empty string if it is safe."""
     if "mpi4py.MPI" in sys.modules:
         return "MPI is loaded"
     threads = len(os.listdir("/proc/self/task"))
@@ -166,23 +177,23 @@ def cannot_fork() -> str:
 
 
 def _tidy() -> None:
-    """Little that a rank writes to shall be shared with what it does not."""
+    """Free garbage and freeze all other objects, so that ranks copy few pages of the zygote's memory."""
     gc.collect()
     gc.freeze()
-    with suppress(AttributeError):  # not every C library has it
+    with suppress(AttributeError):  # not every C library has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _own_files() -> list[str]:
-    """Those of dtlib that are imported."""
+    """Return the files of dtlib that are imported."""
     home = str(Path(__file__).parents[1]) + os.sep
     files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
     return sorted(file for file in files if file.startswith(home))
 
 
 def _state(files: list[str]) -> tuple[list[str], list[tuple]]:
-    """What is installed, and when these files were changed."""
-    # By names, which have versions: when the folder was changed says nothing, as an import may write its __pycache__.
+    """Return the installed packages, and the times at which these files were changed."""
+    # Compare names, which include versions. The folder's time says nothing, because imports may write its __pycache__.
     installed = sorted(name for name in os.listdir(sysconfig.get_path("purelib")) if name.endswith(".dist-info"))
     changed = []
     for file in files:

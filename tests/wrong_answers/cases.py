@@ -13,22 +13,22 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
-from dtlib.lab.checks import checks
+from dtlib.lab.checks import judging
 from dtlib.lab.checks.exercise import EXERCISES
 from tests.lessons.l07.wrong_pipelines import Step
 
 LESSONS = Path(__file__).parents[1] / "lessons"
 
 
-def judged_soon(exercise: str, names: dict, *expected: str) -> checks.Verdict:
+def judged_soon(exercise: str, names: dict, *expected: str) -> judging.Verdict:
     """The verdict of all ranks, where a rank whose wait cannot end gives up sooner than in class.
 
     Ranks of a busy machine may wait longer for those that do arrive. So a mistake that is none of the ``expected`` ones
     counts only if it is seen with more patience.
     """
-    for seconds in (2.0, 10 * checks.WAIT_SECONDS):
-        with patch.object(checks, "WAIT_SECONDS", seconds):
-            verdict = checks.judge_on_this_rank(exercise, names)
+    for seconds in (2.0, 10 * judging.WAIT_SECONDS):
+        with patch.object(judging, "WAIT_SECONDS", seconds):
+            verdict = judging.judge_on_this_rank(exercise, names)
         if verdict.mistake in expected:
             break
     return verdict

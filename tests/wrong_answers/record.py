@@ -11,7 +11,7 @@ from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
-from dtlib.lab.checks.checks import judge_here, judge_on_this_rank
+from dtlib.lab.checks.judging import judge_here, judge_on_this_rank
 from tests.ranks import end_worlds, on_ranks
 from tests.wrong_answers import recordings
 from tests.wrong_answers.cases import CASES

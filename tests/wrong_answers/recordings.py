@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dtlib.lab.checks.exercise import Problem, homes
+from dtlib.lab.checks.exercise import Problem, exercise_files
 from tests.conftest import ROOT
 
 CLASSES = {kind.__name__: kind for kind in (Problem,)}
@@ -22,7 +22,7 @@ CLASSES = {kind.__name__: kind for kind in (Problem,)}
 
 def file_of(exercise: str) -> Path:
     """In the folder of its lesson among the tests."""
-    return ROOT / "tests" / "lessons" / homes()[exercise].parent.name / "recorded" / f"{exercise}.json.xz"
+    return ROOT / "tests" / "lessons" / exercise_files()[exercise].parent.name / "recorded" / f"{exercise}.json.xz"
 
 
 def read(exercise: str) -> dict:

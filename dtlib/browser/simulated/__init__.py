@@ -1,10 +1,11 @@
 """Ranks that take turns in one process: SIMULATED, for a page without an installation.
 
-A cell runs on every rank, as %%px runs it. The algorithms, the checks of what ranks call, and the sentences on whom
-everybody waits for are the library's own; torch is a stand-in of five functions.
+A cell runs on every rank, as with %%px. The library's own code chooses algorithms, checks calls and reports which ranks
+are missing. torch is a stand-in with five functions.
 
-    tensors.py         the stand-in: tensor, zeros, ones, full, arange
+    tensors.py         the stand-in for torch: tensor, zeros, ones, full, arange
     communicator.py    the operations of a rank that takes turns
-    distributed.py     torch.distributed, by these operations
-    cells.py           a learner's cell made to take turns, and run on all ranks
+    distributed.py     torch.distributed, implemented with these operations
+    cells.py           a learner's cell, run on all ranks in turns
+    awaiting.py        the rewriting of a cell, so that ranks can take turns
 """

@@ -1,29 +1,34 @@
-"""``await`` is put before each operation of a cell, and functions that call one become asynchronous, so that ranks of
-one process can take turns."""
+"""Rewrite a cell so that the ranks of one process can take turns.
+
+``await`` is put before each operation, and functions that call an operation become asynchronous.
+"""
 
 import ast
 from types import CodeType
 
 from dtlib.browser.simulated.communicator import OPERATIONS
 
-SINGLE = "reduce_scatter_single", "all_gather_single", "all_to_all_single"  # names of torch.distributed
-TAKE_TURNS = (*OPERATIONS, *SINGLE, "wait", "done")  # methods before which `await` is put
+SINGLE = "reduce_scatter_single", "all_gather_single", "all_to_all_single"  # names in torch.distributed
+TAKE_TURNS = (*OPERATIONS, *SINGLE, "wait", "done")  # methods that get an `await`
 
 
 def compiled(source: str, file: str, take_turns: set) -> tuple[CodeType, tuple[int, ...]]:
-    """The code of a cell with ``await`` where a rank may have to wait, and the lines where that is; ``take_turns`` are
-    the names of functions that have to be awaited, those of former cells and, afterwards, of this one.
+    """Return the code of a cell with ``await`` before each operation, and the numbers of these lines.
+
+    ``take_turns`` has the names of functions that must be awaited. Functions of this cell are added to it.
 
     Raises:
-        SyntaxError: also for an operation where no ``await`` can stand.
+        SyntaxError: for invalid code, and for an operation in a place where ``await`` is not allowed.
     """
     tree = ast.parse(source, file)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     take_turns.difference_update(node.name for node in functions)
+    # A function that calls a waiting function waits too: repeat until no more are found.
     while more := {f.name for f in functions if f.name not in take_turns and _waits(f, take_turns)}:
         take_turns |= more
     awaits = _Awaits(take_turns, file)
     tree = awaits.visit(tree)
+    # Show the value of the last line, as a notebook does.
     if tree.body and isinstance(tree.body[-1], ast.Expr):
         last = tree.body[-1]
         last.value = ast.Call(ast.Name("_show", ast.Load()), [last.value], [])
@@ -37,6 +42,7 @@ def _name(function) -> str:
 
 
 def _waits(function, take_turns) -> bool:
+    # Calls inside a nested function count for that function only.
     inner = [node for node in ast.walk(function) if isinstance(node, ast.FunctionDef) and node is not function]
     hidden = {id(part) for node in inner for part in ast.walk(node)}
     return any(
@@ -50,6 +56,8 @@ def _gives_way(function, take_turns) -> bool:
 
 
 class _Awaits(ast.NodeTransformer):
+    """Replaces calls of operations by ``await _turn(call)``, and their functions by asynchronous ones."""
+
     def __init__(self, take_turns: set, file: str):
         self.take_turns, self.file = take_turns, file
         self.lines: set = set()
@@ -62,7 +70,7 @@ class _Awaits(ast.NodeTransformer):
         return ast.copy_location(ast.Await(ast.Call(ast.Name("_turn", ast.Load()), [node], [])), node)
 
     def visit_Await(self, node):
-        """Where the learner has written ``await``, it stands already."""
+        """Keep an ``await`` that the learner wrote, and add no second one."""
         node.value = self.visit(node.value)
         return node.value if isinstance(node.value, ast.Await) else node
 

@@ -1,6 +1,6 @@
-"""A learner's cell on ranks that take turns: what waits gives way to the others.
+"""Run a learner's cell on ranks that take turns: a rank that waits lets the others run.
 
-Where no rank can move on, each that waits gets an error that says whom it waits for, as in a notebook.
+If no rank can continue, each waiting rank gets an error that names the missing ranks, as in a notebook.
 """
 
 import builtins
@@ -18,18 +18,21 @@ from dtlib.browser.simulated.awaiting import compiled
 from dtlib.browser.simulated.communicator import Event, Pending, SimulatedCommunicator, Wires
 from dtlib.browser.simulated.tensors import stand_in
 from dtlib.comm import waiting
-from dtlib.comm.watch import blame
+from dtlib.comm.watch import missing_ranks
 from dtlib.comm.watch.board import Sighting
 from dtlib.errors import RESET, DtlibError, MissingName, WaitTimeout
 
-LINES, LETTERS = 200, 10_000  # of what a rank prints in a cell: the rest is counted
+LINES, LETTERS = 200, 10_000  # printed per rank and cell; further lines are only counted
 ABSENT = ("numpy", "mpi4py", "deepspeed", "horovod", "ipyparallel")
 
 
 @dataclass
 class Outcome:
-    """``said[rank]`` is what a rank printed, with its error if it had one; ``awaited`` the lines of the cell before
-    whose operations ``await`` was put; ``problem`` says why nothing ran."""
+    """The result of a cell on all ranks.
+
+    ``said[rank]`` is the text that a rank printed, ``failed[rank]`` its error or an empty string. ``awaited`` has the
+    lines with an added ``await``. ``problem`` is the reason if the cell did not run at all.
+    """
 
     said: list = field(default_factory=list)
     failed: list = field(default_factory=list)
@@ -42,14 +45,15 @@ class Outcome:
 
 
 class Ranks:
-    """So many ranks, each with names of its own, which stay from cell to cell."""
+    """``size`` ranks, each with its own variables, which persist from cell to cell."""
 
     def __init__(self, size: int):
         self.size, self.wires, self.number = size, Wires(size), 0
         self.ranks = [_Rank(rank, self.wires) for rank in range(size)]
-        self._take_turns: set[str] = set()  # names of functions of former cells that have to be awaited
+        self._take_turns: set[str] = set()  # functions of earlier cells that must be awaited
 
     def run(self, source: str) -> Outcome:
+        """Run a cell on all ranks, and return its outcome."""
         self.number += 1
         file = f"<cell {self.number}>"
         source = re.sub(r"(?m)^%px\b[ \t]*", "", re.sub(r"\A\s*%%px\b[^\n]*\n?", "", source))
@@ -73,9 +77,10 @@ class Ranks:
         )
 
     def _turns(self) -> bool:
-        """Until all are through; True if they were stuck once."""
+        """Run all ranks to the end of the cell; return True if they were in a deadlock."""
         stuck = False
         while any(rank.runs for rank in self.ranks):
+            # Operations progress before and after each delivery, so that a rank sees messages of the same round.
             waiting.advance_all()
             moved = [rank.go_on() for rank in self.ranks if rank.can_go_on()]
             waiting.advance_all()
@@ -92,7 +97,9 @@ class Ranks:
         waits = {rank: rank.waits.task.call for rank in self.ranks if rank.runs and rank.waits}
         sentences = {}
         for rank, call in waits.items():
-            sentences[rank] = f"{call} (`{call.where}`) cannot end: {blame.whom(rank.rank, self.wires.seen)}. {RESET}"
+            sentences[rank] = (
+                f"{call} (`{call.where}`) cannot end: {missing_ranks.describe(rank.rank, self.wires.seen)}. {RESET}"
+            )
         for rank, call in waits.items():
             rank.world.comm.abandon(f"was interrupted in {call}")
         for rank in self.ranks:
@@ -103,6 +110,8 @@ class Ranks:
 
 
 class _Rank:
+    """One rank: its variables, its modules, and the state of its cell."""
+
     def __init__(self, rank: int, wires: Wires):
         self.rank, self.wires, self.resets = rank, wires, 0
         self.world = SimpleNamespace(rank=rank, size=wires.size, comm=SimulatedCommunicator(rank, wires))
@@ -130,7 +139,7 @@ class _Rank:
         return self.runs is not None and (self.waits is None or self.waits.task.complete)
 
     def go_on(self, error: Exception | None = None) -> bool:
-        """Until this rank waits, or its cell is over."""
+        """Run this rank until it waits or its cell ends; return True."""
         try:
             assert self.runs is not None
             self.waits = self.runs.send(None) if error is None else self.runs.throw(error)
@@ -146,7 +155,7 @@ class _Rank:
         return True
 
     def comm_ended(self) -> None:
-        """Note in which round operations ended, and what they sent."""
+        """Record the round in which each operation completed, and the messages and bytes it sent."""
         for pending in self.world.comm.pending:
             pending.ended()
             pending.event.messages, pending.event.bytes = pending.link.messages, pending.link.bytes
@@ -165,7 +174,7 @@ class _Rank:
         self._said.append(text)
 
     def _show(self, value) -> None:
-        """What the last line of a cell is, if it is something."""
+        """Print the value of a cell's last line, unless it is None."""
         if value is not None:
             self.print(repr(value))
 
@@ -173,10 +182,11 @@ class _Rank:
         raise DtlibError("input() has nobody to ask on a rank: write the value into the cell.")
 
     def _import(self, name, globals=None, locals=None, fromlist=(), level=0):
+        # torch and dtlib are stand-ins, other packages that need ranks are refused, and the standard library is real.
         package = name.partition(".")[0]
         if name in self.modules:
             return self.modules[name if fromlist else package]
-        if package == "dtlib" and "tells_how_it_ended" in (fromlist or ()):
+        if package == "dtlib" and "print_error" in (fromlist or ()):
             return self.modules["dtlib"]
         if package in (*self.modules, *ABSENT):
             raise MissingName(
@@ -190,14 +200,14 @@ class _Rank:
         vars(module).update(init=lambda: self.world, reset=self._reset, trace=self._trace, DtlibError=DtlibError)
 
         @contextmanager
-        def tells_how_it_ended(pause=1.0):
+        def print_error(pause=1.0):
             try:
                 yield
                 self.print("finished")
             except DtlibError as error:
                 self.print(f"{type(error).__name__}: {error}")
 
-        vars(module).update(tells_how_it_ended=tells_how_it_ended)
+        vars(module).update(print_error=print_error)
         return module
 
     def _reset(self):
@@ -218,7 +228,7 @@ class _Rank:
 
 
 async def _turn(value):
-    """What an operation returns, once others have had their turns."""
+    """Return the result of an operation, after other ranks had their turns."""
     if inspect.isawaitable(value):
         value = await value
     return value

@@ -1,4 +1,4 @@
-"""The operations of one rank that takes turns: SIMULATED. Algorithms, checks and sentences are the library's."""
+"""The operations of one rank that takes turns: SIMULATED. Algorithms, checks and messages are the library's."""
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -10,21 +10,21 @@ from dtlib.comm.call import Call, callers_line, shape_and_type
 from dtlib.comm.numbers import COMBINE, combiner
 from dtlib.comm.selection import choose
 from dtlib.comm.waiting import Operation, Queue
-from dtlib.comm.watch.blame import disagreement, mismatch
 from dtlib.comm.watch.board import Sighting
+from dtlib.comm.watch.missing_ranks import disagreement, mismatch
 from dtlib.errors import RESET, CommunicationError, MissingName
-from dtlib.lessons.l03.turns import Network, TurnLink
+from dtlib.lessons.l03.simulated_network import Network, SimulatedLink
 
 OPERATIONS = (
     "all_reduce", "broadcast", "reduce", "scatter", "gather", "reduce_scatter", "all_gather", "all_to_all", "barrier",
     "send", "recv",
 )  # fmt: skip
-Started: TypeAlias = Union["Pending", "Handle"]  # with async_op=True a handle
+Started: TypeAlias = Union["Pending", "Handle"]  # a handle if async_op=True
 
 
 @dataclass
 class Event:
-    """An operation of a rank, from one round of the network to another one (None: it never ended)."""
+    """An operation of a rank, from round ``start`` to round ``end``; None means that it never completed."""
 
     rank: int
     name: str
@@ -37,11 +37,11 @@ class Event:
 
 @dataclass
 class Wires:
-    """What ranks share: the network, what each has called, where each was last seen, and what happened."""
+    """State that all ranks share: the network, calls and last position of each rank, and a trace."""
 
     size: int
     network: Network = field(init=False)
-    called: dict = field(default_factory=dict)  # (world, number of a collective) -> rank -> (call, line)
+    called: dict = field(default_factory=dict)  # (world, collective's number) -> rank -> (call, line)
     seen: dict = field(default_factory=dict)
     events: list = field(default_factory=list)
 
@@ -50,9 +50,9 @@ class Wires:
 
 
 class Pending:
-    """An operation that its rank waits for, or would if it called ``wait()``: ``await`` gives the others a turn."""
+    """An operation in flight. ``await`` lets the other ranks run until it is complete."""
 
-    def __init__(self, comm: "SimulatedCommunicator", task: Operation, event: Event, link: TurnLink):
+    def __init__(self, comm: "SimulatedCommunicator", task: Operation, event: Event, link: SimulatedLink):
         self.comm, self.task, self.event, self.link = comm, task, event, link
 
     def __await__(self) -> Generator["Pending", None, object]:
@@ -67,25 +67,28 @@ class Pending:
         return self.task.value
 
     def ended(self) -> None:
+        """Record the round in which the operation completed."""
         if self.event.end is None and self.task.complete and not self.task.error:
             self.event.end = self.comm.wires.network.number
 
 
 class Handle:
-    """What an operation with ``async_op=True`` returns."""
+    """The handle of an operation with ``async_op=True``."""
 
     def __init__(self, pending: Pending):
         self._pending = pending
 
     def wait(self) -> Pending:
+        """Return the operation; the cell awaits it."""
         return self._pending
 
     def done(self) -> "Look":
+        """Return an awaitable that tells whether the operation is complete."""
         return Look(self._pending.task)
 
 
 class Look:
-    """Is it done? The others get a turn first."""
+    """An awaitable that lets the other ranks run once, then returns whether the operation is complete."""
 
     def __init__(self, task: Operation):
         self._task = task
@@ -95,8 +98,8 @@ class Look:
         return self._task.complete
 
 
-class Meeting:
-    """A request that is done once all ranks have called their operation."""
+class AllCalled:
+    """A request that completes when all ranks have called the collective."""
 
     def __init__(self, said: dict, size: int):
         self._said, self._size = said, size
@@ -107,14 +110,14 @@ class Meeting:
 
 
 class SimulatedCommunicator:
-    """For the operations see ``dtlib.comm.Communicator``; tensors are those of the stand-in."""
+    """The operations of ``dtlib.comm.Communicator`` on tensors of the stand-in."""
 
     simulated = True
 
     def __init__(self, rank: int, wires: Wires, world: int = 0):
         self.rank, self.size, self.wires = rank, wires.size, wires
         self.collective_count = 0
-        self.time_limit = None  # nobody waits for seconds here
+        self.time_limit = None  # time is not simulated, so no limit applies
         self._world, self._queue = world, Queue()
         self.pending: list[Pending] = []
 
@@ -128,7 +131,7 @@ class SimulatedCommunicator:
 
     @property
     def group(self) -> "SimulatedCommunicator":
-        """What ``torch.distributed`` of this page takes as a group."""
+        """The process group for this page's ``torch.distributed``: the communicator itself."""
         return self
 
     def all_reduce(
@@ -146,6 +149,7 @@ class SimulatedCommunicator:
     def reduce(self, tensor: Tensor, root: int = 0, op: str = "sum", async_op: bool = False) -> Started:
         self._check_rank(root, "reduce", "root")
         flat, combine = _flat(tensor, "reduce"), _combiner(tensor, op, "reduce")
+        # The algorithm writes into its buffer, but only the root's tensor may change.
         flat = flat if self.rank == root else flat.copy()
         return self._collective(
             "reduce", tensor, (flat, root, combine),
@@ -167,6 +171,7 @@ class SimulatedCommunicator:
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Started:
         flat, combine = _flat(out, "reduce_scatter"), _combiner(out, op, "reduce_scatter")
         chunks = self._chunks(tensor, out, "reduce_scatter")
+        # The algorithm adds into the chunks: copy them, unless `out` is a part of `tensor`.
         if not same_memory(flat, chunks[self.rank]):
             chunks = [chunk.copy() for chunk in chunks]
         return self._collective(
@@ -204,7 +209,7 @@ class SimulatedCommunicator:
         return self._start(call, steps, link, lambda: tensor, async_op, self._queue.post)
 
     def abandon(self, why: str) -> None:
-        """Refuse what is called from here on, until ``dtlib.reset()``."""
+        """Make later calls raise, with the reason ``why``, until ``dtlib.reset()``."""
         self._queue.abandon(why)
 
     def _call(self, operation, tensor=None, peers=(), number=0, **facts) -> Call:
@@ -212,8 +217,8 @@ class SimulatedCommunicator:
         call.where = callers_line()
         return call
 
-    def _link(self, tag, what=None) -> TurnLink:
-        return TurnLink(self.wires.network, self.rank, (self._world, tag), what)
+    def _link(self, tag, what=None) -> SimulatedLink:
+        return SimulatedLink(self.wires.network, self.rank, (self._world, tag), what)
 
     def _collective(self, operation, tensor, arguments, finish, async_op, algorithm=None, **facts):
         if algorithm == "mpi":
@@ -229,15 +234,16 @@ class SimulatedCommunicator:
         return self._start(call, steps, link, finish, async_op, self._queue.append)
 
     def _verified(self, call, steps):
-        """``steps``, once all ranks have called the same."""
+        """Run ``steps`` once all ranks have called the same operation; raise if they disagree."""
         said = self.wires.called.setdefault((self._world, call.number), {})
         said[self.rank] = (str(call), call.where)
-        yield [Meeting(said, self.size)]
+        yield [AllCalled(said, self.size)]
         if len({what for what, _ in said.values()}) > 1:
             raise CommunicationError(disagreement(said))
         yield from steps
 
     def _start(self, call, steps, link, finish, async_op, enqueue):
+        # After an interrupt, ranks have called different numbers of collectives, which would match wrongly.
         if self._queue.broken:
             raise CommunicationError(f"This communicator {self._queue.broken}, so ranks are out of step. {RESET}")
         task = Operation(call, link, steps, finish)

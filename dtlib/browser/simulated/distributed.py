@@ -1,4 +1,4 @@
-"""``torch.distributed`` of ranks that take turns: SIMULATED. Each function calls an operation of the communicator."""
+"""``torch.distributed`` for ranks that take turns: SIMULATED. Each function calls the communicator."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,10 @@ REDUCE_OPS = SimpleNamespace(SUM="sum", AVG="mean", MAX="max", MIN="min", PRODUC
 
 
 def stand_in(world: Callable[[], SimulatedCommunicator]) -> ModuleType:
-    """The module; ``world()`` is the communicator where no ``group=`` is given. A group is a communicator here."""
+    """Return the module; ``world()`` returns the communicator that is used without ``group=``.
+
+    A process group is a communicator here.
+    """
 
     def to_all(name, tensor, op="sum", group=None, async_op=False):
         return getattr(group or world(), name)(tensor, op=op, async_op=async_op)

@@ -1,4 +1,4 @@
-"""A stand-in for torch: tensors of no or one dimension, made by tensor, zeros, ones, full and arange."""
+"""A stand-in for torch: tensors with zero or one dimension, made by tensor, zeros, ones, full and arange."""
 
 import builtins
 import operator
@@ -12,14 +12,14 @@ from dtlib.errors import MissingName
 
 MADE = ("tensor", "zeros", "ones", "full", "arange")
 TYPES = tuple(f"torch.{name}" for name in CODES)
-MANY = 1000  # elements: from here on a tensor prints its ends alone, as torch has it
+MANY = 1000  # a tensor with more elements prints only EDGE elements at each end, as in torch
 EDGE = 3
 Number: TypeAlias = int | float
 Values: TypeAlias = Union["Tensor", list, tuple, range, Number]
 
 
 class Tensor:
-    """``flat`` are its numbers, ``shape`` is () or (elements,). Slices are views."""
+    """A tensor with the elements ``flat``; ``shape`` is () or (elements,). Slices are views."""
 
     def __init__(self, flat: Numbers, shape: tuple):
         self.flat, self.shape = flat, shape
@@ -49,7 +49,7 @@ class Tensor:
         return Tensor(Numbers([sum(self.flat)], dtype), ())
 
     def mean(self) -> "Tensor":
-        return self.sum() / len(self.flat)  # type: ignore[operator, return-value]  # given to the class below
+        return self.sum() / len(self.flat)  # type: ignore[operator, return-value]  # added below
 
     def max(self) -> "Tensor":
         return Tensor(Numbers([max(self.flat)], self.flat.dtype), ())
@@ -113,6 +113,7 @@ class Tensor:
 
 
 def _result(act, one, other) -> Tensor:
+    """Return ``act`` of two tensors or numbers, element by element, in torch's result dtype."""
     shape = next((each.shape for each in (one, other) if isinstance(each, Tensor) and each.shape), ())
     count = shape[0] if shape else 1
     values = [act(a, b) for a, b in zip(_spread(one, count), _spread(other, count), strict=True)]
@@ -135,6 +136,7 @@ def _spread(values, count: int) -> list:
 
 
 def _arithmetic() -> None:
+    """Add operators to ``Tensor``: forward, reflected, in place, and comparisons."""
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
         act = getattr(operator, name)
 
@@ -167,6 +169,7 @@ _arithmetic()
 
 
 def tensor(values: Values, dtype: str | None = None) -> Tensor:
+    """Return a tensor of a number or a flat list."""
     if isinstance(values, Tensor):
         return values.clone()
     several = values if (listed := isinstance(values, list | tuple | range)) else [values]
@@ -178,20 +181,24 @@ def tensor(values: Values, dtype: str | None = None) -> Tensor:
 
 
 def full(size: int | Sequence[int], fill_value: Number, dtype: str | None = None) -> Tensor:
+    """Return a tensor of ``size`` equal elements."""
     count = _count([size])
     return Tensor(Numbers([fill_value] * count, _type(dtype, "int64" if isinstance(fill_value, int) else "float32")),
                   (count,))  # fmt: skip
 
 
 def zeros(*size: int | Sequence[int], dtype: str | None = None) -> Tensor:
+    """Return a tensor of zeros, by default in float32."""
     return full(_count(size), 0, dtype or "torch.float32")
 
 
 def ones(*size: int | Sequence[int], dtype: str | None = None) -> Tensor:
+    """Return a tensor of ones, by default in float32."""
     return full(_count(size), 1, dtype or "torch.float32")
 
 
 def arange(*bounds: int, dtype: str | None = None) -> Tensor:
+    """Return a tensor of the numbers of ``range(*bounds)``."""
     return tensor(list(range(*bounds)), dtype)
 
 
@@ -210,7 +217,7 @@ def _type(dtype, inferred: str) -> str:
 
 
 def stand_in() -> ModuleType:
-    """What ``import torch`` finds."""
+    """Return the module that ``import torch`` finds."""
     module = ModuleType("torch", "A stand-in: " + ", ".join(MADE))
     for name in MADE:
         setattr(module, name, globals()[name])

@@ -12,7 +12,7 @@ async function start(parts) {
   python.unpackArchive(files, "zip");
   answer = python.runPython(`
     import json, sys
-    from dtlib.browser.rooms import answer
+    from dtlib.browser.pages import answer
     lambda room, asked: answer(room, json.loads(asked))
   `);
   return python.runPython("sys.version.split()[0]");

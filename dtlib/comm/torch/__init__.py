@@ -1,1 +1,1 @@
-"""Communication through torch's own process groups, and of tensors on GPUs."""
+"""Communication through torch's process groups, and for CUDA tensors."""

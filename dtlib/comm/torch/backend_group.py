@@ -1,11 +1,11 @@
-"""A process group of torch's whose collectives are those of a communicator.
+"""A torch process group that runs its collectives on a dtlib communicator.
 
-torch calls a method here for each function of ``torch.distributed``, and its C++ (DDP, functional collectives) calls
-some of them itself. Each translates its arguments, starts operations of the communicator, and answers with a ``Work``.
-Ranks are those of the group. Lists of tensors travel as one.
+torch calls one method here for each function of ``torch.distributed``; its C++ code (DDP, functional collectives)
+calls some methods directly. Each method translates its arguments, starts operations of the communicator, and returns a
+``Work``. Ranks are ranks of the group. Lists of tensors travel as one tensor.
 
-torch uses such a subclass *as* the group, for tensors on all devices: the communicator decides how each one travels, on
-a GPU by NCCL or by way of pinned memory (comm/torch/).
+torch uses this subclass *as* the group, for tensors on all devices. The communicator decides how each tensor travels;
+CUDA tensors use NCCL or pinned memory (comm/torch/).
 """
 
 from __future__ import annotations
@@ -27,20 +27,27 @@ from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.torch.backend_work import GroupError, GroupWork, ReceivedFromAny, joined, torchs_errors
 from dtlib.comm.torch.reductions import bitwise, dense, factor, moved, named
 
-TAG_OF_NEW_GROUPS = CALLER_TAGS - 1  # the group's own messages; tags below are the caller's
+# This tag is for the group's own messages; lower tags are for callers.
+TAG_OF_NEW_GROUPS = CALLER_TAGS - 1
 Tensors = list[torch.Tensor]
 WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Group(dist.ProcessGroup):
-    """``comm`` is the communicator, or None at the end; ``members`` are its ranks as the world counts them, none for
-    all of them; ``forget(group)`` is called at the end."""
+    """A torch process group over ``comm``.
 
-    _together: list[GroupWork] | None = None  # works that are collected between _start_coalescing and _end_coalescing
+    Args:
+        comm: the communicator; ``shutdown`` sets it to None.
+        members: the communicator's world ranks; empty for all ranks.
+        forget: ``forget(group)`` is called by ``shutdown``.
+    """
+
+    _together: list[GroupWork] | None = None  # works collected between _start_coalescing and _end_coalescing
 
     def __init__(self, store: dist.Store, comm: ObjectOperations, members: list[int], forget: Callable[[Group], None]):
         super().__init__(comm.rank, comm.size)
-        self.comm: Any = comm  # a Communicator, which stands above this file's imports
+        # A Communicator. It is not imported here, because files import only downward.
+        self.comm: Any = comm
         self.members = members
         self._store = store
         self._forget = forget
@@ -49,7 +56,7 @@ class Group(dist.ProcessGroup):
     def __repr__(self) -> str:
         return f"Group({self._name!r}, rank={self.rank()}, size={self.size()})"
 
-    # What torch asks about a group
+    # Properties that torch reads
 
     def getBackendName(self) -> str:
         return "dtlib"
@@ -86,7 +93,7 @@ class Group(dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Let go of the communicator: MPI frees it once all members have done so, and meet again."""
+        """Drop the communicator: MPI frees it once all members have done so and synchronise again."""
         if self.comm is not None:
             self.comm = self._store = None
             self._forget(self)
@@ -137,7 +144,7 @@ class Group(dist.ProcessGroup):
     def allgather_coalesced(
         self, output_lists: list[Tensors], inputs: Tensors, opts: c10d.AllgatherOptions | None = None
     ) -> dist.Work:
-        # Here there is a list for each rank, of tensors like all of ``inputs``.
+        # `output_lists` has one list per rank, with tensors like all `inputs`. `allgather` needs one list per input.
         return self.allgather([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
 
     def reduce_scatter_single(
@@ -186,7 +193,7 @@ class Group(dist.ProcessGroup):
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] = (),
         input_sizes: Sequence[int] = (), opts: c10d.AllToAllOptions | None = None,
     ) -> dist.Work:  # fmt: skip
-        # Numbers even where all are alike: another rank may give them, and all have to give them or none.
+        # Always pass split sizes, even equal ones: all ranks must pass them or none, and another rank may need them.
         equal = [[len(tensor) // self.size()] * self.size() for tensor in (output, input)]
         sizes = output_sizes or equal[0], input_sizes or equal[1]
         start = partial(self._alive().all_to_all, moved(output), moved(input), *sizes)
@@ -196,6 +203,7 @@ class Group(dist.ProcessGroup):
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: c10d.AllToAllOptions | None = None) -> dist.Work:
         self._check_own(outputs, inputs[self.rank()] if len(inputs) == self.size() else None)
+        # The tensors of a list travel as one flat tensor, which is split into the outputs at the end.
         sent, room = torch.cat([moved(one).reshape(-1) for one in inputs]), [moved(one) for one in outputs]
         come = sent.new_empty(sum(one.numel() for one in room))
         sizes = [[one.numel() for one in room], [moved(one).numel() for one in inputs]]
@@ -228,7 +236,7 @@ class Group(dist.ProcessGroup):
         [tensor], comm, tag, status = tensors, self._alive(), self._own(tag), MPI.Status()
 
         class AnyMessage:
-            """In place of a request: waiting.py asks it as it asks requests."""
+            """A stand-in for an MPI request: waiting.py polls it through ``Testall``."""
 
             @staticmethod
             def Testall(_):
@@ -241,10 +249,11 @@ class Group(dist.ProcessGroup):
             comm.wait_for(AnyMessage(), tensor, "recv from any rank", (timeout and timeout.total_seconds()) or None)
             return status.Get_source()
 
+        # First find a sender by probing, then start the receive from that rank.
         receive = partial(comm.recv, moved(tensor), tag=tag, async_op=True)
         return self._collected(ReceivedFromAny(find, wait_until_found, receive, tensors))
 
-    # Several as one
+    # Coalescing: several operations as one work
 
     def _start_coalescing(self, device):
         self._together = []
@@ -267,15 +276,17 @@ class Group(dist.ProcessGroup):
         return tag
 
     def _begin(self, opts, starts, result, finish=None) -> GroupWork:
-        """Start operations of the communicator, and wait for them where torch says that its caller does.
+        """Start operations of the communicator, and wait for them if torch's caller is synchronous.
 
-        ``finish()`` brings home what travelled as a copy.
+        ``finish()`` copies the results into the caller's tensors.
         """
         if not waiting.idle():
-            waiting.advance_all()  # what is under way goes on whenever a program comes by
+            # Every call is a chance to advance pending operations.
+            waiting.advance_all()
         limit = opts.timeout.total_seconds() if opts is not None else None
         limit = limit if limit is not None and limit > 0 else None
         with torchs_errors():
+            # A time limit of this call needs a handle, because `GroupWork` sets the limit on it.
             if opts is None or opts.asyncOp or limit is not None:
                 handles = [start(async_op=True) for start in starts]
                 return self._collected(GroupWork(handles, result, finish, limit))
@@ -286,7 +297,7 @@ class Group(dist.ProcessGroup):
         return GroupWork((), result)
 
     def _each(self, starts) -> GroupWork:
-        """One work of several, each of which ``starts`` begins."""
+        """Return one work for several; each function in ``starts`` starts one."""
         works = [start() for start in starts]
         return works[0] if len(works) == 1 else joined(works)
 
@@ -308,9 +319,10 @@ class Group(dist.ProcessGroup):
         return self._begin(opts, [partial(self._alive().all_reduce, mine, name)], [tensor])
 
     def _exact_mean(self, tensor, opts):
-        """Of whole numbers, where their sum divides: all have all of them, and so all ranks refuse, or none.
+        """Compute the mean of integers, if their sum is divisible by the number of ranks.
 
-        Quotients and remainders are added apart, as the sum itself may not fit into the type.
+        Every rank gathers all values, so that either all ranks raise or none. Quotients and remainders are added
+        separately, because the sum may overflow.
         """
         size = self.size()
         whole = torch.empty((size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
@@ -328,14 +340,14 @@ class Group(dist.ProcessGroup):
         return self._begin(opts, [partial(self._alive().all_gather, whole, tensor.detach())], [tensor], finish)
 
     def _to_reduce(self, tensor, opts, in_place=True):
-        """What travels, multiplied by what the reduction asks for, and the communicator's name of the reduction."""
+        """Return the tensor to send, multiplied by the reduction's factor, and the name of the reduction."""
         with torchs_errors():
             name = named(opts.reduceOp, tensor)
         mine, by = dense(tensor), factor(opts.reduceOp)
         return (mine if by is None else mine.mul_(by) if in_place else mine * by), name
 
     def _all_reduce_sparse(self, tensor, opts):
-        """Only a sum, of what each rank has, entry by entry; it waits for the others."""
+        """Add sparse tensors entry by entry; this waits for the other ranks. Other reductions are refused."""
         if opts.reduceOp != dist.ReduceOp.SUM:
             raise GroupError(
                 f"all_reduce adds sparse tensors, and does not take {opts.reduceOp}: pass tensor.to_dense()."
@@ -346,11 +358,12 @@ class Group(dist.ProcessGroup):
         indices, values = zip(*everyone, strict=True)
         total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), mine.shape).coalesce()
         with torch.no_grad():
-            tensor.copy_(total)  # a detached one would have entries of its own
+            # Copy into the tensor itself: a detached sparse tensor would have separate entries.
+            tensor.copy_(total)
         return GroupWork((), [tensor])
 
     def _fold(self, function, out, tensor, opts):
-        """Reduce what the communicator has no operation for: gather all, and combine them here in rank order."""
+        """Reduce with an operation that the communicator lacks: gather all tensors, then combine them in rank order."""
         whole = torch.empty((self.size(), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
 
         def finish():
@@ -383,7 +396,7 @@ class Group(dist.ProcessGroup):
     def _reduce_scatter_list(self, output, inputs, opts):
         if all(tensor.shape == output.shape for tensor in inputs):
             return self._reduce_scatter(output, torch.stack([tensor.detach() for tensor in inputs]), opts)
-        # Of different sizes: each to the rank that wants it.
+        # The sizes differ: reduce each tensor to the rank that needs it.
         self._check_own(inputs, output)
         totals = [tensor.detach().clone() for tensor in inputs]
         works = [self._reduce(total, root, opts) for root, total in enumerate(totals)]
@@ -393,14 +406,14 @@ class Group(dist.ProcessGroup):
         if all(output.shape == input.shape for output in outputs):
             whole, finish = self._room(outputs, input)
             return self._begin(opts, [partial(self._alive().all_gather, whole, moved(input))], [outputs], finish)
-        # Of different sizes: each from the rank that has it.
+        # The sizes differ: broadcast each tensor from its rank.
         self._check_own(outputs, input)
         outputs[self.rank()].detach().copy_(input)
         starts = [partial(self._alive().broadcast, moved(output), root) for root, output in enumerate(outputs)]
         return self._begin(opts, starts, [outputs])
 
     def _room(self, outputs, like):
-        """Memory for every rank's tensor, and how it gets from there into ``outputs``."""
+        """Return memory for every rank's tensor, and a function that copies it into ``outputs``."""
         self._check_list(outputs, like)
         like = moved(like)
         whole = torch.empty((self.size(), *like.shape), dtype=like.dtype, device=like.device)
@@ -412,7 +425,7 @@ class Group(dist.ProcessGroup):
         return whole, finish
 
     def _check_own(self, tensors, mine):
-        """Refuse a list without a tensor for each rank, and one whose tensor for this rank is not like ``mine``."""
+        """Refuse a list without one tensor per rank, or whose tensor for this rank is not shaped like ``mine``."""
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if mine is None or len(tensors) != self.size() or shapes[self.rank()] != tuple(mine.shape):
             raise GroupError(
@@ -430,6 +443,7 @@ class Group(dist.ProcessGroup):
 
 
 def warn_of_activations(tensor: torch.Tensor) -> None:
+    """Warn if a collective writes into a tensor of the autograd graph."""
     if tensor.grad_fn is not None and torch.is_grad_enabled():
         warnings.warn(
             "This collective changes a tensor in the graph of autograd without gradients, so backward() raises an "
@@ -440,10 +454,10 @@ def warn_of_activations(tensor: torch.Tensor) -> None:
 
 
 def group_over(comm: ObjectOperations) -> Group:
-    """A group whose operations are those of ``comm``; every rank of it may make one at any time.
+    """Return a process group on ``comm``. This is not collective: each rank may call it at any time.
 
-    torch translates ranks of the world, such as ``src=0``, only for groups that it knows. A communicator has one group
-    at a time, because ``dist.batch_isend_irecv`` takes operations of one group.
+    torch translates world ranks, such as ``src=0``, only for groups in its tables, so the group is added to them. A
+    communicator has one group at a time, because ``dist.batch_isend_irecv`` accepts operations of one group only.
     """
     if group := _groups.get(comm):
         return group
@@ -455,11 +469,11 @@ def group_over(comm: ObjectOperations) -> Group:
     return group
 
 
-_groups: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # by communicator
+_groups: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # communicator -> group
 
 
 class _Known(weakref.ref):
-    """A group as a key of torch's tables, which would keep the group itself for ever."""
+    """A weak reference to a group, as a key of torch's tables. A strong one would keep the group alive for ever."""
 
     def __init__(self, group, forget):
         super().__init__(group, forget)

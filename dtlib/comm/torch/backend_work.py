@@ -1,4 +1,4 @@
-"""What is under way in a group, as torch knows it: a ``Work`` and its future."""
+"""Pending operations of a group as torch represents them: a ``Work`` and its future."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.autograd import Variable
 from dtlib.comm import waiting
 from dtlib.errors import CommunicationError, DtlibError, PeerFailed, WaitTimeout
 
-# How what travelled as a copy is brought home.
+# Copies results from temporary memory into the caller's tensors; None if there is nothing to copy.
 Finish: TypeAlias = Callable[[], object] | None
 
 
 class GroupError(CommunicationError, dist.DistBackendError):
-    """A sentence of dtlib's, as an error that torch's users know."""
+    """An error of dtlib that is also the type of error that users of torch catch."""
 
 
 class GroupTimeout(WaitTimeout, GroupError):
-    """A wait that took longer than the group's timeout, or the operation's own."""
+    """A wait that took longer than the timeout of the group or of the operation."""
 
 
 class GroupPeerFailed(PeerFailed, GroupError):
@@ -31,7 +31,7 @@ class GroupPeerFailed(PeerFailed, GroupError):
 
 
 class torchs_errors:
-    """``with torchs_errors():`` errors of the communicator are raised as torch's kind."""
+    """A context manager that raises the communicator's errors as torch's error types."""
 
     def __enter__(self) -> None:
         pass
@@ -39,15 +39,16 @@ class torchs_errors:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, DtlibError) and not isinstance(error, dist.DistBackendError):
             if isinstance(error, WaitTimeout):
-                raise GroupTimeout(f"The timeout is over. {error}") from None  # torch's users look for that word
+                # Users of torch search the message for the word "timeout".
+                raise GroupTimeout(f"The timeout is over. {error}") from None
             raise (GroupPeerFailed if isinstance(error, PeerFailed) else GroupError)(str(error)) from None
 
 
 class GroupWork(dist._Work):
-    """Operations of a communicator that belong together.
+    """Several operations of a communicator as one ``Work``.
 
-    ``handles`` are under way; ``result`` are the tensors that they write to, and ``finish()`` brings home what
-    travelled as a copy. ``limit`` is a time limit in seconds other than the group's.
+    ``handles`` are pending operations and ``result`` their output tensors. ``finish()`` copies results into the
+    caller's tensors. ``limit`` is a time limit in seconds that replaces the group's.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class GroupWork(dist._Work):
             self._allow(limit)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end. Raises ``GroupTimeout`` after ``timeout`` (a timedelta), or the group's own."""
+        """Wait until all operations are complete; raise ``GroupTimeout`` after ``timeout`` or the group's timeout."""
         if timeout is not None and timeout.total_seconds() > 0:
             self._allow(timeout.total_seconds())
         try:
@@ -84,7 +85,7 @@ class GroupWork(dist._Work):
         if self._error is None and not all(handle.done() for handle in self._handles):
             return False
         if self._error is None:
-            with suppress(Exception):  # exception() has it
+            with suppress(Exception):  # `exception()` returns it
                 self.wait()
         return True
 
@@ -99,10 +100,10 @@ class GroupWork(dist._Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future:
-        """A future of the tensors. C++ may wait for it without asking this object again, so it has to end by itself.
+        """Return a future of the tensors, which completes by itself: C++ may wait for it without calling this object.
 
-        In a backward pass (DDP's hooks ask there) it ends in a callback of autograd's, which comes before DDP's own:
-        until then the pass computes. Elsewhere nobody would come by, and it ends at once.
+        In a backward pass (DDP's hooks call this), it completes in a callback of autograd, which runs before DDP's own
+        callback; until then the pass computes. Outside a backward pass there is no such callback, so this method waits.
         """
         if self._future is None:
             devices = sorted({tensor.device for tensor in _tensors(self._result) if tensor.is_cuda}, key=str)
@@ -135,7 +136,7 @@ class GroupWork(dist._Work):
 
 
 class _Future(torch.futures.Future):
-    """A future that ends when Python waits for it, or for what follows on it: hook_with_zero_step does, in a hook."""
+    """A future that completes when Python waits for it, or for a future chained to it (as hook_with_zero_step does)."""
 
     def __init__(self, complete, devices):
         super().__init__(devices=devices)
@@ -159,7 +160,7 @@ class _Future(torch.futures.Future):
 
 
 class _Inside:
-    """A work as what another one waits for."""
+    """A work inside another work, with the interface of an operation's handle."""
 
     def __init__(self, work):
         self.wait, self.done, self._allow = work.wait, work.is_completed, work._allow
@@ -168,15 +169,15 @@ class _Inside:
 
 
 def joined(works: Sequence[GroupWork], result: list | None = None, finish: Finish = None) -> GroupWork:
-    """Several works as one."""
+    """Return one work for several."""
     result = [tensor for work in works for tensor in work._result] if result is None else result
     return GroupWork([_Inside(work) for work in works], result, finish)
 
 
 class ReceivedFromAny(GroupWork):
-    """A receive whose sender is found when somebody waits for it, or asks: ``_source_rank`` names it then.
+    """A receive from any rank: ``wait`` or ``is_completed`` finds the sender, and then ``source_rank`` returns it.
 
-    ``find()`` is the rank from which a message has arrived, or None; ``receive(rank)`` takes it in.
+    ``find()`` returns the rank from which a message has arrived, or None; ``receive(rank)`` starts to receive from it.
     """
 
     def __init__(
@@ -204,6 +205,7 @@ class ReceivedFromAny(GroupWork):
         self._handles = (self._receive(source),)
 
     def source_rank(self) -> int:
+        """Return the sender's rank; raise GroupError before a message has arrived."""
         if self._source is None:
             raise GroupError("No message has arrived yet, so its sender is not known: call wait() first.")
         return self._source

@@ -1,4 +1,4 @@
-"""Torch process groups, the tensors that they can carry and add, and handles of what is under way on them."""
+"""torch process groups: which tensors they can carry and reduce, and handles of pending operations."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from dtlib.comm.watch import board, recorder
 from dtlib.comm.watch.recorder import Event
 from dtlib.errors import RESET, CommunicationError, WaitTimeout
 
-# What gloo and NCCL cannot add is added in a wider type; cut back to its own, a sum wraps around as it should.
+# gloo and NCCL cannot add these dtypes. They are added in a wider dtype; cut back, the sum wraps around as it should.
 WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _SIGN = torch.iinfo(torch.int64).min
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-GLOO_TIMEOUT = timedelta(minutes=30)  # as in torch
-# Kept to the end, as torch keeps its own: a group that is thrown away here may still be connecting elsewhere.
+GLOO_TIMEOUT = timedelta(minutes=30)  # torch's default
+# Groups live until the process ends, as torch's own do: when this rank drops a group, others may still be connecting.
 _groups: list = []
-_abandoned: list = []  # what a group may still read from or write into
+_abandoned: list = []  # buffers that a group may still read or write
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """The kinds of devices from which a group carries tensors without a copy, each with the name of its backend."""
+    """Return the device types from which a group sends tensors without a copy, with the names of their backends."""
     if not isinstance(group, dist.ProcessGroup):
         name = group.name()
         return {"cuda" if name == "nccl" else "cpu": name}
@@ -38,9 +38,9 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def make_group(backends: dict[str, str], store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
-    """A process group of its own, which torch's default group and its list of groups know nothing of.
+    """Create a separate process group, unknown to torch's default group and to its list of groups.
 
-    ``backends`` maps kinds of devices to ``gloo`` or ``nccl``; all ``size`` ranks call it with the same ``store``.
+    ``backends`` maps device types to ``gloo`` or ``nccl``. All ``size`` ranks call it with the same ``store``.
     """
     group = dist.ProcessGroup(store, rank, size)
     for device, name in backends.items():
@@ -64,11 +64,11 @@ def make_group(backends: dict[str, str], store: dist.Store, rank: int, size: int
 V = TypeVar("V")
 
 
-class Carried:
-    """A tensor as a group carries it: ``flat`` is contiguous, on a device of the group (``on``), of the same dtype.
+class GroupTensor:
+    """A tensor as a group sends it: ``flat`` is contiguous, of the same dtype, on a device (``on``) of the group.
 
-    ``octets`` are its bytes: what is only moved travels so, whatever its type. ``store()`` brings it back where it is
-    a copy, and returns the caller's tensor. Raises CommunicationError for what types.py refuses.
+    ``octets`` are its bytes, which is how operations without arithmetic send any dtype. ``store()`` copies a temporary
+    copy back, and returns the caller's tensor. Raises CommunicationError for tensors that types.py refuses.
     """
 
     def __init__(self, tensor: AnyTensor, operation: str, writes: bool, backends: dict[str, str]):
@@ -79,10 +79,12 @@ class Carried:
             flat = self._home.contiguous().view(-1)
         else:
             content = payload(tensor, operation, writes)
-            memory = content.flat if content.flat.flags.writeable else content.flat.copy()  # torch knows no read-only
+            # torch has no read-only tensors.
+            memory = content.flat if content.flat.flags.writeable else content.flat.copy()
             self._home = torch.from_numpy(memory)
             if isinstance(tensor, torch.Tensor):
-                self._home = self._home.view(tensor.dtype)  # types.py has another name for what numpy lacks
+                # types.py stores dtypes that numpy lacks as integers.
+                self._home = self._home.view(tensor.dtype)
             self._back = content.store
             flat = self._home if "cpu" in backends else self._home.cuda()
         self.flat = flat
@@ -91,13 +93,14 @@ class Carried:
         self.on = flat.device.type
 
     def store(self) -> AnyTensor:
+        """Copy the values back into the caller's tensor if they were copied; return it."""
         if self.flat.data_ptr() != self._home.data_ptr():
             self._home.copy_(self.flat.view(self._home.shape))
         return self._back()
 
 
 class Reduced:
-    """``values`` are a carried tensor's as the group can combine them; ``bring_home()`` turns them into the result.
+    """A tensor's ``values`` in a form that the group can reduce; ``store_result()`` converts them back.
 
     Raises CommunicationError for an ``op`` that the table in types.py refuses.
     """
@@ -109,7 +112,7 @@ class Reduced:
         self._ordered = op in ("max", "min") and flat.is_floating_point()
         self.values = flat
         if self._ordered:
-            # As integers in the order of the floats: gloo's own comparison loses a NaN, which numpy's and torch's keep.
+            # Compare floats as integers of the same order: gloo's comparison loses a NaN, which numpy and torch keep.
             self._flat = flat.view(_BITS[flat.element_size()])
             limits = torch.iinfo(self._flat.dtype)
             worst = limits.max if op == "max" else limits.min
@@ -118,10 +121,12 @@ class Reduced:
         elif flat.dtype in WIDER:
             self.values = flat.to(WIDER[flat.dtype])
         elif flat.dtype == torch.uint64:
-            self._flat = flat.view(torch.int64)  # the same bits, and the same sums
+            # The same bits as signed integers give the same sums.
+            self._flat = flat.view(torch.int64)
             self.values = self._flat ^ self._shift()
 
-    def bring_home(self, size: int) -> None:
+    def store_result(self, size: int) -> None:
+        """Convert the reduced values back to the tensor's dtype; for ``mean``, divide by ``size``."""
         if self._ordered:
             self.values = _order(self.values.to(self._flat.dtype))
         elif self._flat.dtype == torch.int64 and self.values is not self._flat:
@@ -132,34 +137,34 @@ class Reduced:
             self._flat.div_(size)
 
     def _shift(self) -> int:
-        """Moves unsigned numbers so that the signed ones are in the same order; sums need no order."""
+        """Return the bits that map unsigned to signed integers of the same order; 0 for sums, which need no order."""
         return _SIGN if self._op in ("max", "min") else 0
 
 
 def _order(bits: torch.Tensor) -> torch.Tensor:
-    """The bits of floats as integers in the same order, and back: those of negative ones run the other way."""
+    """Map the bits of floats to integers of the same order, or back; the order of negative floats is reversed."""
     limits = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
 
 
 def disjoint(octets: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """``octets``, or a copy where they share memory with ``others``: what is read must not be overwritten meanwhile."""
+    """Return ``octets``, or a copy if they overlap ``others``: an input must not be overwritten while it is sent."""
     first, second = octets.data_ptr(), others.data_ptr()
     apart = first + octets.numel() <= second or second + others.numel() <= first
     return octets if apart else octets.clone()
 
 
 class Breakable(Protocol):
-    """A communicator that is told why it cannot be used any more."""
+    """A communicator that records why it cannot be used any more."""
 
     time_limit: float | None
     broken: str | None
 
 
 class GroupHandle(Generic[V]):
-    """An operation under way on a process group, as ``waiting.Handle`` is for MPI: ``wait()`` and ``done()``.
+    """A pending operation on a process group, with the methods of ``waiting.Operation``: ``wait()`` and ``done()``.
 
-    ``comm`` is told if it fails or is interrupted; ``keep`` holds the buffers.
+    If it fails or is interrupted, it marks ``comm`` as broken. ``keep`` holds the buffers.
     """
 
     def __init__(
@@ -169,21 +174,24 @@ class GroupHandle(Generic[V]):
         self._comm, self._call, self._work, self._finish = comm, call, work, finish
         self._keep: tuple | None = keep
         self._event, self._blocking = event, blocking
-        # On a GPU waiting is the stream's business. A send or a receive of gloo is complete only for who waits for it.
+        # On a GPU the stream waits. gloo completes a send or a receive only in `wait()`, so polling it would never end.
         self._polled = on == "cpu" and call.operation not in ("send", "recv")
         self._complete = False
         self._value: Any = None
 
     def done(self) -> bool:
-        """True once the operation is complete on this rank. Does not wait. (A gloo send or recv: once waited for.)"""
+        """Return True once the operation is complete on this rank. Does not wait.
+
+        A send or receive of gloo is complete only after ``wait``.
+        """
         if not self._complete and self._work.is_completed():
             self._end()
         return self._complete
 
     def wait(self) -> V:
-        """Wait for the end and return what the operation returns; on a GPU, make the current stream wait.
+        """Wait until the operation is complete and return its result; on a GPU, make the current stream wait.
 
-        Raises ``WaitTimeout`` after the communicator's ``time_limit`` and ``CommunicationError`` where torch fails.
+        Raises ``WaitTimeout`` after the communicator's ``time_limit``, and ``CommunicationError`` if torch fails.
         """
         waits = None if self._blocking or not recorder.recordings else recorder.event_of(self._call, "wait")
         if not self._complete:
@@ -197,6 +205,7 @@ class GroupHandle(Generic[V]):
     def _poll(self) -> None:
         started, nap, limit = time.monotonic(), 0.0, self._comm.time_limit
         try:
+            # Poll, because torch's own wait can neither be interrupted nor report which operation is late.
             while not self._work.is_completed():
                 waited = time.monotonic() - started
                 if limit is not None and waited > limit:
@@ -205,7 +214,8 @@ class GroupHandle(Generic[V]):
                         f"{RESET}"
                     )
                 if waited < waiting.YIELD_SECONDS:
-                    os.sched_yield()  # the work is done in a thread of gloo's, which needs the core
+                    # A thread of gloo does the work and needs the core.
+                    os.sched_yield()
                     continue
                 if waited > waiting.LOOK_SECONDS:
                     board.waits = self._call
@@ -238,7 +248,7 @@ class GroupHandle(Generic[V]):
 
 
 def failure(call: Call, error: Exception) -> CommunicationError:
-    """torch's own error as one sentence."""
+    """Return torch's own error as one error message."""
     reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
     return CommunicationError(
         f"{call} failed in torch.distributed ({reason}): look for the first error on other ranks."

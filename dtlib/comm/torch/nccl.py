@@ -1,14 +1,14 @@
 """CUDA tensors in a communicator over MPI: through NCCL, or through host memory.
 
-    every rank has a GPU of its own      GPU ----------- NCCL ----------- GPU
-    ranks share one, or no NCCL          GPU -> pinned host memory -> MPI -> pinned host memory -> GPU
+    every rank has a separate GPU        GPU ----------- NCCL ----------- GPU
+    ranks share a GPU, or no NCCL        GPU -> pinned host memory -> MPI -> pinned host memory -> GPU
 
-All ranks choose together at a communicator's first collective on a CUDA tensor. Two slices of one GPU (MIG) count as a
+All ranks choose together, at a communicator's first collective on a CUDA tensor. Two slices of one GPU (MIG) count as a
 shared GPU. NCCL connects ranks that share a GPU from version 2.30 on, if ``NCCL_MULTI_RANK_GPU_ENABLE=1`` is set on
 every rank. If NCCL cannot connect the ranks, rank 0 warns and host memory is used.
 
-A send or a receive always goes through host memory: its two ends cannot know whether the other ranks have decided yet.
-So does a collective with ``algorithm=``, as that choice is one of messages over MPI.
+Sends and receives always use host memory, because their two ends cannot know whether the other ranks have chosen yet.
+A collective with ``algorithm=`` also uses host memory, because its algorithm consists of messages over MPI.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def nccl_communicator(comm: ObjectOperations, device: torch.device) -> ProcessGroupCommunicator | None:
-    """A communicator over NCCL of the same ranks, or None if NCCL cannot connect them; all ranks call it together."""
+    """Return a communicator over NCCL of the same ranks, or None if NCCL cannot connect them. All ranks call it."""
     from dtlib.comm.torch.group_work import make_group
     from dtlib.comm.torch.process_group import ProcessGroupCommunicator
     from dtlib.comm.torch.store import shared_store
@@ -43,14 +43,17 @@ def nccl_communicator(comm: ObjectOperations, device: torch.device) -> ProcessGr
     store = shared_store(comm)
     group = make_group({"cuda": "nccl"}, store, comm.rank, comm.size)
     refusal = None
-    try:  # NCCL connects ranks at their first collective
+    # NCCL connects ranks only in their first collective, so try one.
+    try:
         group.allreduce([torch.zeros(1, device=device)]).wait()
         torch.cuda.synchronize(device)
     except RuntimeError as problem:
         refusal = " ".join(str(problem).split())[-300:]
+    # If NCCL fails on one rank, all ranks must use host memory.
     refusals = [said for said in comm.all_gather_object(refusal) if said]
     if not refusals:
-        atexit.register(group.abort)  # else torch warns of a group that nobody destroyed
+        # Otherwise torch warns at exit about a group that was not destroyed.
+        atexit.register(group.abort)
         return ProcessGroupCommunicator(group, comm.time_limit, comm.members, comm.name, store)
     with suppress(RuntimeError):
         group.abort()
@@ -60,17 +63,20 @@ def nccl_communicator(comm: ObjectOperations, device: torch.device) -> ProcessGr
 
 
 def gpu_of(device: torch.device) -> tuple | None:
-    """This rank's host, GPU, and whether NCCL may share that GPU here; None without NCCL. It pickles, to JSON too."""
+    """Return this rank's host, its GPU, and whether NCCL may share the GPU; None without NCCL.
+
+    The result pickles, and converts to JSON.
+    """
     if not dist.is_nccl_available():
         return None
     facts = torch.cuda.get_device_properties(device)
-    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")  # the same for all slices of a GPU
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")  # equal for all slices of a GPU
     address = ":".join(str(getattr(facts, name)) for name in names) if hasattr(facts, names[0]) else str(facts.uuid)
     return socket.gethostname(), address, shared_gpus.asked_for() and nccl_version() >= shared_gpus.FROM
 
 
 def why_not(gpus: Sequence[Sequence | None]) -> str:
-    """Why NCCL cannot connect ranks with these ``gpu_of``; an empty string if it can."""
+    """Return the reason why NCCL cannot connect ranks with these ``gpu_of``; an empty string if it can."""
     found = [(host, address) for host, address, _ in filter(None, gpus)]
     if len(found) < len(gpus):
         return "torch has no NCCL here"
@@ -80,10 +86,10 @@ def why_not(gpus: Sequence[Sequence | None]) -> str:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Version of the NCCL that this process has loaded, which may not be the one that torch was built with."""
+    """Return the version of NCCL in this process, which may differ from the one that torch was built with."""
     number = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):  # torch has linked it in
+    except (OSError, AttributeError):  # NCCL is linked into torch
         return torch.cuda.nccl.version()[:2]
     return number.value // 10000, number.value // 100 % 100

@@ -1,7 +1,7 @@
-"""The operations on a torch ``ProcessGroup`` (gloo, NCCL), for programs that have one already.
+"""Operations on a torch ``ProcessGroup`` (gloo, NCCL), for programs that already have one.
 
-Values and payload bytes are those of ``Communicator``. Two things are not promised here: interruption (Ctrl-C reaches
-collectives on gloo), and the choice of an algorithm.
+Values and payload bytes are those of ``Communicator``. Two things are not promised: interruption (Ctrl-C ends
+collectives on gloo only), and the choice of an algorithm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtlib.comm.call import Call, callers_line
 from dtlib.comm.objects import ObjectOperations
-from dtlib.comm.torch.group_work import Carried, GroupHandle, Reduced, backends_of, disjoint, failure, make_group
+from dtlib.comm.torch.group_work import GroupHandle, GroupTensor, Reduced, backends_of, disjoint, failure, make_group
 from dtlib.comm.types import AnyTensor, T
 from dtlib.comm.watch import board, recorder
 from dtlib.errors import RESET, CommunicationError
@@ -38,19 +38,19 @@ def _options(kind, **values):
 
 
 class ProcessGroupCommunicator(ObjectOperations):
-    """``Communicator``'s operations over a ``torch.distributed.ProcessGroup`` or one of its backends.
+    """The operations of ``Communicator`` over a ``torch.distributed.ProcessGroup`` or one of its backends.
 
     Args:
-        group: the group; it keeps its own timeout.
-        time_limit: seconds that a wait may take before it ends as ``WaitTimeout``, where it can be interrupted; None
-            leaves it to the group.
-        members: the ranks of this group as the world counts them; by default as torch knows them, or 0 to ``size - 1``.
-        store: the group's store, which ``split`` needs where the group itself does not tell.
+        group: the process group; it keeps its own timeout.
+        time_limit: seconds until a wait raises ``WaitTimeout``, if the wait can be interrupted; None leaves the timeout
+            to the group.
+        members: the world ranks of this group; default: the ranks in torch's tables, or 0 to ``size - 1``.
+        store: the group's store; ``split`` needs it if the group does not provide one.
 
-    Tensors live on the CPU or on a GPU; one that the group does not carry where it lives (a GPU's on gloo, a CPU's on
-    NCCL alone) goes through a copy. All ranks pass tensors on the same kind of device. float16 and bfloat16 are
-    combined as the backend does it. Bytes are counted as a ring sends them, whatever the backend does, and messages,
-    which it does not tell, as 0. ``algorithm=`` other than None is refused.
+    Tensors are on the CPU or on a GPU, on all ranks alike. The group copies a tensor if it cannot send it from its
+    device (a CUDA tensor on gloo, a CPU tensor on NCCL alone). The backend decides how float16 and bfloat16 are
+    combined. Bytes are counted as a ring would send them, whatever the backend does. Messages count as 0, because the
+    backend does not report them. ``algorithm=`` other than None is refused.
     """
 
     simulated = False
@@ -66,13 +66,13 @@ class ProcessGroupCommunicator(ObjectOperations):
         self.name = name
         self.rank = group.rank()
         self.size = group.size()
-        self.broken: str | None = None  # why it cannot be used any more
+        self.broken: str | None = None  # the reason why it cannot be used any more
         self.backends = backends_of(group)
         self.members = tuple(members or c10d._world.pg_group_ranks.get(group) or range(self.size))
 
     @property
     def world_rank(self) -> int:
-        """This rank as the world counts it."""
+        """This rank's world rank."""
         return self.members[self.rank]
 
     def __repr__(self) -> str:
@@ -81,7 +81,7 @@ class ProcessGroupCommunicator(ObjectOperations):
     # Point to point
 
     def send(self, tensor: T, dest: int, tag: int = 0, async_op: bool = False) -> T | GroupHandle[T]:
-        """Send ``tensor`` to rank ``dest``, which calls ``recv`` with the same shape and dtype; returns it."""
+        """Send ``tensor`` to rank ``dest``, which calls ``recv`` with the same shape and dtype; return ``tensor``."""
         self._check_rank(dest, "send", "dest")
         content = self._carried(tensor, "send", writes=False)
         call = self._call("send", tensor, (dest,), peer=dest, tag=tag)
@@ -89,7 +89,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         return self._start(call, content, begin, lambda: tensor, async_op, content.nbytes)
 
     def recv(self, tensor: T, source: int, tag: int = 0, async_op: bool = False) -> T | GroupHandle[T]:
-        """Receive from rank ``source`` into ``tensor``, in place; returns it."""
+        """Receive from rank ``source`` into ``tensor``, in place; return ``tensor``."""
         self._check_rank(source, "recv", "source")
         content = self._carried(tensor, "recv", writes=True)
         call = self._call("recv", tensor, (source,), peer=source, tag=tag)
@@ -101,11 +101,11 @@ class ProcessGroupCommunicator(ObjectOperations):
     def broadcast(
         self, tensor: T, root: int = 0, async_op: bool = False, algorithm: str | None = None
     ) -> T | GroupHandle[T]:
-        """Give every rank the values that ``tensor`` has on rank ``root``, in place; returns it."""
+        """Copy the values of ``tensor`` on rank ``root`` to ``tensor`` on every rank, in place; return ``tensor``."""
         self._check_rank(root, "broadcast", "root")
         content = self._carried(tensor, "broadcast", writes=self.rank != root, algorithm=algorithm)
         begin = partial(self.group.broadcast, [content.octets], _options(c10d.BroadcastOptions, rootRank=root))
-        # Round the ring from the root, the last one does not pass it on.
+        # Counted as a ring that starts at the root: the last rank sends nothing.
         sent = content.nbytes if (self.rank + 1) % self.size != root else 0
         call = self._call("broadcast", tensor, peer=root)
         return self._start(call, content, begin, content.store, async_op, sent)
@@ -113,18 +113,18 @@ class ProcessGroupCommunicator(ObjectOperations):
     def reduce(
         self, tensor: T, root: int = 0, op: str = "sum", async_op: bool = False, algorithm: str | None = None
     ) -> T | GroupHandle[T]:
-        """Like ``all_reduce``, but only rank ``root`` gets the result; the others keep their values."""
+        """Combine ``tensor`` over all ranks into ``tensor`` on rank ``root``; other ranks keep their values."""
         self._check_rank(root, "reduce", "root")
         content = self._carried(tensor, "reduce", writes=self.rank == root, algorithm=algorithm)
         wire = Reduced(content.flat, tensor, op, "reduce")
-        # Partial results must not show in the caller's tensor.
+        # Partial results must not appear in the caller's tensor on other ranks.
         moving = wire.values if self.rank == root else wire.values.clone()
         options = _options(c10d.ReduceOptions, reduceOp=REDUCE_OPS[op], rootRank=root)
 
         def finish():
             if self.rank != root:
                 return tensor
-            wire.bring_home(self.size)
+            wire.store_result(self.size)
             return content.store()
 
         call = self._call("reduce", tensor, op=op, peer=root)
@@ -134,7 +134,10 @@ class ProcessGroupCommunicator(ObjectOperations):
     def scatter(
         self, out: T, tensor: AnyTensor | None = None, root: int = 0, async_op: bool = False
     ) -> T | GroupHandle[T]:
-        """Give rank r chunk r of the ``tensor`` of rank ``root``, which has ``size`` equal chunks; returns ``out``."""
+        """Send chunk r of the ``tensor`` on rank ``root`` to ``out`` on rank r; return ``out``.
+
+        ``tensor`` has ``size`` equal chunks. Ranks other than ``root`` may pass None.
+        """
         self._check_rank(root, "scatter", "root")
         mine = self._carried(out, "scatter", writes=True)
         chunks = []
@@ -149,7 +152,10 @@ class ProcessGroupCommunicator(ObjectOperations):
         return self._start(call, mine, begin, mine.store, async_op, sent)
 
     def gather(self, out: T, tensor: AnyTensor, root: int = 0, async_op: bool = False) -> T | GroupHandle[T]:
-        """The reverse: ``out`` on rank ``root`` gets every rank's ``tensor``, in rank order; None elsewhere will do."""
+        """Copy every rank's ``tensor``, in rank order, into ``out`` on rank ``root``; return ``out``.
+
+        Ranks other than ``root`` may pass None for ``out``.
+        """
         self._check_rank(root, "gather", "root")
         mine = self._carried(tensor, "gather", writes=False)
         chunks, finish = [], lambda: out
@@ -168,13 +174,16 @@ class ProcessGroupCommunicator(ObjectOperations):
     def all_reduce(
         self, tensor: T, op: str = "sum", async_op: bool = False, algorithm: str | None = None
     ) -> T | GroupHandle[T]:
-        """Combine ``tensor`` over all ranks (``sum``, ``mean``, ``max``, ``min``, ``prod``), in place; returns it."""
+        """Combine ``tensor`` over all ranks, in place; return ``tensor``.
+
+        ``op`` is ``sum``, ``mean``, ``max``, ``min`` or ``prod``.
+        """
         content = self._carried(tensor, "all_reduce", writes=True, algorithm=algorithm)
         wire = Reduced(content.flat, tensor, op, "all_reduce")
         begin = partial(self.group.allreduce, [wire.values], _options(c10d.AllreduceOptions, reduceOp=REDUCE_OPS[op]))
 
         def finish():
-            wire.bring_home(self.size)
+            wire.store_result(self.size)
             return content.store()
 
         sent = 2 * content.nbytes * (self.size - 1) // self.size
@@ -185,13 +194,13 @@ class ProcessGroupCommunicator(ObjectOperations):
         self, out: T, tensor: AnyTensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None,
         overwrite: bool = False,
     ) -> T | GroupHandle[T]:  # fmt: skip
-        """Combine ``tensor``, of ``size`` equal chunks, over all ranks; rank r gets chunk r in ``out``; returns it."""
+        """Combine ``tensor``, of ``size`` equal chunks, over all ranks; return ``out`` with chunk r on rank r."""
         mine = self._carried(out, "reduce_scatter", writes=True, algorithm=algorithm)
         whole = self._carried(tensor, "reduce_scatter", writes=False)
         wire, wide = Reduced(mine.flat, out, op, "reduce_scatter"), Reduced(whole.flat, tensor, op, "reduce_scatter")
         self._check_whole(tensor, whole.flat.numel(), out, mine.flat.numel(), "reduce_scatter")
         if self.backends[mine.on] == "gloo":
-            # gloo's own is an all_reduce too, whose end nobody can see without waiting for it.
+            # gloo's reduce_scatter is an all_reduce, too, but it cannot be polled: call the all_reduce instead.
             everything, options = wide.values.clone(), _options(c10d.AllreduceOptions, reduceOp=REDUCE_OPS[op])
             begin = partial(self.group.allreduce, [everything], options)
         else:
@@ -201,7 +210,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         def finish():
             if everything is not None:
                 wire.values.copy_(everything.view(self.size, -1)[self.rank] if mine.nbytes else everything)
-            wire.bring_home(self.size)
+            wire.store_result(self.size)
             return mine.store()
 
         call = self._call("reduce_scatter", tensor, op=op)
@@ -210,7 +219,7 @@ class ProcessGroupCommunicator(ObjectOperations):
     def all_gather(
         self, out: T, tensor: AnyTensor, async_op: bool = False, algorithm: str | None = None
     ) -> T | GroupHandle[T]:
-        """Put every rank's ``tensor`` one after the other, in rank order, into ``out``, on every rank; returns it."""
+        """Copy every rank's ``tensor``, in rank order, into ``out`` on every rank; return ``out``."""
         mine = self._carried(tensor, "all_gather", writes=False, algorithm=algorithm)
         whole = self._carried(out, "all_gather", writes=True)
         self._check_whole(out, whole.flat.numel(), tensor, mine.flat.numel(), "all_gather")
@@ -222,7 +231,10 @@ class ProcessGroupCommunicator(ObjectOperations):
         self, out: T, tensor: AnyTensor, output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None, async_op: bool = False,
     ) -> T | GroupHandle[T]:  # fmt: skip
-        """Send chunk r of ``tensor`` to rank r; chunk r of ``out`` comes from it: equal ones, or so many rows."""
+        """Send chunk r of ``tensor`` to rank r, and receive chunk r of ``out`` from rank r; return ``out``.
+
+        Chunks are equal, or have ``input_split_sizes[r]`` and ``output_split_sizes[r]`` rows.
+        """
         whole = self._carried(out, "all_to_all", writes=True)
         content = self._carried(tensor, "all_to_all", writes=False)
         width = content.flat.element_size()
@@ -231,29 +243,31 @@ class ProcessGroupCommunicator(ObjectOperations):
             for counts in self._pieces(out, tensor, output_split_sizes, input_split_sizes)[:2]
         ]
         octets = disjoint(content.octets, whole.octets)
-        # Sizes even where all are equal: a group picks another algorithm without, and other ranks may have other sizes.
+        # Always pass split sizes, even equal ones: without them the group uses another algorithm, and other ranks may
+        # need them.
         begin = partial(self.group.alltoall_base, whole.octets, octets, *sizes, c10d.AllToAllOptions())
         sent = content.nbytes - sizes[1][self.rank]
         return self._start(self._call("all_to_all", tensor), content, begin, whole.store, async_op, sent)
 
     def barrier(self, async_op: bool = False) -> GroupHandle[None] | None:
-        """Wait until every rank has arrived here."""
-        # The group's own barrier would pick a device; a sum does the same where the group is at home.
+        """Wait until every rank has called ``barrier``."""
+        # The group's own barrier would choose a device itself. A sum on the group's own device has the same effect.
         home = "cpu" if "cpu" in self.backends else "cuda"
-        token = Carried(torch.zeros(1, device=home), "barrier", True, self.backends)
+        token = GroupTensor(torch.zeros(1, device=home), "barrier", True, self.backends)
 
         def finish():
-            token.flat.cpu()  # a GPU has queued it; here it is over
+            # On a GPU the sum is only queued. This copy waits until it is complete.
+            token.flat.cpu()
 
         return self._start(self._call("barrier"), token, partial(self.group.allreduce, [token.flat]), finish, async_op)
 
     # Other communicators
 
     def split(self, color: int | None, key: int = 0) -> ProcessGroupCommunicator | None:
-        """A communicator of the ranks that pass the same ``color``, ordered by ``key``, then by rank.
+        """Return a communicator of the ranks that pass the same ``color``, ordered by ``key``, then by rank.
 
-        All ranks call it; who passes None gets None. The new group is known to nobody else: torch's functions take it
-        only through its methods. It is kept to the end of the process, as torch keeps its own.
+        All ranks call it. A rank that passes None for ``color`` gets None. The new group is not in torch's tables, so
+        torch's functions do not accept it; its methods work. It lives until the process ends, as torch's own groups do.
         """
         asked = self.all_gather_object((color, key, uuid.uuid4().hex))
         if color is None:
@@ -262,7 +276,7 @@ class ProcessGroupCommunicator(ObjectOperations):
             (rank for rank, (its_color, _, _) in enumerate(asked) if its_color == color),
             key=lambda rank: (asked[rank][1], rank),
         )
-        # The name is new in the store, however many communicators share it: rank 0 drew it.
+        # Rank 0 drew the random name, so it is new in the store even if several communicators share the store.
         store = dist.PrefixStore(f"dtlib/{asked[0][2]}/{ranks[0]}", self._store())
         group = make_group(self.backends, store, ranks.index(self.rank), len(ranks))
         members = [self.members[rank] for rank in ranks]
@@ -281,20 +295,20 @@ class ProcessGroupCommunicator(ObjectOperations):
 
     # From the arguments of a call to a handle
 
-    def _carried(self, tensor, operation, writes, algorithm=None) -> Carried:
+    def _carried(self, tensor, operation, writes, algorithm=None) -> GroupTensor:
         if algorithm is not None:
             raise CommunicationError(
                 f"{operation}(algorithm={algorithm!r}): a process group of torch chooses for itself; leave algorithm= "
                 "out, or use a communicator over MPI."
             )
-        return Carried(tensor, operation, writes, self.backends)
+        return GroupTensor(tensor, operation, writes, self.backends)
 
     def _call(self, operation, tensor=None, peers=None, **facts) -> Call:
         members = self.members if peers is None else [self.members[peer] for peer in peers]
         return Call(operation, tensor, self.world_rank, members, self.name, **facts)
 
     def _start(self, call, content, begin, finish, async_op, sent=0):
-        """Begin the work on a carried tensor; ``sent`` are the payload bytes that count for this rank."""
+        """Start the work on a carried tensor; ``sent`` are the payload bytes that are counted for this rank."""
         if self.broken:
             raise CommunicationError(f"This communicator {self.broken}, so ranks are out of step. {RESET}")
         event = None

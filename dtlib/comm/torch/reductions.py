@@ -1,4 +1,4 @@
-"""What torch asks for, in the communicator's terms: tensors it can carry, and ``ReduceOp`` as names of operations."""
+"""Translate torch's arguments for the communicator: tensors that it can send, and reductions by name."""
 
 from collections.abc import Callable
 
@@ -13,11 +13,11 @@ NAMES = (
     (ReduceOp.PRODUCT, "prod"), (ReduceOp.PREMUL_SUM, "sum"),
 )  # fmt: skip
 BITWISE = ((ReduceOp.BAND, torch.bitwise_and), (ReduceOp.BOR, torch.bitwise_or), (ReduceOp.BXOR, torch.bitwise_xor))
-OF_BOOLEANS = {"sum": "max", "prod": "min"}  # as NCCL does: any, all
+OF_BOOLEANS = {"sum": "max", "prod": "min"}  # any and all, as in NCCL
 
 
 def named(op: ReduceOp, tensor: torch.Tensor) -> str:
-    """The communicator's name of a reduction; ``op`` compares with ``==`` and does not hash."""
+    """Return the communicator's name of a reduction. (``op`` supports ``==`` but has no hash.)"""
     name = next((name for known, name in NAMES if op == known), None)
     if name is None:
         raise CommunicationError(f"The backend dtlib does not know {op}: choose one that gloo has.")
@@ -27,17 +27,17 @@ def named(op: ReduceOp, tensor: torch.Tensor) -> str:
 
 
 def bitwise(op: ReduceOp) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """The function of a reduction of bits, or None."""
+    """Return the function of a bitwise reduction, or None."""
     return None if op == ReduceOp.SUM else next((function for known, function in BITWISE if op == known), None)
 
 
 def factor(op: ReduceOp) -> float | torch.Tensor | None:
-    """What every rank multiplies by before it adds, or None."""
+    """Return the factor by which every rank multiplies before it adds, or None."""
     return None if op == ReduceOp.SUM or op != ReduceOp.PREMUL_SUM else op.factor
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor to be reduced: complex ones are pairs, and what is written to is no part of a graph."""
+    """Return a tensor for a reduction: detached from the graph, and complex numbers as pairs of real ones."""
     tensor = tensor.detach()
     if tensor.is_conj():
         raise CommunicationError("A conjugate view shares the memory of another tensor: pass tensor.resolve_conj().")
@@ -45,7 +45,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def moved(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that only travels: types of one byte that the communicator does not know are bytes to it."""
+    """Return a tensor for an operation without arithmetic: one-byte dtypes that the communicator lacks become bytes."""
     tensor = dense(tensor)
     known = types.dtype_name(tensor.dtype) in types.ALLOWED or tensor.element_size() > 1
     return tensor if known else tensor.view(torch.uint8)

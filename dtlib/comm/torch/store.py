@@ -1,8 +1,8 @@
-"""A store that all ranks of a communicator reach: torch's groups meet there, and the boards of several nodes.
+"""A torch store that all ranks of a communicator reach: for torch's groups, and for the board of several nodes.
 
-one machine       a file without a name, which nobody else can open
-several           a port of rank 0: it offers every address of its machine, and the first that all ranks reach is
-                  taken; what a machine calls itself need not be known to the others
+one machine       an unnamed file, which no other process can open
+several           a port on rank 0's machine: rank 0 offers all its addresses, and the first that every rank reaches is
+                  used; a host name may be unknown on the other machines
 """
 
 import atexit
@@ -20,26 +20,26 @@ from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.watch.board import folder_in_memory
 from dtlib.errors import CommunicationError
 
-REACH_SECONDS = 3  # within which a message that was lost is sent twice more
+REACH_SECONDS = 3  # long enough for a lost packet to be sent twice more
 
 
 def shared_store(comm: ObjectOperations) -> dist.Store:
-    """A torch store that all ranks of ``comm`` reach; they call it together, and it lives as long as rank 0.
+    """Return a torch store that all ranks of ``comm`` reach. All ranks call it; the store lives as long as rank 0.
 
-    Across machines whoever reaches its port can read and write it: torch's store asks for no password.
+    Across machines, any process that reaches its port can read and write it, because torch's store has no password.
 
     Raises:
-        CommunicationError: on all ranks, where no address of rank 0's machine is reached by all.
+        CommunicationError: on all ranks, if no address of rank 0's machine is reached by all ranks.
     """
     return _in_a_file(comm) or store_on_a_port(comm)
 
 
 def _in_a_file(comm):
-    """A file store, or None where not all ranks can open the same file."""
+    """Return a file store, or None if not all ranks can open the same file."""
     folder = path = handle = None
     if comm.rank == 0:
         with suppress(OSError):
-            folder = tempfile.mkdtemp(prefix="dtlib-store-", dir=folder_in_memory())  # only this user may look inside
+            folder = tempfile.mkdtemp(prefix="dtlib-store-", dir=folder_in_memory())  # readable by this user only
             path = os.path.join(folder, "store")
             os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
     path = comm.broadcast_object(path)
@@ -48,7 +48,8 @@ def _in_a_file(comm):
     nameless = f"/proc/self/fd/{handle}"
     everyone = comm.all_gather_object((handle is not None, os.path.exists(nameless)))
     all_open, all_nameless = map(all, zip(*everyone, strict=True))
-    if folder and (all_nameless or not all_open):  # all have it open, or do without
+    # Delete the file if all ranks reach it through their open handle, or if it is not used.
+    if folder and (all_nameless or not all_open):
         shutil.rmtree(folder, ignore_errors=True)
     elif folder:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -60,12 +61,16 @@ def _in_a_file(comm):
 
 
 def store_on_a_port(comm: ObjectOperations) -> dist.TCPStore:
-    """A store at the first address of rank 0's machine that all ranks reach, for others of rank 0's process, too."""
+    """Return a store at the first address of rank 0's machine that all ranks reach.
+
+    Other stores in rank 0's process may use the same port.
+    """
     listeners = _listeners() if comm.rank == 0 else {}
     offered = comm.broadcast_object({address: listener.getsockname()[1] for address, listener in listeners.items()})
     with ThreadPoolExecutor(max(1, len(offered))) as pool:
         reached = dict(zip(offered, pool.map(_reach, offered, offered.values()), strict=True))
     mine = [address for address in offered if reached[address] is not None]
+    # All ranks must use the same address, so exchange the lists of reached addresses.
     everyone = comm.all_gather_object((socket.gethostname(), mine))
     common = [address for address in offered if all(address in seen for _, seen in everyone)]
     chosen = common[0] if common else None
@@ -80,7 +85,8 @@ def store_on_a_port(comm: ObjectOperations) -> dist.TCPStore:
             "addresses: open TCP between the machines in their firewalls, or start all ranks on one."
         )
     if (interface := reached[chosen] or "lo") not in ("lo", "lo0"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo would look for this machine's name
+        # Without it, gloo looks up this machine's host name, which may be unknown.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     port = offered[chosen]
     if comm.rank:
         return dist.TCPStore(chosen, port, None, False, wait_for_workers=False)
@@ -89,7 +95,7 @@ def store_on_a_port(comm: ObjectOperations) -> dist.TCPStore:
 
 
 def _addresses() -> dict[str, str]:
-    """The addresses of this machine with their interfaces: loopback, IPv4, IPv6; not those of one cable only."""
+    """Return this machine's addresses and their interfaces: loopback, IPv4, IPv6; no link-local addresses."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found = [
         (entry.family, entry.address, name)
@@ -102,7 +108,7 @@ def _addresses() -> dict[str, str]:
 
 
 def _listeners() -> dict[str, socket.socket]:
-    """A socket that listens on each address of this machine."""
+    """Return a listening socket for each address of this machine."""
     found = {}
     for address in _addresses():
         with suppress(OSError):
@@ -112,7 +118,7 @@ def _listeners() -> dict[str, socket.socket]:
 
 
 def _reach(address: str, port: int) -> str | None:
-    """The interface of this machine by which it reaches ``address``, "" if that has no name; None if it does not."""
+    """Return the interface that reaches ``address`` from this machine: "" if it has no name, None if unreachable."""
     try:
         with socket.create_connection((address, port), REACH_SECONDS) as connection:
             return _addresses().get(connection.getsockname()[0], "")

@@ -1,1 +1,1 @@
-"""What makes communication safe and visible: comparing, recording, and saying whom everybody waits for."""
+"""Observe communication: compare calls, record them, and report which rank the others wait for."""

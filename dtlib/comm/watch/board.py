@@ -1,8 +1,9 @@
-"""Where each rank was last seen, outside MPI: MPI cannot ask a rank that is stuck.
+"""A board in shared memory that shows each rank's last operation: a rank that hangs cannot answer over MPI.
 
-The ranks of a node share one small file, a slot a rank: what is new with each operation and state, then the call, which
-is the same again and again and is put into words once. Its name is removed as soon as all have opened it, so that
-nothing is left over, however the ranks end. Across nodes a thread on one rank of each carries the slots to a store.
+The ranks of a node map one small file with a slot per rank. A slot starts with the part that changes with each
+operation (number and state). Then follows the call, which is often the same and is encoded once. The file is deleted
+as soon as all ranks have opened it, so nothing is left over, however the ranks end. With several nodes, a thread on
+one rank of each node copies the slots to a store.
 
     rank 0   waits in all_reduce ...   |   rank 1   waits in all_reduce ...   |   rank 2   finished barrier ...
 """
@@ -29,25 +30,34 @@ if TYPE_CHECKING:
     from dtlib.comm.call import Call
 
 
-SLOT, HEAD = 640, 160  # bytes, and those of them that hold number, state and cell
-LONGEST = 80  # characters of a call or a communicator's name, on every rank alike, as ranks compare them
+# Bytes of a slot, and bytes of its first part (number, state and cell).
+SLOT, HEAD = 640, 160
+# Characters of a call and of a communicator's name. All ranks cut at the same length, because ranks compare them.
+LONGEST = 80
 CARRY_SECONDS = 0.5
 
 PROGRAM = "program"
 
-current: Board | None = None  # the board of this process, once the world has put one up
-cell = ""  # which of the notebook's cells this rank runs, if a notebook has said so; PROGRAM in a script
-# Of this rank's last operation: operation, op, peer, algorithm, group, number, and if others saw it from its start.
+# The board of this process, or None before `dtlib.init()` has created one.
+current: Board | None = None
+# The notebook cell that this rank runs, if the notebook has set it; PROGRAM in a script.
+cell = ""
+# This rank's last operation: operation, op, peer, algorithm, group, number, and whether it was on the board from its
+# start.
 last: tuple = ("", "", None, "", "", 0, False)
-waits: Call | None = None  # the operation in which this rank waits, once it has waited longer than most take
+# The operation in which this rank waits, set once the wait has lasted longer than usual.
+waits: Call | None = None
 
 
 @dataclass
 class Sighting:
-    """What a rank did last. ``state`` is ``waits``, ``started`` (it computes meanwhile), ``finished``, ``elsewhere``
-    (in the line ``where``, and the operation was its last), or a sentence's end such as ``raised ValueError: ...``;
-    ``over`` is the notebook's cell or the program that it has come to the end of, well or not; the rest is that of the
-    operation (call.py)."""
+    """The last entry of a rank on the board.
+
+    ``state`` is ``waits``, ``started`` (the rank computes meanwhile), ``finished``, ``elsewhere`` (the rank is in the
+    line ``where``, and the operation was its last), or the end of a sentence such as ``raised ValueError: ...``.
+    ``over`` names the cell or program that this rank finished, with or without an error. The other fields describe the
+    operation (call.py).
+    """
 
     state: str
     operation: str = ""
@@ -60,12 +70,12 @@ class Sighting:
 
 
 def folder_in_memory() -> str | None:
-    """Where small files of this machine lie in memory; None, as ``tempfile`` takes it, for where others lie."""
+    """Return a folder in memory for small files, or None: then ``tempfile`` uses its default folder."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 class Board:
-    """One slot a rank in a file that all ``members`` of a node have open. Ranks count here as they do in the world."""
+    """The board of one node: a slot per rank in a file that all ``members`` map. Ranks are world ranks."""
 
     def __init__(self, file: str, rank: int, members: Iterable[int]):
         self.rank = rank
@@ -77,41 +87,42 @@ class Board:
 
     @staticmethod
     def make_file(size: int) -> str:
-        """A file for the slots of ``size`` ranks, in memory where the system can do that."""
+        """Create a file for the slots of ``size`` ranks, in memory if possible; return its path."""
         handle, name = tempfile.mkstemp(prefix="dtlib-board-", dir=folder_in_memory())
         os.truncate(handle, SLOT * size)
         os.close(handle)
         return name
 
     def publish(self, state: str, call: Call | None = None) -> None:
-        """Say what this rank does; without a call it is about the last one."""
+        """Publish this rank's state; without a call, the last call stays."""
         if call is not None:
             words = _in_words(call.operation, str(call)[:LONGEST], call.where, call.group[-LONGEST:], tuple(call.peers))
             self._number, self._call = call.number, words
         self._write(state)
 
     def publish_place(self, state: str, where: str = "", over: str = "") -> None:
-        """Say where this rank is outside operations, and which one was its last."""
+        """Publish the line that this rank runs outside operations, and its last operation."""
         operation, op, peer, algorithm, group, self._number, _ = last
         self._call = _in_words(operation, in_short(operation, op, peer, algorithm), where, group[-LONGEST:])
         self._write(state, over)
 
     def end_cell(self, state: str) -> None:
-        """Say how the cell ended on this rank, which calls nothing more in it."""
+        """Publish how the cell ended on this rank; it calls no further operation in this cell."""
         self._write(state, over=cell)
 
     def _write(self, state: str, over: str = "") -> None:
+        # Nothing locks the slot: `seen` skips an entry that was read in the middle of writing.
         head = b"%d %b" % (self._number, _state_in_words(state, over))
         start = SLOT * self._mine
         self._memory[start : start + SLOT] = head.ljust(HEAD) + self._call
 
     def clear(self, state: str) -> None:
-        """Forget the last call: what was before concerns nobody any more."""
+        """Remove this rank's last call."""
         self._number, self._call = 0, _in_words()
         self._write(state)
 
     def seen(self) -> dict[int, Sighting]:
-        """What each rank did last; a rank is missing if it has not said anything yet, or is writing just now."""
+        """Return what each rank did last. Ranks with an empty slot, or in the middle of writing, are left out."""
         found = {}
         for slot, rank in enumerate(self.members):
             with suppress(ValueError):
@@ -120,10 +131,9 @@ class Board:
 
 
 class ClusterBoard(Board):
-    """The boards of several nodes: each node's first rank carries its own to ``store`` (torch's), again and again.
+    """The board of several nodes: the first rank of each node copies its node's slots to torch's ``store``.
 
-    ``node`` is this node's index and ``nodes`` says how many there are. What is seen of other nodes is half a second
-    old.
+    ``node`` is this node's index, ``nodes`` the number of nodes. Entries of other nodes are up to half a second old.
     """
 
     def __init__(self, file: str, rank: int, members: Iterable[int], node: int, nodes: int, store: Store):
@@ -133,13 +143,15 @@ class ClusterBoard(Board):
             threading.Thread(target=self._carry, name="dtlib board", daemon=True).start()
 
     def _carry(self) -> None:
-        with suppress(RuntimeError):  # the store has ended: so has the job
+        # The store ends with the job.
+        with suppress(RuntimeError):
             while True:
                 seen = {rank: asdict(sighting) for rank, sighting in super().seen().items()}
                 self._store.set(f"node {self._node}", json.dumps(seen))
                 time.sleep(CARRY_SECONDS)
 
     def seen(self) -> dict[int, Sighting]:
+        """Return what each rank of all nodes did last."""
         found = super().seen()
         for node in range(self._nodes):
             key = f"node {node}"
@@ -151,8 +163,10 @@ class ClusterBoard(Board):
 
 @lru_cache(maxsize=1024)
 def _in_words(operation="", what="", where="", group="", peers=()) -> bytes:
-    """A call as JSON that fits into its part of a slot: what is least needed is cut first. Without its peers, a rank
-    waits for all."""
+    """Encode a call as JSON that fits into its part of a slot; the least important fields are cut first.
+
+    Without ``peers``, a rank counts as waiting for all ranks.
+    """
     content = {"operation": operation, "what": what, "where": where, "group": group, "peers": peers}
     for name, length in (
         ("where", 200), ("where", 40), ("peers", 0), ("where", 0), ("what", 20), ("group", 0), ("operation", 20)
@@ -168,7 +182,7 @@ def _in_words(operation="", what="", where="", group="", peers=()) -> bytes:
 def _state_in_words(state: str, over: str) -> bytes:
     for length in (80, 40, 20, 0):
         text = json.dumps([state[:length], over], ensure_ascii=False).encode(errors="replace")
-        if len(text) <= HEAD - 20:  # beside the number
+        if len(text) <= HEAD - 20:  # 20 bytes are left for the number
             return text
     return json.dumps(["", ""]).encode()
 
@@ -184,13 +198,13 @@ def _sighting(state, peers=(), **facts) -> Sighting:
 
 
 def publish(state: str, call: Call | None = None) -> None:
-    """Say on the board, if there is one, what this rank does."""
+    """Publish this rank's state on the board, if there is one."""
     if current is not None:
         current.publish(state, call)
 
 
 def end_cell(state: str) -> None:
-    """Say on the board, if there is one, how the notebook's cell ended on this rank."""
+    """Publish how the notebook's cell ended on this rank, if there is a board."""
     global cell
     if current is not None:
         current.end_cell(state)

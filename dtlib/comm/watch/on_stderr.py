@@ -1,7 +1,7 @@
-"""A hang of a script, explained as a notebook explains it: on stderr, after three seconds and then each minute.
+"""Report hangs of a script on stderr, as a notebook does: after three seconds, and then once a minute.
 
-A thread of each rank writes on the board in which line the rank is and which operation it called last, however quickly
-that ended. Of the ranks that wait, the lowest one tells, so that there is one sentence and not one a rank.
+A thread of each rank publishes on the board the line that the rank runs and its last operation, even if that operation
+was short. Only the lowest of the waiting ranks prints, so that one message appears and not one per rank.
 """
 
 import re
@@ -10,12 +10,12 @@ import threading
 import time
 
 from dtlib.comm.call import line_outside
-from dtlib.comm.watch import blame, board
+from dtlib.comm.watch import board, missing_ranks
 
 LOOK_SECONDS = 0.4
 NOTICE_SECONDS = 3.0
 AGAIN_SECONDS = 60.0
-# Lines that may wait for other ranks outside dtlib's operations: in mpi4py, or in a process group of torch.
+# Lines that may wait for other ranks without dtlib's operations: in mpi4py, or in a process group of torch.
 OPERATIONS = re.compile(
     r"\b(\w*comm\w*|mpi|dist|distributed|group)\.i?(all_?(reduce|gather|to_?all)|barrier|bcast|broadcast|reduce|gather|"
     r"scatter|m?probe|s?send|recv|sendrecv)\w*\(|\b\w*(req|request|work|handle)s?\.wait(all|any|some)?\(",
@@ -25,7 +25,7 @@ STANDARD_LIBRARY = threading.__file__.rpartition("/")[0]
 
 
 def start() -> None:
-    """Follow this process's main thread to its end."""
+    """Start the thread that observes this process's main thread until it ends."""
     threading.Thread(target=_follow, args=(board.current,), name="dtlib watch", daemon=True).start()
 
 
@@ -38,7 +38,7 @@ def _follow(mine: board.Board) -> None:
         if frame is None or board.current is not mine:
             return
         place, call = line_outside(_of_the_program(frame)), board.waits
-        del frame  # it would keep its tensors
+        del frame  # the frame would keep its tensors alive
         if call is not None:
             call.where = call.where or place
             mine.publish("waits", call)
@@ -49,13 +49,14 @@ def _follow(mine: board.Board) -> None:
         del call
         if where != before[0] or last is not before[1]:
             since, again = now, now + NOTICE_SECONDS
+        # `last` is a new tuple for each operation: if neither it nor the line has changed, the rank is stuck.
         if stuck and now >= again:
             again = now + AGAIN_SECONDS
             _tell(mine, f"{now - since:.0f} s in {where}")
 
 
 def _of_the_program(frame):
-    """The innermost frame that is not Python's own."""
+    """Return the innermost frame outside Python's standard library."""
     inside = frame
     while inside is not None and inside.f_code.co_filename.startswith(STANDARD_LIBRARY):
         if "site-packages" in inside.f_code.co_filename:
@@ -67,11 +68,13 @@ def _of_the_program(frame):
 def _tell(mine, what: str) -> None:
     seen = mine.seen()
     me = seen.get(mine.rank, board.Sighting(""))
+    # Another rank with a lower number waits in the same line: leave the message to it.
     if any(rank < mine.rank and (one.state, one.where) == (me.state, me.where) for rank, one in seen.items()):
         return
     if me.state == "waits":
-        whom = blame.whom(mine.rank, seen)
-    else:  # an operation of which only the line is known
-        whom = "; ".join(f"rank {rank} {blame.last_seen(one)}" for rank, one in seen.items() if one.where != me.where)
+        whom = missing_ranks.describe(mine.rank, seen)
+    # The main thread waits outside dtlib's operations, so only its line is known: show the ranks in other lines.
+    else:
+        whom = "; ".join(f"rank {i} {missing_ranks.last_seen(one)}" for i, one in seen.items() if one.where != me.where)
     if whom:
         print(f"dtlib: rank {mine.rank} has waited {what}: {whom}.", file=sys.__stderr__, flush=True)

@@ -1,4 +1,4 @@
-"""What a rank did and when: every operation and every phase of computing, while somebody records."""
+"""Record each operation and each phase of computing of a rank, with start and end."""
 
 import time
 from collections.abc import Iterator
@@ -7,51 +7,51 @@ from dataclasses import dataclass
 
 from dtlib.comm.call import Call, dtype_name, in_short
 
-recordings: list[list["Event"]] = []  # the lists that are being filled; none while nobody records
+recordings: list[list["Event"]] = []  # one list per active recording
 
 
 @dataclass
 class Event:
     """An operation or a phase on one rank. Times are seconds of this machine's monotonic clock.
 
-    ``messages`` and ``bytes`` (payload) are what this rank sent for it. ``lane`` is ``main`` for what the program
-    itself does, ``background`` for an operation that was started with ``async_op=True``. ``rank`` is this rank as the
-    world counts it, ``peer`` the other one as the communicator does. ``what`` is made of these fields, for people.
+    ``messages`` and ``bytes`` (payload) count what this rank sent. ``lane`` is ``background`` for operations that were
+    started with ``async_op=True``, otherwise ``main``. ``rank`` is the world rank; ``peer`` is a rank of the
+    communicator.
     """
 
     rank: int
     kind: str  # "operation", "wait" (for an asynchronous operation) or "phase"
     name: str
     start: float
-    end: float | None = None  # None: it never ended
+    end: float | None = None  # None if it never ended
     where: str = ""  # the caller's line
-    op: str = ""  # what it combines with: sum, mean, ...
+    op: str = ""  # the reduction: sum, mean, ...
     peer: int | None = None  # the other end of a message, or the root
-    shape: tuple[int, ...] | None = None  # of the tensor, where there is one
+    shape: tuple[int, ...] | None = None  # the tensor's shape, if there is a tensor
     dtype: str = ""
-    algorithm: str = ""  # the one that was asked for; "" where the choice was left to selection.py
-    tag: int | None = None  # of a message
-    action: tuple | None = None  # of a pipeline: stage, kind, microbatch (schedule/actions.py)
+    algorithm: str = ""  # as requested with algorithm=; "" if selection.py chose
+    tag: int | None = None  # for messages
+    action: tuple | None = None  # for pipelines: stage, kind, microbatch (schedule/actions.py)
     messages: int = 0
     bytes: int = 0
     lane: str = "main"
-    emulated: bool = False  # on a network that was slowed down on purpose
-    simulated: bool = False  # the other ranks did not exist (one_rank.py)
+    emulated: bool = False  # on an emulated slow network
+    simulated: bool = False  # without the other ranks (one_rank.py)
 
     @property
     def in_short(self) -> str:
-        """``send(to rank 1)``: without shape and type."""
+        """The call without shape and dtype: ``send(to rank 1)``."""
         return in_short(self.name, self.op, self.peer, self.algorithm)
 
     @property
     def what(self) -> str:
-        """``send(to rank 1) of (4,) float32``"""
+        """The call as text: ``send(to rank 1) of (4,) float32``."""
         return self.in_short if self.shape is None else f"{self.in_short} of {self.shape} {self.dtype}"
 
 
 @contextmanager
 def recording() -> Iterator[list[Event]]:
-    """Collect the events of this rank in the list that this yields."""
+    """Record the events of this rank into the list that this context manager yields."""
     events: list[Event] = []
     recordings.append(events)
     try:
@@ -61,14 +61,14 @@ def recording() -> Iterator[list[Event]]:
 
 
 def record(event: Event) -> Event:
-    """Keep an event; its maker fills in the end."""
+    """Append an event to all active recordings; the caller sets its end."""
     for events in recordings:
         events.append(event)
     return event
 
 
 def event_of(call: Call, kind: str = "operation", lane: str = "main") -> Event:
-    """Begin an event for an operation."""
+    """Create and record an event for an operation that starts now."""
     event = Event(
         call.rank, kind, call.operation, time.monotonic(), where=call.where, op=call.op, peer=call.peer,
         algorithm=call.algorithm, tag=call.tag, lane=lane,
@@ -80,7 +80,7 @@ def event_of(call: Call, kind: str = "operation", lane: str = "main") -> Event:
 
 @contextmanager
 def phase(what: str | tuple, rank: int = 0) -> Iterator[None]:
-    """A piece of computing, for the timeline: ``with phase("forward"): ...``, or an ``Action`` of a pipeline."""
+    """Record a phase of computing: ``with phase("forward"): ...``, or an ``Action`` of a pipeline."""
     if not recordings:
         yield
         return

@@ -1,1 +1,1 @@
-"""Predictions and checks."""
+"""Predictions, exercises and quizzes: judge what a learner enters."""

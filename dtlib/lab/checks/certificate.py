@@ -1,4 +1,4 @@
-"""lab.certificate(): a page with what was done in this folder, for the learner to keep."""
+"""lab.certificate(): a page that lists a learner's results in this folder."""
 
 from datetime import date
 from html import escape
@@ -17,14 +17,16 @@ text-align:left;vertical-align:top}small{color:#555}@media print{body{margin:0 a
 
 
 def certificate(name: str = "") -> None:
-    """Write ``certificate.html`` into the workshop folder: what was predicted, solved and answered there, the best
-    scores, and the plan that was run in lesson 14. It is one file, and needs no network.
+    """Write ``certificate.html`` into the workshop folder.
+
+    It lists predictions, passed exercises, quizzes, best scores, and the plan that was run in lesson 14. It is one file
+    and needs no network.
 
     Args:
-        name: whose it is.
+        name: the learner's name.
 
     Raises:
-        DtlibError: where no record is kept, nothing was done yet, or the file cannot be written.
+        DtlibError: without a record or without results, or if the file cannot be written.
     """
     if name == "your name":
         print("Put your own name in its place, and run this cell again.")
@@ -37,7 +39,7 @@ def certificate(name: str = "") -> None:
 
 
 def page(record: dict, lessons: list[tuple[str, dict]], name: str, day: date) -> str:
-    """The page of a record (progress.py); a lesson of which nothing was done is not on it."""
+    """Return the page for a record (progress.py), without lessons that have no results."""
     rows = [row for title, asked in lessons if (row := _row(title, asked, record["done"]))]
     if not rows and not record["scores"] and "capstone" not in record:
         raise DtlibError("Nothing is done yet in this folder: predict, check or answer something first.")

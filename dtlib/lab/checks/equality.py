@@ -1,4 +1,4 @@
-"""When values are the same, or the same but for digits left out, and bytes few enough, for judges of float64."""
+"""Compare values in float64, for judges: equal, equal except for omitted digits, or small enough in bytes."""
 
 import math
 from collections.abc import Iterable
@@ -6,17 +6,18 @@ from collections.abc import Iterable
 from dtlib.lab.foreign import Tensor
 
 NUMBER = 8  # bytes of a float64
-SPARE = 32 * NUMBER  # step counters, flags
+SPARE = 32 * NUMBER  # bytes for step counters and flags
 
 
 def same(got: Tensor, expected: Tensor) -> bool:
+    """Return whether two tensors have equal shapes, and values within 1e-8 (relative) or 1e-10 (absolute)."""
     import torch
 
     return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-8, atol=1e-10)
 
 
 def factors(got: Tensor, *parts: Tensor) -> list | None:
-    """The numbers by which these parts, of the same shape, add up to what was found; None where none do."""
+    """Return the numbers by which ``parts``, of equal shape, add up to ``got``; None if there are none."""
     import torch
 
     columns = torch.stack([part.expand_as(got).flatten() for part in parts], 1)
@@ -25,15 +26,15 @@ def factors(got: Tensor, *parts: Tensor) -> list | None:
 
 
 def number(value: object) -> float | str:
-    """A float, or text where it is none."""
+    """Return ``value`` as a float, or as text if it is no number."""
     try:
-        return float(value)  # type: ignore[arg-type]  # or it raises
+        return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return f"{value!r:.60}"
 
 
 def whole_numbers(values: Iterable) -> list[int] | str:
-    """A list of whole numbers, or text where it is none."""
+    """Return ``values`` as a list of integers, or as text if they are no integers."""
     try:
         return [int(value) for value in values]
     except (TypeError, ValueError):
@@ -41,14 +42,14 @@ def whole_numbers(values: Iterable) -> list[int] | str:
 
 
 def as_tensor(values: object) -> Tensor:
-    """What travelled from a rank as lists, in float64."""
+    """Return lists that a rank has sent as a float64 tensor."""
     import torch
 
     return torch.as_tensor(values, dtype=torch.float64)
 
 
 def rounded(got: float, wanted: float) -> bool:
-    """Whether one number is the other with fewer digits, in all or behind the point."""
+    """Return whether ``got`` is ``wanted`` with fewer digits, in all or after the decimal point."""
     shorter = [float(f"{wanted:.{digits}{kind}}") for digits in range(12) for kind in "ef"]
     if abs(wanted) > 1:
         shorter += [math.floor(wanted), math.ceil(wanted)]

@@ -1,9 +1,9 @@
-"""What predictions and exercises are made of, where exercises are found, and what a judge says: for all lessons.
+"""Predictions, exercises and verdicts, and where exercises are found; for all lessons.
 
-An exercise is found in its lesson's folder: in ``judge_*.py``, imported when the exercise is asked for.
-``lab.check("mine.py")`` takes one from a file of an instructor's own, which has it as ``EXERCISE``.
+An exercise belongs to its lesson's folder: ``judge_*.py`` is imported when the exercise is needed.
+``lab.check("mine.py")`` uses an instructor's own file, which defines it as ``EXERCISE``.
 
-Plausible wrong answers stand in the tests (``wrong_*.py``), which prove that each is rejected for its own reason.
+The tests contain plausible wrong answers (``wrong_*.py``), and prove that each is rejected for its own reason.
 """
 
 import builtins
@@ -25,15 +25,17 @@ from dtlib.lab.tables import fold
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a learner guesses, and where the answer comes from.
+    """A question whose answer a learner guesses, and the source of the answer.
 
-    ``got`` computes the answer, a dict where several are asked for. With parameters it is measured: they are names of
-    the notebook, and the answer is there when a cell has run that assigns the first of them. Where that was a ``%%px``
-    cell, each is the list of what the name is on the ranks. A number is right within the fraction ``tolerance`` of the
-    answer, or ``within`` so much of it; a set has answers that are equally right. ``kind`` is the type of a guess, or
-    it is one of ``choices``. ``hint`` is shown beside a wrong guess; a dict has one for each answer.
-    ``of_this_computer``: a speed, for which no solution can be right everywhere, so the build of the notebooks does
-    not insist."""
+    ``got`` computes the answer, or a dictionary for several questions. If ``got`` has parameters, the answer is
+    measured: the parameters are names in the notebook, and ``got`` is called after a cell has assigned the first of
+    them. After a ``%%px`` cell, each argument is the list of the values on all ranks.
+
+    A number is right within the fraction ``tolerance`` of the answer, or within the distance ``within``. A set contains
+    answers that are equally right. ``kind`` is the type of a guess; with ``choices``, the guess must be one of them.
+    ``hint`` is shown with a wrong guess; a dictionary has one hint for each question. ``of_this_computer`` marks a
+    speed, which differs between computers, so the build of the notebooks accepts a wrong guess.
+    """
 
     got: Callable
     hint: str | dict = ""
@@ -45,7 +47,7 @@ class Prediction:
 
 
 class Score(NamedTuple):
-    """Where one can do better than pass: ``value`` in ``unit``, the less the better; at ``par`` an answer passes."""
+    """A score in exercises where a learner can do better than pass: less is better, and ``par`` is enough to pass."""
 
     value: float
     par: float
@@ -54,10 +56,10 @@ class Score(NamedTuple):
 
 
 class Wrong(Exception):
-    """An answer that is not right: on which rank, what was expected, what was there, and hints from vague to plain.
+    """An answer that is wrong: the rank, what was expected, what was found, and hints from vague to plain.
 
-    ``mistake`` names the mistake; the tests prove that each planted wrong answer is recognised as its own. One that is
-    wrong only because it is over par has a ``score``.
+    ``mistake`` names the mistake. The tests prove that each planted wrong answer is recognised as its own mistake. An
+    answer that is wrong only because it exceeds par has a ``score``.
     """
 
     def __init__(
@@ -69,11 +71,11 @@ class Wrong(Exception):
 
 
 def rows(rank: int | None, *expected: str) -> Callable[..., None]:
-    """A judge's table of mistakes on a rank: ``wrong(mistake, holds, expected, got, *hints)`` is a row, and raises
-    ``Wrong`` where it holds. Rows are tried in the order in which they stand, so that the first is what is told.
+    """Return a function ``wrong(mistake, holds, expected, got, *hints)`` that raises ``Wrong`` if ``holds`` is true.
 
-    ``rows(rank, expected)``: what was expected is the same for all of them, and left out of each.
-    What is told is put into words whether a row holds or not: let it be there for right answers, too.
+    A judge calls it once for each possible mistake, like the rows of a table; the first that holds is reported. With
+    ``rows(rank, expected)``, all calls share ``expected`` and omit it. The texts are formatted even if a row does not
+    hold, so their values must exist for right answers too.
     """
 
     def wrong(mistake: str, holds: object, *told: str, score: Score | None = None) -> None:
@@ -85,13 +87,15 @@ def rows(rank: int | None, *expected: str) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class Exercise:
-    """``name`` is what the learner defines; ``observe(answer, comm)`` runs on every rank and returns something that
-    pickles; ``judge(observations)`` gets those of all ranks, in rank order, and raises ``Wrong``; where there is a
-    score, it returns that, as a ``Score`` or as text. ``picture(observations)`` draws what was handed in, right or
-    wrong: a text, or what has one (``str``) and HTML (``_repr_html_``).
-    ``needs_ranks=False``: the answer is defined in the notebook itself and judged there, with no communicator.
-    ``any_size=True``: an answer that is right is judged once more with a rank less, where no number of ranks that is
-    written into it is right."""
+    """An exercise: what the learner defines, and how it is judged.
+
+    ``name`` is the name that the learner defines. ``observe(answer, comm)`` runs on every rank, and returns something
+    that pickles. ``judge(observations)`` gets the observations of all ranks in rank order, and raises ``Wrong``; it may
+    return a ``Score`` or a text. ``picture(observations)`` draws the answer, right or wrong: a text, or an object with
+    ``str`` and ``_repr_html_``. ``needs_ranks=False``: the answer is defined and judged in the notebook, without a
+    communicator. ``any_size=True``: a right answer is judged again with one rank less, so that a fixed number of ranks
+    in it fails.
+    """
 
     name: str
     observe: Callable
@@ -102,8 +106,11 @@ class Exercise:
 
 
 @cache
-def homes() -> dict[str, Path]:
-    """Name -> the file whose ``EXERCISES`` has it, in the order of lessons: read as text, as imports take longer."""
+def exercise_files() -> dict[str, Path]:
+    """Map the name of each exercise to the file that defines it, in the lessons' order.
+
+    The files are read as text, because importing them takes longer.
+    """
     found: dict[str, Path] = {}
     for _, file in lesson_files.found("judge_*.py"):
         table = re.search(r"^EXERCISES = \{(.*?)\}$", file.read_text(encoding="utf-8"), re.M | re.S)
@@ -114,25 +121,25 @@ def homes() -> dict[str, Path]:
 
 
 class Registry(Mapping):
-    """Name -> exercise, as the ``EXERCISES`` of its home has it, or a file in the notebook's folder."""
+    """A mapping from name to exercise, in a lesson's ``EXERCISES`` or in a file in the notebook's folder."""
 
     def __getitem__(self, name: str) -> Exercise:
         return _of_file(Path(name)) if name.endswith(".py") else _of_lesson(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(homes())
+        return iter(exercise_files())
 
     def __len__(self) -> int:
-        return len(homes())
+        return len(exercise_files())
 
 
 @cache
 def _of_lesson(name: str) -> Exercise:
-    return lesson_files.module_of(homes()[name]).EXERCISES[name]
+    return lesson_files.module_of(exercise_files()[name]).EXERCISES[name]
 
 
 def _of_file(path: Path) -> Exercise:
-    """Read anew each time, so that it can be fixed while a class works."""
+    """Load an exercise from a file, again on each call, so that an instructor can correct it during a class."""
     if not path.is_file():
         raise DtlibError(
             f"There is no file {path.name} in {path.absolute().parent}: put the exercise beside the notebook."
@@ -147,7 +154,7 @@ EXERCISES = Registry()
 
 
 def known(name: str) -> str:
-    """The name of an exercise, as a string.
+    """Return the name of an exercise as a string.
 
     Raises:
         DtlibError: for a name that is no exercise.
@@ -162,8 +169,11 @@ def known(name: str) -> str:
 
 @dataclass
 class Verdict:
-    """What all ranks agree on: ``rank`` is the lowest on which something was wrong, None if all is well, or where it is
-    nobody's in particular. ``ranks`` is on how many it was judged: 0 for an exercise that needs none."""
+    """The verdict that all ranks agree on.
+
+    ``rank`` is the lowest rank with a mistake; None if the answer passed, or if the mistake belongs to no rank.
+    ``ranks`` is the number of ranks on which it was judged: 0 for an exercise without ranks.
+    """
 
     exercise: str
     judged: str
@@ -173,32 +183,35 @@ class Verdict:
     expected: str = ""
     got: str = ""
     hints: tuple = ()
-    score: str = ""  # where one can do better than pass
-    scored: tuple[float, float, str] | tuple[()] = ()  # value, par and unit, of those scores of which the best is kept
+    score: str = ""  # text of the score, if the exercise has one
+    scored: tuple[float, float, str] | tuple[()] = ()  # value, par, unit of a score that is recorded
     picture: object = ""
-    code: str = ""  # the same for the same answer
-    note: str = ""  # what a learner should know of what was judged
+    code: str = ""  # fingerprint of the answer
+    note: str = ""  # what a learner should know about this judgement
 
     @property
     def passed(self) -> bool:
+        """Whether the answer is right."""
         return not self.mistake
 
     def text(self, attempt: int = 0) -> str:
-        """What the learner reads; later attempts get plainer hints."""
+        """Return the text for the learner; later attempts get plainer hints."""
         lines = [self.what_was_judged() + (f"\n\n{self.picture}\n" if self.picture else ""), self.outcome()]
         return "\n".join(lines + [f"  {name + ':':9} {value}" for name, value in self.details(attempt)])
 
     def what_was_judged(self) -> str:
+        """Return the line that names the judged answer and the number of ranks."""
         return f"Judged on {self.ranks} ranks: {self.judged}" if self.ranks else f"Judged: {self.judged}"
 
     def outcome(self) -> str:
+        """Return the line that says whether the answer passed."""
         if self.passed:
             few = " So few ranks hide mistakes: check it with lab.engines(3) too." if 0 < self.ranks < 3 else ""
             return f"Passed: {self.exercise}.{few}{self._score()}"
         return f"Not yet: {self.exercise}{'' if self.rank is None else f', on rank {self.rank}'}."
 
     def details(self, attempt: int = 0) -> list[tuple[str, str]]:
-        """What was expected, what was there, and the hint that is due."""
+        """Return (name, text) for what was expected, what was found, and the hint of this attempt."""
         note = [("note", self.note)] * bool(self.note)
         if self.passed:
             return note
@@ -206,11 +219,12 @@ class Verdict:
         return [*note, ("expected", self.expected), ("got", self.got), *hints]
 
     def without_code(self) -> str:
-        """A sentence for others than the learner: what went wrong, without a line or a value of the answer."""
+        """Return one sentence about the mistake for other readers, without a line or value of the learner's answer."""
         if self.passed:
             return ""
         says = self.hints[0] if self.hints else self.expected
-        if self.mistake == "raised":  # its message, and the hint with the line, are the learner's
+        # The error message and the hint contain lines of the learner's code.
+        if self.mistake == "raised":
             kind = self.got.partition(":")[0]
             says = f"{kind if hasattr(builtins, kind) else 'An error'} was raised."
         return says if self.rank is None else f"Rank {self.rank}: {says}"
@@ -221,7 +235,7 @@ class Verdict:
 
 @dataclass
 class Problem:
-    """Why there is nothing to observe on a rank; the fields are the arguments of ``Wrong``."""
+    """The reason why a rank has no observation; the fields are the arguments of ``Wrong``."""
 
     mistake: str
     rank: int | None
@@ -230,14 +244,16 @@ class Problem:
     hints: tuple
 
 
-# A verdict, or an outcome, as the learner reads it: a coloured block that also says in words, and with a sign, which
+# Verdicts as the learner sees them: a coloured block that also says the outcome with words and a sign.
 
-PASSED, NOT_YET = "#009E73", "#D55E00"  # of the ranks' palette (lab/colours.py), which all eyes can tell apart
+PASSED, NOT_YET = "#009E73", "#D55E00"  # colours of the ranks' palette, safe for any colour vision
 
 
 def show(verdict: Verdict, attempt: int, solution: str = "") -> None:
-    """Display the block where there is a page for it, with the text as its twin; else print the text. A ``solution`` is
-    folded away in the block; the text says how to see it."""
+    """Display a verdict as a block in a notebook; print its text elsewhere.
+
+    ``solution`` is folded in the block; the text says how to see it.
+    """
     text = verdict.text(attempt)
     if solution:
         text += f'\n  solution: lab.solution("{verdict.exercise}") shows one.'
@@ -245,7 +261,7 @@ def show(verdict: Verdict, attempt: int, solution: str = "") -> None:
 
 
 def show_sentence(right: bool, text: str) -> None:
-    """The same for a sentence."""
+    """Display one sentence as a coloured block in a notebook; print it elsewhere."""
     _show(text, lambda: f"{_block(right)} {escape(text)}</div>")
 
 
@@ -256,7 +272,7 @@ def _show(text: str, html) -> None:
     from dtlib.world import in_engine
 
     if in_engine():
-        print(text)  # the notebook folds what ranks print (engines/outputs.py)
+        print(text)  # the notebook folds the output of ranks (engines/outputs.py)
     elif getattr(get_ipython(), "kernel", None) is None:
         print(fold(text))
     else:
@@ -264,7 +280,7 @@ def _show(text: str, html) -> None:
 
 
 def html(verdict: Verdict, attempt: int, solution: str = "") -> str:
-    """The text of a verdict as a block."""
+    """Return a verdict as an HTML block."""
     words, _, rest = verdict.outcome().partition(": ")
     rows = "".join(
         f'<tr><td style="text-align:left;vertical-align:top;opacity:.75">{name}</td>'
@@ -282,7 +298,7 @@ def html(verdict: Verdict, attempt: int, solution: str = "") -> str:
 
 
 def _block(right: bool) -> str:
-    """How a block begins: its colour, and a sign for who does not see that."""
+    """Return the start of a block: its colour, and a sign for readers who cannot see the colour."""
     colour, sign = (PASSED, "&#10003;") if right else (NOT_YET, "&#8635;")
     return f'<div style="border-left:6px solid {colour};background:{colour}1A;padding:.4em .8em"><b>{sign}</b>'
 

@@ -1,14 +1,14 @@
-"""Predictions: a guess, compared with what comes, in one cell.
+"""Predictions: compare a learner's guess with the answer, in one cell.
 
-The answers stand with the lessons (``dtlib/lessons/l*/predictions.py``). What can be computed is compared at once.
-What is measured is noted, and compared below the cell that brings the figure:
+The answers are defined with the lessons (``dtlib/lessons/l*/predictions.py``). An answer that can be computed is
+compared at once. A measured answer is compared below the cell that measures it:
 
     lab.predict("gathers-left", 3)            Noted: 3. ...
-    %%px                                      the learner's run; it assigns `gathers`, and this module sees that it did
+    %%px                                      the learner's run; this module sees that it assigns `gathers`
     ... gathers = plain_losses(...)           You predicted 3, and it came out as 3: right.
 
-Without a guess, the next cell asks for one in place of running, once. "Run All" goes on: its next cell comes at once.
-An empty file ``.no-guess-first`` in the course's folder, or in one above it, turns that off.
+Without a guess, the next cell does not run but asks for a guess, once. "Run All" continues, because it starts the next
+cell at once. An empty file ``.no-guess-first`` in the course's folder, or in one above it, switches this off.
 """
 
 import symtable
@@ -27,30 +27,31 @@ from dtlib.lab.hooks import report
 from dtlib.lab.tables import fold
 from dtlib.world import in_engine
 
-ROUNDED = 0.1  # of an answer, that a guess may be off by rounding
+ROUNDED = 0.1  # fraction of the answer by which a rounded guess may differ
 
-_noted: dict[str, object] = {}  # name -> guess that waits for its run
-_outcomes: dict[str, str] = {}  # name -> what became of it, for those who build the notebooks
-_asked_in = [None]  # the number of the cell that was last asked to predict first
-AT_ONCE = 1.0  # seconds after a cell in which "Run All" begins the next, and no reader does
+_noted: dict[str, object] = {}  # name -> guess without an answer yet
+_outcomes: dict[str, str] = {}  # name -> result, for the build of the notebooks
+_asked_in = [None]  # number of the last cell that printed the request for a guess
+# "Run All" starts the next cell within this many seconds after a cell; a reader takes longer.
+AT_ONCE = 1.0
 HOLD_BACK = (
     "This cell did not run: the prediction above has no guess yet. Type your guess there, or run this cell again."
 )
 NO_GUESS_FIRST = ".no-guess-first"
-_unanswered: dict[str, float | None] = {}  # name -> when its cell ended; None while that cell runs
-_held: set[str] = set()  # names for which a cell was held back: once is enough
+_unanswered: dict[str, float | None] = {}  # name -> time at which its cell ended; None while it runs
+_held: set[str] = set()  # names for which a cell was held back already
 
 
 def predict(name: str, guess: object) -> None:
-    """Compare a guess with what comes: at once, or below the cell whose run brings it.
+    """Compare a guess with the answer: at once, or below the cell that measures the answer.
 
     Args:
-        name: which prediction, as the notebook has it.
-        guess: a number, a text or a list; a dict of them where several are asked for; None as long as there is none.
-            Without a guess nothing is revealed, neither at once nor after the run.
+        name: the name of the prediction, as in the notebook.
+        guess: a number, a text or a list; a dictionary of these for several questions; None for no guess yet. Without a
+            guess the answer is not shown, neither now nor after the run.
 
     Raises:
-        DtlibError: for a name that no lesson has, or in a ``%%px`` cell.
+        DtlibError: for an unknown name, or in a ``%%px`` cell.
     """
     if in_engine():
         raise DtlibError("lab.predict belongs in a cell without %%px, because you guess, and not each rank.")
@@ -69,20 +70,21 @@ def predict(name: str, guess: object) -> None:
     if problem := next(filter(None, (_problem(value, prediction) for value in _values(guess))), None):
         print(problem)
         _outcomes[name] = "an answer of the wrong kind"
-    elif runs_first(prediction):
+    elif measured_names(prediction):
         _noted[name] = guess
         report("guess", name=name, guess=guess, compared=False)
         _outcomes[name] = "not compared with any run"
         print(fold(f"Noted: {guess}. The next run shows whether you are right."))
         if shell := _shell():
-            shell.events.register("post_run_cell", _after_cell)  # which IPython does once only
+            # IPython registers a callback only once.
+            shell.events.register("post_run_cell", _after_cell)
     else:
         _compare(name, guess, prediction.got())
 
 
 @cache
 def predictions() -> dict[str, Prediction]:
-    """Those of all lessons, by their names."""
+    """Return the predictions of all lessons, by name."""
     found: dict[str, Prediction] = {}
     for _, file in lesson_files.found("predictions.py"):
         of_lesson = lesson_files.module_of(file).PREDICTIONS
@@ -91,13 +93,13 @@ def predictions() -> dict[str, Prediction]:
     return found
 
 
-def runs_first(prediction: Prediction) -> list[str]:
-    """The names that a run must bring; the cell that assigns the first of them does. None where it is computed."""
+def measured_names(prediction: Prediction) -> list[str]:
+    """Return the names that a run must define, empty for a computed answer; the first one shows that it ran."""
     return list(signature(prediction.got).parameters)
 
 
 def assigns(source: str, name: str) -> bool:
-    """Whether a cell, without its magic, assigns ``name`` outside of functions."""
+    """Return whether a cell, without its magic, assigns ``name`` outside of functions."""
     try:
         names = symtable.symtable(source, "cell", "exec")
         return name in names.get_identifiers() and names.lookup(name).is_assigned()
@@ -106,13 +108,13 @@ def assigns(source: str, name: str) -> bool:
 
 
 def without_magic(source: str) -> str:
-    """A cell without its %%px, above which there may be comments."""
+    """Return a cell without its %%px; comments may stand above the %%px."""
     first, *rest = magic_first(source.lstrip().splitlines(keepends=True)) or [""]
     return "".join(rest) if first.startswith("%%px") else source
 
 
-def all_right() -> None:
-    """Raise DtlibError unless every prediction that this notebook has asked for was right."""
+def require_all_right() -> None:
+    """Raise ``DtlibError`` unless every prediction of this notebook was right."""
     if missed := [f"{name}: {outcome}" for name, outcome in _outcomes.items() if outcome != "right"]:
         raise DtlibError(f"Not as predicted: {'; '.join(missed)}.")
 
@@ -128,7 +130,7 @@ def _values(guess) -> list:
 
 
 def _ask() -> None:
-    """Once a cell, however many predictions stand in it."""
+    """Print the request for a guess, once per cell."""
     shell = _shell()
     if shell is None or _asked_in[0] != shell.execution_count:
         print("Predict first: replace None by your guess, and run this cell again.")
@@ -139,7 +141,7 @@ def _ask_before_next_cell(name: str) -> None:
     shell, here = _shell(), Path.cwd()
     if shell and name not in _held and not any((folder / NO_GUESS_FIRST).exists() for folder in (here, *here.parents)):
         _unanswered[name] = None
-        shell.events.register("pre_run_cell", _cell_begins)  # which IPython does once only
+        shell.events.register("pre_run_cell", _cell_begins)
         shell.events.register("post_run_cell", _cell_ends)
         if _hold_back not in shell.input_transformers_cleanup:
             shell.input_transformers_cleanup.append(_hold_back)
@@ -154,7 +156,10 @@ def _cell_ends(_) -> None:
 
 
 def _hold_back(lines: list[str]) -> list[str]:
-    """IPython's cleanup of a cell, which kernels call twice: in its place a request for the guess that is missing."""
+    """Replace a cell by a request for the missing guess; this is a cleanup transform of IPython.
+
+    Kernels call it twice for each cell.
+    """
     waiting = {name for name, ended in _unanswered.items() if ended and time.monotonic() - ended > AT_ONCE}
     if not waiting or "lab.predict(" in "".join(lines):
         return lines
@@ -163,7 +168,7 @@ def _hold_back(lines: list[str]) -> list[str]:
 
 
 def _problem(guess, prediction: Prediction) -> str | None:
-    """What is wrong with the kind of a guess, whatever its value."""
+    """Return why a guess has the wrong type, or None."""
     if guess is None:
         return None
     if prediction.choices:
@@ -180,7 +185,7 @@ _KINDS: dict[type, str] = {str: "a text, in quotes", list: "a list, such as [0, 
 
 
 def _after_cell(result) -> None:
-    """Compare the guesses for which this cell has brought the figure; the ranks' names where it ran there."""
+    """Compare guesses whose answers this cell has defined, on the ranks if it ran there."""
     source = getattr(result.info, "raw_cell", None) or ""
     if not result.success or not _noted:
         return
@@ -188,12 +193,12 @@ def _after_cell(result) -> None:
     on_ranks = code != source
     code = _shell().transform_cell(code)
     for name, guess in list(_noted.items()):
-        needed = runs_first(predictions()[name])
+        needed = measured_names(predictions()[name])
         if not assigns(code, needed[0]):
             continue
         try:
             got = predictions()[name].got(*(_value_of(each, on_ranks) for each in needed))
-        except Exception as problem:  # of a cell that the learner has changed; the guess stays noted
+        except Exception as problem:  # the learner may have changed the cell; keep the guess
             cause = f"{type(problem).__name__}: {problem}"
             print(fold(f"Your prediction of {name!r} waits: what ran gave no figure ({cause})."))
             continue
@@ -202,7 +207,7 @@ def _after_cell(result) -> None:
 
 
 def _value_of(name: str, on_ranks: bool):
-    """What a name is in the notebook, or the list of what it is on the ranks."""
+    """Return the value of a name in the notebook, or the list of its values on the ranks."""
     from dtlib.lab.engines.names import values
 
     return values(name) if on_ranks else _shell().user_ns[name]
@@ -233,7 +238,7 @@ def _compare(name: str, guess, got) -> None:
 
 
 def _shown(got) -> str:
-    """Four digits, and no power of ten: 13,020, as a page would have it."""
+    """Return a float with four digits and without an exponent, such as 13,020."""
     if not isinstance(got, float):
         return " or ".join(sorted(got)) if isinstance(got, set) else f"{got}"
     return f"{got:.4g}" if abs(got) < 1e4 else f"{float(f'{got:.4g}'):,.0f}"
@@ -247,6 +252,6 @@ def _is_right(guess, got, prediction: Prediction) -> bool:
 
 
 def _is_rounded(guess, got) -> bool:
-    """Whether a guess is the answer with fewer decimals: 9 of 8.571; not where that loses more than ``ROUNDED``."""
+    """Return whether a guess is the answer with fewer decimals, such as 9 for 8.571, and near enough (``ROUNDED``)."""
     decimals = len(f"{guess}".partition(".")[2])
     return abs(guess - got) <= ROUNDED * abs(got) and float(guess) == round(float(got), decimals)

@@ -1,4 +1,4 @@
-"""What a learner has done: ``lab.progress()``, a table of what is done and open; ``lab.scores()``, the best scores."""
+"""A learner's progress: ``lab.progress()`` shows what is done and open, ``lab.scores()`` the best scores."""
 
 from dtlib.lab import course
 from dtlib.lab.tables import fold, table
@@ -8,7 +8,7 @@ def progress() -> None:
     """Show what is done and what is open in each lesson, and what to do next.
 
     Raises:
-        DtlibError: where no record is kept.
+        DtlibError: if this folder has no record.
     """
     known, rows = course.kept()["done"], []
     begun: list[tuple[str, dict]] = []
@@ -21,7 +21,7 @@ def progress() -> None:
         said = "all of it" if len(left) == len(names) else _in_words(left)
         rows.append((title, f"{len(names) - len(left)} of {len(names)}", said))
     table(rows, ("lesson", "done", "open"), align="lrl")
-    if following := [*begun[-1:], *untouched, *begun[:-1]]:  # the furthest that is begun
+    if following := [*begun[-1:], *untouched, *begun[:-1]]:  # first the last lesson that was started
         title, left = following[0]
         name, (kind, book) = next(iter(left.items()))
         what = f"the quiz of {title}" if kind == "quiz" else f"{'predict' if kind == 'predict' else 'solve'} {name!r}"
@@ -31,10 +31,10 @@ def progress() -> None:
 
 
 def scores() -> None:
-    """Show the best scores in this folder beside par, and a line with them to paste to the class.
+    """Show the best scores in this folder beside par, and a line to paste to the class.
 
     Raises:
-        DtlibError: where no record is kept.
+        DtlibError: if this folder has no record.
     """
     record = course.kept()
     results = [(name, result) for name, result in record["done"].items() if isinstance(result, list)]
@@ -55,8 +55,10 @@ def scores() -> None:
 
 
 def lessons() -> list[tuple[str, dict]]:
-    """Of each row of the start page its lesson's title, and what its notebooks ask for; in a notebook of a short track,
-    of each of that track's. Those that ask for nothing are left out."""
+    """Return (title, tasks of its notebooks) for each lesson on the start page that has tasks.
+
+    In a notebook of a short track, the track's notebooks take the lessons' place.
+    """
     page = (course.SOURCE / course.START_PAGE).read_text(encoding="utf-8")
     found = [(line.split("]")[0][3:], course.asked_in(line)) for line in page.splitlines() if line.startswith("| [")]
     here, root = course.current_folder(), course.folder() / "notebooks"

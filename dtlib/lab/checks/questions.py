@@ -1,8 +1,8 @@
-"""The choice questions of all lessons, read from their text (pure Python): ``quiz.toml`` beside the lessons, and those
-of the tracks and before and after the course, in ``dtlib/lessons/quiz_*.toml``.
+"""Read the multiple-choice questions of all lessons; pure Python.
 
-A teacher can edit them. The right option is written first. Learners see the options in an order that the question's own
-words decide, so it is the same for everybody:
+They are in ``quiz.toml`` beside the lessons, and for tracks and the tests before and after the course in
+``dtlib/lessons/quiz_*.toml``. A teacher can edit them. The right option is written first. Learners see the options in
+an order that depends on the text of the question only, so all learners see the same order:
 
     [[questions]]
     asks = "A ring all-reduce of 120 MB on four ranks: how much does each rank send?"
@@ -25,29 +25,36 @@ LETTERS = "abcdef"
 
 @dataclass(frozen=True)
 class Option:
+    """One option of a question."""
+
     says: str
-    because: str  # why it is right or wrong: shown to who chooses it, and to nobody else
+    because: str  # why it is right or wrong; shown only after this option was chosen
     right: bool
 
 
 @dataclass(frozen=True)
 class Question:
-    """``options`` stand in the order in which they are shown."""
+    """A question with its ``options``, in the order in which they are shown."""
 
     asks: str
     options: tuple[Option, ...]
 
     @property
     def letters(self) -> str:
+        """The letters of the options."""
         return LETTERS[: len(self.options)]
 
     def chosen(self, letter: str) -> Option:
+        """Return the option with this letter."""
         return self.options[LETTERS.index(letter)]
 
 
 @dataclass(frozen=True)
 class Quiz:
-    """``discuss`` is a question without options, and ``answer`` what an instructor may say to it."""
+    """The questions of one quiz.
+
+    ``discuss`` is a question without options, and ``answer`` is a possible answer for instructors.
+    """
 
     name: str
     questions: tuple[Question, ...]
@@ -55,7 +62,7 @@ class Quiz:
     answer: str = ""
 
     def text(self) -> str:
-        """The questions alone."""
+        """Return the questions without explanations."""
         dots = "." * len(self.questions)
         lines = [f'To answer without buttons: lab.quiz("{self.name}", answers="{dots}"), a letter a question.']
         for number, question in enumerate(self.questions, 1):
@@ -68,7 +75,7 @@ class Quiz:
 
 @cache
 def quizzes() -> dict[str, Quiz]:
-    """Those of all lessons, of the tracks, and the tests before and after, by their names."""
+    """Return the quizzes of all lessons and tracks, and the tests before and after the course, by name."""
     found = {}
     others = sorted(lesson_files.FOLDER.glob("quiz_*.toml"), reverse=True)
     for lesson, file in [*lesson_files.found("quiz*.toml"), *(("", file) for file in others)]:
@@ -88,5 +95,5 @@ def _read(name: str, table: dict) -> Quiz:
 
 
 def as_html(text: str) -> str:
-    """A text of a question, with what stands between backquotes as code."""
+    """Return a text as HTML, with code for the parts between backquotes."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))

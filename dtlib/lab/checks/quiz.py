@@ -1,6 +1,6 @@
-"""``lab.quiz("03")``: a lesson's choice questions, each answer explained once it is chosen, right or wrong.
+"""``lab.quiz("03")``: a lesson's multiple-choice questions; each answer is explained once it is chosen.
 
-The questions stand with the lessons, as text that a teacher can edit (questions.py).
+Teachers can edit the questions, which are text files (questions.py).
 """
 
 from dtlib.errors import DtlibError
@@ -11,21 +11,21 @@ from dtlib.lab.hooks import report
 from dtlib.lab.tables import fold
 from dtlib.world import in_engine
 
-OPEN = "-"  # in the place of a letter: this question is not answered
-_first: dict[tuple[str, int], str] = {}  # (quiz, number of the question) -> the letter that was chosen first
+OPEN = "-"  # marks a question without an answer
+_first: dict[tuple[str, int], str] = {}  # (quiz, number of the question) -> the letter chosen first
 
 
 def quiz(name: str, answers: str | None = None) -> None:
-    """Show a quiz: buttons that mouse and keyboard reach (Tab, then Enter or Space), or text where there is no page.
+    """Show a quiz: as buttons for mouse and keyboard (Tab, then Enter or Space), or as text without a page.
 
     Args:
-        name: a lesson's number such as "03"; "two-hours" or "half-day" for a track's; "before" or "after" for the test
+        name: a lesson's number such as "03"; "two-hours" or "half-day" for a track; "before" or "after" for the test
             before or after the course.
-        answers: a letter for each question, in order, such as "bacda"; "-" leaves one open. Each is explained at once.
-            None shows the questions, and reveals nothing.
+        answers: one letter for each question, in order, such as "bacda"; "-" for no answer. Each answer is explained at
+            once. None shows the questions, and reveals nothing.
 
     Raises:
-        DtlibError: for a quiz that there is not, for answers that are no letters of it, or in a ``%%px`` cell.
+        DtlibError: for an unknown quiz, for letters that are no options, or in a ``%%px`` cell.
     """
     if in_engine():
         raise DtlibError("lab.quiz belongs in a cell without %%px, because you answer, and not each rank.")
@@ -49,7 +49,7 @@ def _has_a_page() -> bool:
 
 
 def _choose(quiz: Quiz, number: int, letter: str) -> Option:
-    """What was chosen. First choices count, so who has read an explanation gains nothing by another one."""
+    """Record a choice and return the option. Only the first choice for each question counts for the result."""
     _first.setdefault((quiz.name, number), letter)
     report("quiz", quiz=quiz.name, number=number, letter=letter)
     if (right := _right_at_first(quiz)) is not None:
@@ -58,7 +58,7 @@ def _choose(quiz: Quiz, number: int, letter: str) -> Option:
 
 
 def _right_at_first(quiz: Quiz) -> int | None:
-    """How many first choices were right; None as long as a question is open."""
+    """Return the number of right first choices; None if a question has no answer yet."""
     keys = [(quiz.name, number) for number in range(len(quiz.questions))]
     if not _first.keys() >= set(keys):
         return None
@@ -67,7 +67,7 @@ def _right_at_first(quiz: Quiz) -> int | None:
 
 
 def _result(quiz: Quiz) -> str:
-    """How it went; what is open, as long as something is."""
+    """Return the result, or the number of answers if some are missing."""
     of, right = len(quiz.questions), _right_at_first(quiz)
     if right is not None:
         return f"{right} of {of} right at first choice."
@@ -95,7 +95,7 @@ def _explained(quiz: Quiz, answers: str) -> str:
 
 
 class _Shown:
-    """A button for each option, with its text beside it; a line below each question for what is said to a choice."""
+    """Widgets: one button per option with its text beside it, and one line per question for the explanation."""
 
     def __init__(self, quiz: Quiz):
         from ipywidgets import HTML, VBox

@@ -1,4 +1,4 @@
-"""``lab.solution("ring-build")``: an exercise solved, as the solved notebooks of the course have it."""
+"""``lab.solution("ring-build")``: show a solution of an exercise, from the course's solved notebooks."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from dtlib.lab.checks.exercise import known
 
 
 def solution(name: str) -> None:
-    """Show a solution of exercise ``name``. There are others, and ``lab.check`` takes them too.
+    """Show a solution of exercise ``name``. Others exist, and ``lab.check`` accepts them too.
 
     Raises:
         DtlibError: for a name that is no exercise.
@@ -20,13 +20,15 @@ def solution(name: str) -> None:
 
 
 def source_of(name: str) -> str:
-    """The cells of the solved notebook that answer an exercise."""
+    """Return the cells of the solved notebook that answer an exercise, as one text."""
     return "\n\n".join(cells_of(name)[1])
 
 
 def cells_of(name: str) -> tuple[str, list[str]]:
-    """The cell of the solved notebook that imports on the ranks, and those that answer an exercise: they stand between
-    its check and the one before."""
+    """Return the solved notebook's cell with imports on the ranks, and the cells that answer an exercise.
+
+    The answer is between the exercise's check and the previous check.
+    """
     name = known(name)
     for path in sorted(Path(course.SOURCE).glob("notebooks/solutions/*.ipynb")):
         imports = ""

@@ -1,1 +1,1 @@
-"""The engines of the classroom: started, attached to, ended."""
+"""The engines behind notebooks: start them, attach to them, end them."""

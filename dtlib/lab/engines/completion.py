@@ -1,24 +1,24 @@
-"""Tab and ``?`` in a cell that runs on ranks: rank 0 answers, as the names live there."""
+"""Tab completion and ``?`` in cells that run on ranks: rank 0 answers, because the names exist there."""
 
 import re
+from typing import Any
 
 from IPython.core.completer import SimpleCompletion, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.tokenutil import token_at_cursor
 
 from dtlib.lab.engines import on_ranks
-from dtlib.lab.engines.engine_processes import Ranks
 
-ANSWER_SECONDS = 0.3  # longer than that nobody waits for a list of names: rank 0 is busy
+ANSWER_SECONDS = 0.3  # limit for a list of names; a busy rank 0 gives none
 
 _QUESTION = re.compile(r"^(\s*)%px\s+(\S.*\?)\s*$")
 
-_engines: Ranks | None = None
-_asked = None  # the last question
+_engines: Any | None = None
+_asked = None  # the last request to rank 0
 
 
-def install(shell: InteractiveShell, engines: Ranks) -> None:
-    """Have these engines answer for ``%%px`` cells in this shell."""
+def install(shell: InteractiveShell, engines: Any) -> None:
+    """Make these engines answer for ``%%px`` cells in this shell."""
     global _engines, _asked
     first_time, _engines, _asked = _engines is None, engines, None
     if not first_time:
@@ -42,7 +42,7 @@ def install(shell: InteractiveShell, engines: Ranks) -> None:
 
 
 def _questions_to_ranks(lines: list[str]) -> list[str]:
-    """``%px name?`` is for the ranks; IPython would ask the notebook what the name is."""
+    """Send ``%px name?`` to the ranks; IPython would look the name up in the notebook."""
     for number, line in enumerate(lines):
         if found := _QUESTION.match(line):
             lines[number] = f"{found[1]}get_ipython().run_line_magic('px', {found[2]!r})\n"
@@ -51,7 +51,7 @@ def _questions_to_ranks(lines: list[str]) -> list[str]:
 
 @context_matcher(priority=1000)
 def _match_on_rank_0(context):
-    """A matcher of IPython's (``IPCompleter.custom_matchers``)."""
+    """Return the names on rank 0 that match, in the form of IPython's ``custom_matchers``."""
     nothing: dict = {"completions": []}
     start = _for_ranks(context.full_text, context.cursor_line)
     if start is None or context.cursor_position < start:
@@ -66,7 +66,7 @@ def _match_on_rank_0(context):
 
 
 def _for_ranks(cell: str, number: int) -> int | None:
-    """Where in a line of a cell the code for ranks begins: None where the line stays in the notebook."""
+    """Return the column at which code for ranks begins in a line of a cell; None if the line runs in the notebook."""
     lines = cell.split("\n")
     if number and lines[0].startswith("%%px"):
         return 0
@@ -75,7 +75,10 @@ def _for_ranks(cell: str, number: int) -> int | None:
 
 
 def _ask(question, *arguments):
-    """Rank 0's answer, or None if it has none in time. It is asked nothing while it owes an answer."""
+    """Return rank 0's answer, or None if it does not answer in time.
+
+    While an answer is pending, no further request is sent.
+    """
     global _asked
     try:
         if _engines is None or (_asked is not None and not _asked.done()):
@@ -83,5 +86,5 @@ def _ask(question, *arguments):
         _asked = _engines.client[0].apply_async(question, *arguments)
         _asked.wait(ANSWER_SECONDS)
         return _asked.get(0) if _asked.done() else None
-    except Exception:  # no list of names is worth an error
+    except Exception:  # a missing list of names must not raise an error
         return None

@@ -1,4 +1,4 @@
-"""The processes behind a set of engines: how they are started, interrupted and ended, and why they ended."""
+"""Start, interrupt and end the processes of a set of engines, and find out why they ended."""
 
 import os
 import re
@@ -9,13 +9,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from threading import RLock
-from typing import Protocol
 
 from dtlib.errors import DtlibError
-from dtlib.lab.engines import crowd
+from dtlib.lab.engines import start_queue
 from dtlib.lab.engines.workshop import Record
-from dtlib.lab.foreign import AsyncResult, Client, DirectView
+from dtlib.lab.foreign import Client
 from dtlib.world.launch import check_mpiexec, find_mpiexec, python_of_a_rank
 from dtlib.world.processes import Process, end_processes, with_descendants
 
@@ -23,25 +21,12 @@ START_SECONDS = 60
 STUCK = "Some ranks do not react to the interrupt: run lab.engines(restart=True) to start new ranks."
 
 
-class Ranks(Protocol):
-    """An ``EngineSet`` (engine_set.py), for what it imports itself."""
-
-    view: DirectView
-    client: Client
-    cell: "AsyncResult | None"
-    turn: RLock
-    reset_wanted: bool
-
-    @property
-    def size(self) -> int: ...
-    def check_held(self) -> None: ...
-    def interrupt(self) -> None: ...
-    def reset_now(self) -> None: ...
-    def ask(self, question: Callable, *arguments: object, seconds: float = ...) -> list | None: ...
-
-
 def start_keeper(record: Record, ranks: int, say: Callable = lambda how_far: None) -> None:
-    """Have a keeper start the engines and wait until it has told where they are; meanwhile ``say`` how far it is."""
+    """Start a keeper, and wait until it has recorded where the engines are; call ``say`` with the progress.
+
+    Raises:
+        DtlibError: if the keeper or the engines do not start.
+    """
     if "$" in str(record.profile):
         raise DtlibError(
             f"Engines cannot run in {record.profile}: ipyparallel reads $ as a variable, so rename that folder."
@@ -67,13 +52,13 @@ def start_keeper(record: Record, ranks: int, say: Callable = lambda how_far: Non
         )
     import ipyparallel  # noqa: F401  (takes half a second, which the keeper needs too)
 
-    limit = crowd.Limit(START_SECONDS)
+    limit = start_queue.Limit(START_SECONDS)
     while not (note := record.read("set.json")).get("connection"):
         if reason := note.get("error"):
             record.remove("set.json")
             raise DtlibError(reason)
         if before := note.get("before"):
-            limit = crowd.Limit(START_SECONDS)
+            limit = start_queue.Limit(START_SECONDS)
             say(f"{before} other{'s' * (before > 1)} on this machine start{'s' * (before == 1)} first")
         else:
             say("their controller starts")
@@ -84,20 +69,20 @@ def start_keeper(record: Record, ranks: int, say: Callable = lambda how_far: Non
 
 
 def end(record: Record) -> None:
-    """End the engines that run, or what is left of them, with all that they have started."""
+    """End the running or remaining engines with all their child processes."""
     note = record.read("set.json")
     known = [Process(**process) for process in [note.get("keeper"), *note.get("processes", [])] if process]
     family = dict.fromkeys(member for process in known for member in with_descendants(process))
     if record.keeper():
-        end_processes([known[0]])  # which ends what it started
+        end_processes([known[0]])  # the keeper then ends its own processes
     end_processes(list(family))
     record.remove("set.json")
 
 
 def interrupt(client: Client, places: list[tuple[str, int]]) -> None:
-    """Stop what the ranks that run at these places, host and process id, are doing, as Ctrl-C would."""
+    """Interrupt the ranks at ``places``, (host, process id) each, as Ctrl-C would."""
     if any(host != socket.gethostname() for host, _ in places):
-        client.send_signal(signal.SIGINT, block=True)  # by the helper beside each of them
+        client.send_signal(signal.SIGINT, block=True)  # by the helper process beside each rank
         return
     for _, pid in places:
         with suppress(ProcessLookupError, PermissionError):
@@ -105,7 +90,7 @@ def interrupt(client: Client, places: list[tuple[str, int]]) -> None:
 
 
 def why_ended(profile: Path) -> str:
-    """What mpiexec said of the rank that ended first, in the log of the engines."""
+    """Return mpiexec's report on the first rank that ended, from the log of the engines."""
     logs = sorted((profile / "log").glob("ipengine-*.log"), key=lambda path: path.stat().st_mtime)
     said = " ".join(logs[-1].read_text(errors="replace").split()) if logs else ""
     if found := re.search(r"process rank (\d+) .{0,200}?exited on signal (\d+) \(([^)]+)\)", said):

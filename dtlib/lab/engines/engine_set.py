@@ -1,7 +1,7 @@
-"""``lab.engines(4)``: four MPI ranks behind this notebook, and ``%%px`` to talk to them.
+"""``lab.engines(4)``: four MPI ranks behind this notebook, used through ``%%px``.
 
-There is one set of engines a workshop folder. The first notebook that asks has a keeper start it (keeper.py);
-a later one attaches to the set that runs and takes over. workshop.py keeps the record of who uses it.
+Each workshop folder has one set of engines. The first notebook makes a keeper process start it (keeper.py). A later
+notebook attaches to the running set and takes it over. workshop.py records which notebooks use it.
 """
 
 import os
@@ -13,14 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from dtlib.errors import DtlibError, number
-from dtlib.lab.engines import crowd, on_ranks, workshop
+from dtlib.lab.engines import on_ranks, start_queue, workshop
 from dtlib.lab.engines.engine_processes import START_SECONDS, STUCK, end, interrupt, start_keeper, why_ended
 from dtlib.lab.engines.rank_table import RankTable
 from dtlib.lab.engines.starting import StartingLine, suitable_number, too_few, warning, why_new
 from dtlib.lab.foreign import AsyncResult, Client
 from dtlib.world import in_engine
 
-SECONDS_A_RANK = 4  # that a start may take longer: one more imports Python on the same cores
+SECONDS_A_RANK = 4  # additional limit per rank, which imports Python on the same cores
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 10
 MOST_RANKS = 64
@@ -29,7 +29,7 @@ _current = None
 
 
 class EngineSet:
-    """The ranks that this notebook uses: ``view`` and ``client`` are ipyparallel's, ``table`` lists the ranks."""
+    """The ranks of this notebook: ``view`` and ``client`` are ipyparallel's, ``table`` lists the ranks."""
 
     table: RankTable
 
@@ -37,26 +37,35 @@ class EngineSet:
         self.record, self.client = record, client
         self.view = client[:]
         self.view.block = True
-        self.cell: AsyncResult | None = None  # what a %%px cell waits for, while it does
-        self.turn = threading.RLock()  # whose it is, a cell runs or the ranks are reset
-        self.reset_wanted = False  # while a cell runs: it resets the ranks at its end
+        # Set after the keeper has ended; then all ranks have ended, too.
+        self.ended = threading.Event()
+        threading.Thread(target=self._await_the_end, daemon=True).start()
+        self.cell: AsyncResult | None = None  # result of the %%px cell that runs now
+        self.turn = threading.RLock()  # held while a cell runs or the ranks are reset
+        self.reset_wanted = False  # asks a running cell to reset the ranks at its end
 
     def _ipython_display_(self):
-        """Nothing: ``engines()`` has shown the table already."""
+        """Display nothing: ``engines()`` has displayed the table already."""
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return len(self.view.targets)
 
+    def _await_the_end(self) -> None:
+        if keeper := self.record.keeper():
+            keeper.wait()
+        self.ended.set()
+
     def interrupt(self) -> None:
-        """Stop what the ranks are doing, as Ctrl-C would."""
+        """Interrupt the ranks, as Ctrl-C would."""
         interrupt(self.client, [(row["host"], row["pid"]) for row in self.table.rows])
 
-    def check_held(self) -> None:
-        """Raise unless the ranks still run and still hold this notebook's names. Ranks that have ended are replaced."""
+    def check_ownership(self) -> None:
+        """Raise unless the ranks run and belong to this notebook. Ranks that have ended are replaced first."""
         if not self.record.keeper():
             raise DtlibError(_replace(self))
-        if not self.record.is_held_here():
+        if not self.record.is_owned_here():
             holder = self.record.read("holder.json").get("notebook", "Another notebook")
             raise DtlibError(
                 f"{holder} has taken over the ranks, and names that were defined here are gone: run lab.engines() to "
@@ -64,41 +73,50 @@ class EngineSet:
             )
 
     def ask(self, question: Callable, *arguments: object, seconds: float = ANSWER_SECONDS) -> list | None:
-        """What all ranks answer; None where they do not. A kernel whose cell has just failed refuses for a moment."""
+        """Call ``question`` on all ranks and return the answers; None if they do not answer in time.
+
+        A rank whose cell has just failed refuses requests for a moment, so the call is repeated.
+        """
         from ipyparallel.error import CompositeError, RemoteError, TimeoutError
 
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             try:
                 answers = self.client[:].apply_async(question, *arguments).get(left)
-                return answers if isinstance(answers, list) else [answers]  # ipyparallel unpacks that of a single rank
-            except TimeoutError:  # ranks that are busy, or gone
+                return answers if isinstance(answers, list) else [answers]  # ipyparallel unpacks a single rank's answer
+            except TimeoutError:  # the ranks are busy or have ended
                 break
             except (CompositeError, RemoteError):
                 time.sleep(0.05)
         return None
 
     def reset(self) -> None:
-        """End what the ranks do, and bring them back into step: from any thread, also while a cell waits for them."""
+        """Interrupt the ranks and reset them; callable from any thread, also while a cell waits for the ranks.
+
+        Raises:
+            DtlibError: if the ranks do not react.
+        """
+        # A running cell holds `turn`. When the interrupt ends it, it sees `reset_wanted`, resets the ranks and releases
+        # `turn`.
         self.reset_wanted = True
         self.interrupt()
         if not self.turn.acquire(timeout=ANSWER_SECONDS):
             self.reset_wanted = False
             raise DtlibError(STUCK)
         try:
-            if self.reset_wanted:  # no cell ran, or it ended before it was interrupted
+            if self.reset_wanted:  # no cell has reset the ranks
                 self.reset_now()
         finally:
             self.turn.release()
 
     def reset_now(self) -> None:
-        """``dtlib.reset()`` on all ranks."""
+        """Call ``dtlib.reset()`` on all ranks."""
         self.reset_wanted = False
         if self.ask(on_ranks.reset) is None:
             raise DtlibError(STUCK)
 
     def close(self) -> None:
-        """Let go of the ranks; they run on for as long as a notebook is attached."""
+        """Disconnect from the ranks; they continue while any notebook is attached."""
         with suppress(Exception):
             self.client.close()
 
@@ -110,20 +128,20 @@ class EngineSet:
 
 
 def engines(n: int | None = None, restart: bool = False, profile: str | Path | None = None) -> EngineSet:
-    """Start ``n`` MPI ranks for this notebook, or take over those that run, and show who they are.
+    """Start ``n`` MPI ranks for this notebook, or take over running ones, and show a table of them.
 
-    Args:
-        n: how many ranks; by default the number that suits the cores, GPUs and free memory of this machine, or
-            the set that runs.
-        restart: end the ranks that run and start new ones.
-        profile: folder of an ipyparallel profile; by default the workshop's for this machine, or inside a job of
-            several nodes for its scheduler.
-
-    Run again, it changes nothing: names on the ranks stay. A notebook that takes over starts with clean ranks.
+    A second call changes nothing: names on the ranks stay. A notebook that takes over starts with clean ranks.
     Afterwards ``%%px`` runs a cell on all ranks. The ranks end with the last notebook that is attached.
 
+    Args:
+        n: number of ranks; by default that of the running set, or else a number that suits the cores, GPUs and free
+            memory of this machine.
+        restart: end running ranks and start new ones.
+        profile: folder of an ipyparallel profile; by default the workshop's for this machine, or, in a job on several
+            nodes, for its scheduler.
+
     Raises:
-        DtlibError: where the ranks cannot be started; the sentence says what to do.
+        DtlibError: if the ranks cannot be started, with the remedy.
     """
     global _current
     if in_engine():
@@ -135,9 +153,10 @@ def engines(n: int | None = None, restart: bool = False, profile: str | Path | N
     record = workshop.Record(profile)
     with record.lock():
         note = record.read("set.json")
-        runs = record.keeper() and note.get("connection")  # without one, whoever started it did not get that far
+        runs = record.keeper() and note.get("connection")  # without a connection, the start was not completed
         suits = runs and not restart and ranks in (None, note["ranks"])
-        if not (suits and _current and record.is_held_here() and _answers(_current)):
+        # Keep ranks that already belong to this notebook and answer: names on them stay.
+        if not (suits and _current and record.is_owned_here() and _answers(_current)):
             if _current:
                 _current.close()
             found = _take_over(record) if suits else None
@@ -151,8 +170,8 @@ def engines(n: int | None = None, restart: bool = False, profile: str | Path | N
 
 
 def _take_over(record) -> EngineSet | None:
-    """The ranks that run, cleaned, now this notebook's; None where they do not answer."""
-    holder = None if record.is_held_here() else record.read("holder.json").get("notebook")
+    """Return the running ranks, cleaned and owned by this notebook; None if they do not answer."""
+    holder = None if record.is_owned_here() else record.read("holder.json").get("notebook")
     record.attach(workshop.notebook_name())
     found = _connect(record)
     if found and holder:
@@ -162,7 +181,7 @@ def _take_over(record) -> EngineSet | None:
 
 
 def _start(record, ranks: int | None, why: str = "") -> EngineSet:
-    """New ranks, in place of those that run, if any; then it is said why."""
+    """Start new ranks in place of any running ones, and print the reason ``why``."""
     if record.keeper():
         ranks = ranks or record.read("set.json")["ranks"]
         print(f"Starting {ranks} new rank{'s' * (ranks > 1)}: {why}")
@@ -179,7 +198,7 @@ def _start(record, ranks: int | None, why: str = "") -> EngineSet:
         found = _connect(record, line.say)
         if found is None:
             raise DtlibError(f"The ranks started but do not answer: see the logs in {record.profile / 'log'}.")
-    except BaseException:  # Stop, too
+    except BaseException:  # also after Stop
         end(record)
         raise
     found.table.handle = line.handle
@@ -187,7 +206,7 @@ def _start(record, ranks: int | None, why: str = "") -> EngineSet:
 
 
 def _replace(ended: EngineSet) -> str:
-    """New ranks for a set that has ended, and one sentence about it."""
+    """Start new ranks for a set that has ended; return a message about it."""
     global _current
     record = ended.record
     with record.lock():
@@ -204,23 +223,26 @@ def _replace(ended: EngineSet) -> str:
 
 
 def current() -> EngineSet:
-    """The ranks of this notebook.
+    """Return the ranks of this notebook.
 
     Raises:
-        DtlibError: where there are none, or where another notebook has taken them over.
+        DtlibError: if there are none, or if another notebook has taken them over.
     """
     if _current is None:
         raise DtlibError("This notebook has no ranks yet: run lab.engines(4) first.")
-    _current.check_held()
+    _current.check_ownership()
     return _current
 
 
 def _connect(record, say=lambda how_far: None) -> EngineSet | None:
-    """A client of the engines that run, with clean ranks; None where they do not answer. ``say`` is told of the way."""
+    """Return a client of the running engines, with clean ranks; None if they do not answer.
+
+    ``say`` is called with the progress.
+    """
     import ipyparallel as ipp
 
     note = record.read("set.json")
-    limit = crowd.Limit(START_SECONDS + SECONDS_A_RANK * note["ranks"])
+    limit = start_queue.Limit(START_SECONDS + SECONDS_A_RANK * note["ranks"])
     while not Path(note["connection"]).exists() and record.keeper() and not limit.is_over():
         time.sleep(0.02)
     client = None
@@ -232,9 +254,9 @@ def _connect(record, say=lambda how_far: None) -> EngineSet | None:
             seconds = limit.passed() if record.keeper() else None
             raise DtlibError(too_few(got, note["ranks"], seconds, record.profile / "log"))
         if client is None:
-            # In short attempts: the controller may end while this waits for it.
+            # Short attempts, because the controller may end in the meantime.
             with suppress(TimeoutError):
-                client = ipp.Client(note["connection"], timeout=CONNECT_SECONDS * crowd.patience())
+                client = ipp.Client(note["connection"], timeout=CONNECT_SECONDS * start_queue.load_factor())
         else:
             say(f"{len(client.ids)} of {note['ranks']} are there")
             time.sleep(0.02)
@@ -256,16 +278,16 @@ def _connect(record, say=lambda how_far: None) -> EngineSet | None:
 
 
 def _join_world(found: EngineSet, record, note):
-    """Who the ranks are, after they have dropped what they held; None where one of them is stuck."""
+    """Clean the ranks and return one row per rank for the table; None if a rank does not react."""
     import ipyparallel as ipp
 
     known = record.read("ranks.json")
     if known.get("name") == note["name"]:
-        interrupt(found.client, known["places"])  # whatever the last notebook left running
+        interrupt(found.client, known["places"])  # a cell of the last notebook may still run
     try:
         _clean(found)
         joined = found.view.apply_async(on_ranks.join, str(record.state), os.getcwd())
-        rows = sorted(joined.get(START_SECONDS * crowd.patience()), key=lambda row: row["rank"])
+        rows = sorted(joined.get(START_SECONDS * start_queue.load_factor()), key=lambda row: row["rank"])
     except (ipp.error.TimeoutError, ipp.error.RemoteError, ipp.error.CompositeError):
         return None
     record.write("ranks.json", {"name": note["name"], "places": [(row["host"], row["pid"]) for row in rows]})
@@ -273,19 +295,20 @@ def _join_world(found: EngineSet, record, note):
 
 
 def _clean(found: EngineSet) -> None:
-    """Have the ranks drop all names. Where the interrupt meets this in place of a cell, it is done once more."""
+    """Delete all names on the ranks; try again if a late interrupt hits the deletion."""
     import ipyparallel as ipp
 
     for tries_left in (1, 0):
         clean = found.view.execute("get_ipython().run_line_magic('reset', '-f')", silent=True, block=False)
         try:
-            return clean.get(ANSWER_SECONDS * crowd.patience())
+            return clean.get(ANSWER_SECONDS * start_queue.load_factor())
         except (ipp.error.RemoteError, ipp.error.CompositeError):
             if not tries_left:
                 raise
 
 
 def _answers(found: EngineSet) -> bool:
+    """Return whether all ranks answer."""
     import ipyparallel as ipp
 
     try:

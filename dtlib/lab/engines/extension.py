@@ -1,7 +1,7 @@
-"""What every kernel of the workshop's JupyterLab loads when it starts: a ``%%px`` that says what it needs, and a memory
-for what cells show (last_outputs.py).
+"""The IPython extension that every kernel of the workshop's JupyterLab loads when it starts.
 
-The kernelspec in ``lab/settings/jupyter`` names it, and ``dtlib lab`` puts that folder on JUPYTER_PATH.
+It adds a ``%%px`` that says what to do first, and the record of outputs for ``lab.last()`` (last_outputs.py). The
+kernelspec in ``lab/settings/jupyter`` names the extension, and ``dtlib lab`` puts that folder on JUPYTER_PATH.
 """
 
 from typing import NoReturn
@@ -15,10 +15,11 @@ from dtlib.lab import last_outputs
 
 @magics_class
 class MagicsBeforeEngines(Magics):
-    """``%px`` and ``%%px`` as long as there are no ranks; ``lab.engines()`` puts its own in their place."""
+    """``%px`` and ``%%px`` without ranks; ``lab.engines()`` replaces them."""
 
     @line_cell_magic
     def px(self, line: str = "", cell: str | None = None) -> NoReturn:
+        """Raise an error that says how to start ranks."""
         raise DtlibError(
             "Run lab.engines(4) first: this notebook has no ranks, or its kernel was restarted. The first cell of "
             "each lesson is `from dtlib import lab; lab.engines(4)`."
@@ -26,8 +27,7 @@ class MagicsBeforeEngines(Magics):
 
 
 def magic_first(lines: list[str]) -> list[str]:
-    """A cell with %%px in its first line, where only comments and empty lines stand above it: IPython knows it there
-    alone."""
+    """Move a %%px below comments and empty lines to the first line of the cell, where IPython requires it."""
     for at, line in enumerate(lines):
         if line.lstrip().startswith("%%px"):
             return [line.strip() + "\n", *lines[:at], *lines[at + 1 :]]
@@ -37,7 +37,7 @@ def magic_first(lines: list[str]) -> list[str]:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """IPython calls this when it loads an extension."""
+    """Install the extension; IPython calls this."""
     if magic_first not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(magic_first)
     if "px" not in shell.magics_manager.magics["cell"]:

@@ -1,16 +1,20 @@
-"""Heartbeats of engines: fast while they come up, as one is registered at its second; then slow, as each wakes all."""
+"""Heartbeats of engines: fast during the start, then slow.
+
+The controller registers an engine at its second heartbeat, so a fast one shortens the start. Later each heartbeat wakes
+every engine.
+"""
 
 import os
 
 from ipyparallel.controller.heartmonitor import HeartMonitor
 
-FAST, SLOW = 100, 5000  # milliseconds between two
-SILENCE = 30_000  # until an engine counts as dead
+FAST, SLOW = 100, 5000  # milliseconds between two heartbeats
+SILENCE = 30_000  # milliseconds until an engine counts as dead
 ARGUMENTS = [f"--HeartMonitor.period={FAST}", f"--HeartMonitor.max_heartmonitor_misses={SILENCE // FAST}"]
 
 
 def slow_down() -> None:
-    """In a controller, before it starts: heartbeats become slow once all engines that its keeper wants are there."""
+    """Make a controller's heartbeats slow once all its engines are registered; call this before it starts."""
     of_new_hearts, engines = HeartMonitor.handle_new_hearts, int(os.environ.get("DTLIB_RANKS", 0))
 
     def handle_new_hearts(self, hearts):

@@ -1,11 +1,15 @@
-"""Names on the ranks: what they are there, and new ones from the notebook."""
+"""Names on the ranks: read their values, and define new ones from the notebook."""
 
 from dtlib.errors import DtlibError
 from dtlib.lab.engines.engine_set import current
 
 
 def values(name: str) -> list:
-    """What ``name`` is on each rank, in rank order."""
+    """Return the value of ``name`` on each rank, in rank order.
+
+    Raises:
+        DtlibError: if a rank does not define it, or if its value does not pickle.
+    """
     from ipyparallel.error import CompositeError, RemoteError
 
     try:
@@ -19,5 +23,5 @@ def values(name: str) -> list:
 
 
 def push(**named: object) -> None:
-    """Give values to all ranks: ``lab.push(file="points.bin")`` makes the name ``file`` known there."""
+    """Define names on all ranks: after ``lab.push(file="points.bin")`` the ranks know ``file``."""
     current().view.push(named, block=True)

@@ -1,33 +1,29 @@
-"""What a notebook asks of each rank: functions that run on the engines."""
+"""Functions that a notebook calls on its engines."""
 
 import os
 import socket
-import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
-from dtlib.errors import PeerFailed, WaitTimeout
-
 MOST_NAMES = 500
-TELL_SECONDS = 1.0
 
 
-_joined: dict[str, str | None] = {}  # this rank's device, once it has joined
+_joined: dict[str, str | None] = {}  # this rank's device, after it has joined
 
 
 def join(ready_folder: str, notebook_folder: str) -> dict:
-    """Join the world, start importing torch in the background, and say who this rank is."""
+    """Join the world, import torch in the background, and return the facts about this rank."""
+    from dtlib.lab.engines import cells
     from dtlib.world import init, reset
     from dtlib.world.machine import usable_cores
 
-    with suppress(OSError):  # on another machine the folder may not be there
+    with suppress(OSError):  # the folder may not exist on another machine
         os.chdir(notebook_folder)
     first_time = not _joined
     world = init() if first_time else reset()
     if first_time:
-        _follow_cells()
+        cells.follow()
         _joined["device"] = _take_gpu(world.local_rank)
         threading.Thread(target=_import_torch, args=(ready_folder,), daemon=True).start()
     return {
@@ -36,33 +32,25 @@ def join(ready_folder: str, notebook_folder: str) -> dict:
     }  # fmt: skip
 
 
-def names() -> list[str]:
-    """The names that cells have made on this rank."""
-    from IPython import get_ipython
-
-    shell = get_ipython()
-    return [name for name in shell.user_ns if name not in shell.user_ns_hidden and not name.startswith("_")]
-
-
 def reset() -> int:
-    """``dtlib.reset()``; its world stays where it is."""
+    """Call ``dtlib.reset()`` and return this rank; the ``World`` object does not pickle."""
     from dtlib.world import reset
 
     return reset().rank
 
 
 def complete(line: str, position: int) -> tuple[str, list[str]]:
-    """The fragment before this position of a line, and the names that it may become on this rank."""
+    """Return the fragment before ``position`` in a line, and the names on this rank that complete it."""
     from IPython import get_ipython
 
     shell = get_ipython()
-    shell.Completer.use_jedi = False  # which would take seconds to load
+    shell.Completer.use_jedi = False  # jedi takes seconds to load
     fragment, names = shell.complete("", line, position)
     return fragment, list(names)[:MOST_NAMES]
 
 
 def inspect(name: str, detail_level: int) -> dict:
-    """What ``name?`` says on this rank, as MIME types; nothing where there is no such name."""
+    """Return what ``name?`` shows on this rank, as MIME types; empty for an unknown name."""
     from IPython import get_ipython
 
     try:
@@ -71,75 +59,8 @@ def inspect(name: str, detail_level: int) -> dict:
         return {}
 
 
-def _follow_cells() -> None:
-    """Tell the notebook in which line this rank is and when it waits, and the board what became of its cells."""
-    from ipyparallel.engine.datapub import publish_data
-    from IPython import get_ipython
-
-    from dtlib.comm import waiting
-    from dtlib.comm.watch import board
-
-    shell, running = get_ipython(), threading.Event()
-    execute = shell.kernel.do_execute
-
-    async def do_execute(*args, **kwargs):
-        """The cell counts as it does in the notebook, which sends number and cell along as the label."""
-        board.cell = shell.kernel.get_parent().get("metadata", {}).get("label") or ""
-        if (number := board.cell.partition(".")[0]).isdigit():
-            shell.execution_count = int(number)
-        return await execute(*args, **kwargs)
-
-    def begin(_):
-        board.publish("has called no operation in this cell yet")
-        running.set()
-
-    def end(result):
-        running.clear()
-        error = result.error_before_exec or result.error_in_exec
-        if error is None:
-            board.end_cell("has finished its cell")
-        elif isinstance(error, PeerFailed | WaitTimeout):
-            board.end_cell("timed out")  # so that others, too, are told of the rank that did not arrive
-        else:
-            board.end_cell(f"raised {type(error).__name__}: {error}"[:120])
-
-    shell.kernel.do_execute = do_execute
-    shell.events.register("pre_run_cell", begin)
-    shell.events.register("post_run_cell", end)
-    waiting.notice = lambda sentence: publish_data({"waiting": sentence})
-    threading.Thread(target=_tell_where, args=(running, publish_data), daemon=True).start()
-
-
-def _tell_where(running, publish) -> None:
-    """Every second of a cell that takes some, tell the notebook which of its lines this rank is in."""
-    from dtlib.comm.call import line_of
-
-    main = threading.main_thread().ident
-    while running.wait():
-        time.sleep(TELL_SECONDS)
-        frame, place = sys._current_frames().get(main or 0), None
-        while frame is not None:  # let go at once: a frame keeps its tensors, also after its function has returned
-            if "ipykernel_" in frame.f_code.co_filename:  # the outermost of these is the cell itself
-                place = frame.f_code.co_filename, frame.f_lineno
-            frame = frame.f_back
-        if running.is_set() and place is not None:
-            publish({"line": line_of(*place), "waits": _waits()})
-
-
-def _waits() -> tuple[str, list[int]] | None:
-    """In which operation this rank waits, and for which others; None while it does not."""
-    from dtlib.comm.watch import blame, board
-
-    if board.current is None:
-        return None
-    me, seen = board.current.rank, board.current.seen()
-    if me not in seen or seen[me].state != "waits":
-        return None
-    return seen[me].operation, blame.missing(me, seen)
-
-
 def _take_gpu(local_rank: int) -> str:
-    """Give this rank a GPU of its own, or a share of one, before torch looks: there it is ``cuda:0``, the only one."""
+    """Assign a GPU to this rank, possibly shared, before torch starts: the rank sees only this one, as ``cuda:0``."""
     from dtlib.world.machine import visible_gpus
 
     gpus = visible_gpus()

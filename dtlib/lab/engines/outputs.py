@@ -1,29 +1,29 @@
-"""What ranks said in a cell, as it is stored: in rank order, and once where several of them said the same."""
+"""Show the output of a cell's ranks as it is stored: in rank order, and equal outputs once."""
 
 import sys
 
 from IPython.display import publish_display_data
 
 from dtlib.lab.colours import ranks_prefix
-from dtlib.lab.engines.live import ranks_in_words
+from dtlib.lab.engines.live_view import ranks_in_words
 from dtlib.lab.foreign import AsyncResult
 from dtlib.lab.tables import WIDEST, fold
 
-MOST_LINES = 1000  # of one rank in one cell
+MOST_LINES = 1000  # per rank and cell
 
 
 def show(result: AsyncResult, ranks: list[int]) -> bool:
-    """What ranks said, in rank order, and once where several said the same; False where nobody said anything."""
+    """Show the output of all ranks in rank order, equal outputs once; return False if there is none."""
     outputs = zip(
         as_list(result.stdout), as_list(result.stderr),
-        result.outputs if len(ranks) > 1 else [result.outputs],  # each is a list itself
+        result.outputs if len(ranks) > 1 else [result.outputs],  # each entry is a list
         as_list(result.execute_result), strict=True,
     )  # fmt: skip
     alike: dict[str, tuple] = {}
     for rank, (stdout, stderr, displayed, value) in zip(ranks, outputs, strict=True):
         shown = [(output["data"], output.get("metadata")) for output in displayed]
         last = (getattr(value, "data", None) or value["data"]) if value else {}
-        if "text/html" in last:  # a table: shown as one
+        if "text/html" in last:  # shown as a table
             shown, last = [*shown, (last, None)], {}
         said = stdout, stderr, shown, last.get("text/plain", "")
         if any(said):
@@ -51,5 +51,5 @@ def _print_lines(who, text, file) -> None:
 
 
 def as_list(value: object) -> list:
-    """One entry a rank, also where ipyparallel unpacks the list of a single rank."""
+    """Return a list with one entry per rank; ipyparallel unpacks the list of a single rank."""
     return value if isinstance(value, list) else [value]

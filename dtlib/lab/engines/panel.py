@@ -1,12 +1,12 @@
-"""``lab.panel()``: beside the notebook, what each rank does and holds, with Stop and Reset, heard at any time.
+"""``lab.panel()``: a panel beside the notebook with the state of each rank, and working Stop and Reset buttons.
 
     kernel's main thread     a %%px cell waits ...                          ... ends, and resets the ranks
-    a thread of the panel    looks at the ranks, and draws what has changed
+    a thread of the panel    reads the ranks' state, and redraws changes
     a subshell                                Stop or Reset is pressed: interrupts the ranks
 
-JupyterLab sends what happens to widgets to a subshell, a thread of the kernel's own, so a click need not wait for the
-cell. The panel's widgets stand in the sidebar and in no output, so nothing of them is saved with the notebook. There is
-one panel, that of the notebook that has the ranks: with them it moves to another notebook.
+JupyterLab sends widget events to a subshell, which is a separate thread of the kernel, so a click does not wait for the
+cell. The widgets are in the sidebar and in no output, so nothing of the panel is saved in the notebook. The panel
+belongs to the notebook that has the ranks, and moves with them to another notebook.
 """
 
 import os
@@ -24,7 +24,7 @@ from IPython import get_ipython
 from dtlib.errors import DtlibError
 from dtlib.lab.colours import rank_badge
 from dtlib.lab.engines import workshop
-from dtlib.lab.engines.live import whereabouts
+from dtlib.lab.engines.live_view import rank_states
 from dtlib.lab.tables import fold
 from dtlib.world.processes import Process
 
@@ -33,16 +33,18 @@ MANY_KERNELS = 5
 
 _panel = None
 _offered = False
-_sets: ModuleType | None = None  # engine_set.py makes itself known here: it cannot be imported by what it imports
+# Set by engine_set.py, which imports this module and so cannot be imported here.
+_sets: ModuleType | None = None
 
 
 def panel() -> None:
-    """Open the panel of ranks in JupyterLab's right sidebar: what each does (idle, in which line, waiting for whom) and
-    how much memory it holds, brought up to date while cells run. Stop ends what the ranks do, waits included; Reset
-    also brings them back into step, as ``%px dtlib.reset()`` does.
+    """Open the panel of ranks in JupyterLab's right sidebar.
+
+    It shows for each rank whether it is idle, its line, the ranks it waits for, and its memory, also while cells run.
+    Stop interrupts the ranks, including waits. Reset also calls ``dtlib.reset()`` on all ranks.
 
     Raises:
-        DtlibError: where there are no ranks.
+        DtlibError: if there are no ranks.
     """
     global _panel
     if _sets is None:
@@ -57,7 +59,7 @@ def panel() -> None:
 
 
 def follow(sets: ModuleType, record: workshop.Record) -> None:
-    """Open the panel here if it is open in the notebook that had the ranks; else say once that there is one."""
+    """Open the panel here if it is open in the notebook that had the ranks; otherwise mention it once."""
     global _offered, _sets
     _sets = sets
     elsewhere = record.read("panel.json")
@@ -71,7 +73,7 @@ def follow(sets: ModuleType, record: workshop.Record) -> None:
 
 
 def _of_other_kernels(attached: list[dict]) -> str:
-    """What the kernels of many other notebooks hold, and how to end them."""
+    """Return the memory used by many other notebooks' kernels, and how to end them; empty for few kernels."""
     others = [note for note in attached if note["pid"] != os.getpid()]
     if len(others) < MANY_KERNELS:
         return ""
@@ -86,12 +88,12 @@ def _of_other_kernels(attached: list[dict]) -> str:
 
 
 def _is_watched() -> bool:
-    """Whether somebody could answer a question, and so sees a page."""
+    """Return whether a frontend can answer questions, so that there is a page."""
     return getattr(getattr(get_ipython(), "kernel", None), "_allow_stdin", False)
 
 
 class Panel:
-    """The widgets, and the thread that keeps them up to date until they are closed."""
+    """The widgets, and the thread that updates them until they are closed."""
 
     def __init__(self):
         from ipywidgets import HTML, Button, HBox, VBox
@@ -103,25 +105,27 @@ class Panel:
         self.button = Button(description="Reset", tooltip="End what the ranks do, and bring them back into step")
         self.button.on_click(lambda _: self._do("reset", "the ranks are in step."))
         for button in (self.stop, self.button):
-            # ipykernel 7.4 hands a message to the loop that last used its comm, that of the cell: to the subshell.
+            # ipykernel 7.4 would handle a click in the loop that last used the widget's comm, which is the cell's: use
+            # the subshell.
             button.comm._reply_subshell_for = lambda data, subshell: subshell
         self._sidecar = Sidecar(title="Ranks", anchor="right")
         self._sidecar.append_display_data(VBox([self.table, HBox([self.stop, self.button]), self.said]))
         threading.Thread(target=self._follow, name="dtlib panel", daemon=True).start()
 
     def close(self) -> None:
+        """Close all widgets, which also ends the thread."""
         for widget in (self._sidecar, self.table, self.stop, self.button, self.said):
             widget.close()
 
     def _follow(self) -> None:
-        while self.table.comm is not None:  # until the panel is closed
-            with suppress(Exception):  # ranks may end while they are looked at; the next look says so
+        while self.table.comm is not None:  # None after close()
+            with suppress(Exception):  # ranks may end meanwhile; the next round reports it
                 record = _current().record
                 panels = record.read("panel.json")
-                if panels and panels["pid"] != os.getpid() and not record.is_held_here():
-                    self.close()  # another notebook has the ranks, and the panel
+                if panels and panels["pid"] != os.getpid() and not record.is_owned_here():
+                    self.close()  # another notebook has taken the ranks and the panel
                 else:
-                    self.table.value = drawn()  # is sent if it is another one
+                    self.table.value = drawn()  # sent to the page only if it differs
             time.sleep(LOOK_SECONDS)
 
     def _do(self, what: str, done: str) -> None:
@@ -129,7 +133,7 @@ class Panel:
         said = f"{time.strftime('%H:%M:%S')}: {done}"
         try:
             engines = _current()
-            if engines.record.keeper() and engines.record.is_held_here():  # else the table says why not
+            if engines.record.keeper() and engines.record.is_owned_here():  # otherwise the table shows the reason
                 getattr(engines, what)()
             else:
                 said = ""
@@ -140,19 +144,22 @@ class Panel:
 
 
 def _current():
-    """The ranks of this notebook, or None."""
+    """Return the ranks of this notebook, or None."""
     return _sets and _sets._current
 
 
 def drawn() -> str:
-    """The table of the panel, a row a rank; or why there is none. Ranks are not asked: they are busy."""
+    """Return the panel's table with one row per rank, or the reason why there is none.
+
+    The table uses earlier reports, because busy ranks do not answer.
+    """
     engines = _current()
     if engines is None or not engines.record.keeper():
         return "The ranks have ended: lab.engines() starts new ones."
-    if not engines.record.is_held_here():
+    if not engines.record.is_owned_here():
         holder = engines.record.read("holder.json").get("notebook", "Another notebook")
         return f"{escape(holder)} has the ranks: lab.engines() takes them back."
-    found = whereabouts(engines.cell, engines.client)
+    found = rank_states(engines.cell, engines.client)
     rows = "".join(
         f"<tr style='vertical-align:top'><td style='white-space:nowrap'>{rank_badge(row['rank'])}</td>"
         f"<td style='padding:0 .8em .5em'>{escape(found.get(row['rank'], 'idle'))}</td><td>{_gigabytes(row)}</td></tr>"
@@ -164,7 +171,7 @@ def drawn() -> str:
 
 
 def _gigabytes(row: dict) -> str:
-    """Memory that a rank's process holds; of a rank on another machine it is not known here."""
+    """Return the memory of a rank's process in GB; empty for a rank on another machine."""
     if row["host"] != socket.gethostname():
         return ""
     with suppress(psutil.Error):

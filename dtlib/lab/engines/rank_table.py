@@ -7,21 +7,24 @@ from pathlib import Path
 
 from dtlib.comm import shared_gpus
 
-IMPORT_SECONDS = 600  # after which the table no longer waits for torch; four ranks on a busy machine take a minute
+# Limit of the wait for torch. Four ranks on a busy machine need a minute.
+IMPORT_SECONDS = 600
 
 
 class RankTable:
-    """The ranks, a row each; redraws itself when torch has been imported on all of them."""
+    """The ranks, one per row; the table is redrawn when all ranks have imported torch."""
 
     def __init__(self, rows: list[dict], state: Path):
         self.rows = rows
         self._state = state
-        self.handle = None  # of a display, whose place the table takes
+        self.handle = None  # handle of a display that the table replaces
 
     def ready(self) -> list[bool]:
+        """Return for each rank whether it has imported torch."""
         return [(self._state / f"torch-{row['host']}-{row['pid']}").exists() for row in self.rows]
 
     def show(self) -> None:
+        """Display the table, in the place of ``handle`` if there is one."""
         from IPython.display import display
 
         if self.handle is None:

@@ -1,4 +1,4 @@
-"""What a notebook shows while ranks start: what they will cost, and how far they are."""
+"""Choose a number of ranks, warn about too many, and show the progress of a start."""
 
 import time
 from pathlib import Path
@@ -8,17 +8,17 @@ from IPython import get_ipython
 from IPython.display import display
 
 from dtlib.world.allocation import allocation
-from dtlib.world.launch import what_mpi_said
+from dtlib.world.launch import mpiexec_error
 from dtlib.world.machine import gpu_names, usable_cores
 
-BYTES_A_RANK = 0.7e9  # an engine with torch imported, and room for a lesson's arrays
-BYTES_OF_TORCH = 0.44e9  # of these, what it takes before it holds anything
-CROWDED = 4  # ranks a core: that many get through a lesson, more wait for one another
+BYTES_A_RANK = 0.7e9  # an engine with torch and a lesson's arrays
+BYTES_OF_TORCH = 0.44e9  # an engine with torch only
+CROWDED = 4  # ranks per core; more are too slow for a lesson
 EVERY_SECONDS = 0.5
 
 
 class StartingLine:
-    """``Starting 4 ranks ...``, brought up to date in its place; at the end the table of ranks stands there."""
+    """The line ``Starting 4 ranks ...``, updated in place; the table of ranks replaces it at the end."""
 
     def __init__(self, ranks: int):
         self.handle = None
@@ -28,7 +28,7 @@ class StartingLine:
         self.say("mpiexec starts them")
 
     def say(self, how_far: str) -> None:
-        """Show how far they are; called as often as one likes."""
+        """Show the progress; frequent calls are skipped."""
         now = time.monotonic()
         if get_ipython() is None or now - self._drawn < EVERY_SECONDS:
             return
@@ -42,8 +42,11 @@ class StartingLine:
 
 
 def suitable_number() -> int:
-    """A job's ranks; else a rank a GPU; without GPUs a rank a core, at least two and at most four, fewer where memory
-    is short."""
+    """Return the number of ranks that suits this machine.
+
+    In a job on other machines it is the job's number. Otherwise it is one rank per GPU or, without GPUs, one per core
+    (at least two, at most four); fewer if memory is short.
+    """
     if (job := allocation()) and not job.is_here:
         return job.ranks
     wanted = len(gpu_names()) or min(4, max(2, usable_cores()))
@@ -51,9 +54,9 @@ def suitable_number() -> int:
 
 
 def warning(ranks: int) -> str | None:
-    """A sentence about cores and memory, where this many ranks are too much for this machine."""
+    """Return a warning if this machine has too few cores or too little memory for ``ranks``."""
     cores, free = usable_cores(), psutil.virtual_memory().available
-    if (job := allocation()) and not job.is_here:  # this machine is not what they run on
+    if (job := allocation()) and not job.is_here:  # the ranks run on other machines
         return None
     if ranks <= CROWDED * cores and ranks * BYTES_OF_TORCH < free:
         return None
@@ -67,8 +70,8 @@ def warning(ranks: int) -> str | None:
 
 
 def why_new(note: dict, ranks: int | None, restart: bool) -> str:
-    """Why ranks that run are replaced: ``note`` is the record of them, ``ranks`` how many are wanted."""
-    had = note.get("ranks")  # none where a start was cut short
+    """Return why running ranks are replaced; ``note`` is their record, ``ranks`` the wanted number."""
+    had = note.get("ranks")  # None after an interrupted start
     if restart and had:
         return f"the {had} that ran have been ended, as restart=True asks."
     if had and ranks not in (None, had):
@@ -77,10 +80,10 @@ def why_new(note: dict, ranks: int | None, restart: bool) -> str:
 
 
 def too_few(got: int, ranks: int, seconds: float | None, log: Path) -> str:
-    """Why a start has failed after so many seconds, or because the ranks ended (None), and what to do."""
+    """Return why a start failed, after ``seconds`` or because the ranks ended (None), and what to do."""
     if seconds is None:
         logs = sorted(log.glob("ipengine-*.log"), key=lambda path: path.stat().st_mtime)
-        said = what_mpi_said(logs[-1].read_text(errors="replace")) if logs else f"{log} says why."
+        said = mpiexec_error(logs[-1].read_text(errors="replace")) if logs else f"{log} says why."
         return f"The ranks ended while they started, after {got} of {ranks} had come up; {said}"
     return (
         f"Only {got} of {ranks} ranks have come up in {seconds:.0f} s, as this machine is very busy: ask for fewer, "

@@ -1,4 +1,4 @@
-"""The workshop's profile for where this runs, and the record of the one set of engines that belongs to it."""
+"""The workshop's ipyparallel profile for this machine, and the record of its one set of engines."""
 
 import errno
 import json
@@ -12,7 +12,7 @@ import psutil
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from dtlib.errors import DtlibError
-from dtlib.files import read_json, write_whole
+from dtlib.files import read_json, write_atomically
 from dtlib.lab.course import PROFILE, folder
 from dtlib.world.allocation import allocation
 from dtlib.world.processes import Process
@@ -21,24 +21,26 @@ OF_SCHEDULERS = {"Slurm": "profile_slurm", "PBS": "profile_pbs"}
 
 
 def notebook_name() -> str:
-    """The notebook that runs here, as JupyterLab tells its kernel; other programs go by their own name."""
+    """Return the name of this notebook, as JupyterLab tells its kernel; for other programs the program's name."""
     name = os.environ.get("JPY_SESSION_NAME", "")
     return Path(name).name if name else Path(sys.argv[0]).name.replace("ipykernel_launcher.py", "a notebook")
 
 
 def profile(root: Path | None = None) -> Path:
-    """In this workshop, or in that at ``root``: the profile of the job, if it has other machines than this one, else
-    the local one."""
+    """Return the profile folder in the workshop (at ``root`` or the current one).
+
+    In a job on other machines it is the profile for the job's scheduler, otherwise the local one.
+    """
     job = allocation()
     name = PROFILE if job is None or job.is_here else PROFILE.with_name(OF_SCHEDULERS[job.scheduler])
     return (root or folder()) / name
 
 
 class Record:
-    """Small files in the profile folder that say which engines run, who started them and who uses them.
+    """Small files in the profile folder: which engines run, who started them, and which notebooks use them.
 
-    ``set.json`` describes the engines, ``holder.json`` the notebook whose names they hold, ``attached/`` has a
-    file a notebook that keeps them alive. Whoever changes them holds the lock.
+    ``set.json`` describes the engines, and ``holder.json`` the notebook whose names they have. ``attached/`` has one
+    file for each notebook that keeps them alive. A process must hold the lock to change these files.
     """
 
     def __init__(self, profile: Path):
@@ -53,7 +55,11 @@ class Record:
         self._lock = FileLock(self.state / "lock")
 
     def lock(self, seconds: float = 90) -> AcquireReturnProxy:
-        """A context manager: nobody else starts, takes over or ends the engines meanwhile."""
+        """Acquire the lock, as a context manager: no other process starts, takes over or ends the engines in the block.
+
+        Raises:
+            DtlibError: if another process holds it for ``seconds``.
+        """
         try:
             return self._lock.acquire(timeout=seconds)
         except Timeout:
@@ -63,14 +69,16 @@ class Record:
             ) from None
 
     def read(self, name: str) -> dict:
+        """Return the contents of a file, or an empty dictionary."""
         with suppress(FileNotFoundError, ValueError):
             return read_json(self.state / name, dict)
         return {}
 
     def write(self, name: str, content: dict) -> None:
+        """Replace the contents of a file."""
         path = self.state / name
         try:
-            write_whole(path, json.dumps(content))
+            write_atomically(path, json.dumps(content))
         except OSError as problem:
             raise self._cannot_be_written(problem) from None
 
@@ -82,21 +90,22 @@ class Record:
         )
 
     def remove(self, name: str) -> None:
+        """Delete a file if it exists."""
         (self.state / name).unlink(missing_ok=True)
 
     def keeper(self) -> psutil.Process | None:
-        """The living keeper of the engines that run, if any."""
+        """Return the keeper of the running engines, or None."""
         keeper = self.read("set.json").get("keeper")
         return Process(**keeper).find() if keeper else None
 
     def attach(self, notebook: str) -> None:
-        """Note that this process uses the engines, and is the one whose names they hold from now on."""
+        """Record that this process uses the engines and owns them from now on."""
         me = {**asdict(Process.of(os.getpid())), "notebook": notebook}
         self.write(f"attached/{os.getpid()}.json", me)
         self.write("holder.json", me)
 
     def attached(self) -> list[dict]:
-        """The living processes that use the engines. Forgets those that have ended."""
+        """Return the running processes that use the engines; remove the records of ended ones."""
         living = []
         for path in sorted((self.state / "attached").glob("*.json")):
             note = self.read(f"attached/{path.name}")
@@ -106,6 +115,7 @@ class Record:
                 path.unlink(missing_ok=True)
         return living
 
-    def is_held_here(self) -> bool:
+    def is_owned_here(self) -> bool:
+        """Return whether the engines belong to this process."""
         holder = self.read("holder.json")
         return bool(holder) and Process(holder["pid"], holder["created"]) == Process.of(os.getpid())

@@ -1,11 +1,14 @@
-"""Lesson 00: the sum of all ranks, on every rank."""
+"""Lesson 00: check of the sum over all ranks, on every rank."""
 
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 
 def observe_total(total, comm):
-    """``total`` as an integer, or as text where it is none; and how many collectives this rank has called so far on
-    the world's communicator (None where nobody counts them): a sum that nobody has computed may be right, too."""
+    """Return ``total`` and the number of collectives that this rank has called on the world's communicator.
+
+    ``total`` is an integer, or text if it is no whole number. The number of collectives is None if they are not
+    counted. It shows whether ranks have communicated, because a learner may have typed the right sum.
+    """
     from dtlib.world import init
 
     return _value_of(total), getattr(init().comm, "collective_count", None)
@@ -22,7 +25,7 @@ def _value_of(total):
 
 
 def judge_total(observations) -> None:
-    """``total`` is the sum of the numbers of all ranks, on every rank, and ranks have talked to one another for it."""
+    """Check that ``total`` is the sum of all ranks on every rank, and that the ranks have communicated."""
     size = len(observations)
     expected = sum(range(size))
     _judge_operation([got for got, _ in observations], expected)
@@ -52,7 +55,7 @@ def judge_total(observations) -> None:
 
 
 def _judge_operation(got: list, expected: int) -> None:
-    """An operation that is not the sum for all: what ranks have together tells which."""
+    """Recognise an operation other than a sum for all from the values of all ranks."""
     size = len(got)
     if size == 1 or got == list(range(size)) or expected in got[1:]:
         return

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 00 Start here
 #
-# Twenty-five minutes. You start four processes, run a line of Python on all of them, let them add up numbers, make them
-# hang and free them again, and let them throw darts at a circle.
+# Twenty-five minutes. You start four processes and run a line of Python on all of them. They add numbers, hang,
+# recover, and throw darts at a circle.
 #
 # **Questions.** What is a rank? Where does a cell run? How do ranks work together?
 #
@@ -18,9 +18,9 @@
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %% [markdown]
-# Each row is a rank. Each rank has its own process id: ranks share no memory. The last column says whether torch
-# (PyTorch, the library for deep learning that this course uses) has been imported: you need not wait for it. Ranks that share
-# cores take turns.
+# Each row is a rank. Each rank has its own process id: ranks share no memory. The last column says whether torch has
+# been imported; you need not wait for it. (torch, or PyTorch, is the deep-learning library of this course.) Ranks that
+# share cores take turns.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # This notebook is a fifth process. A plain cell runs here; a cell that starts with `%%px` runs on every rank instead.
@@ -38,9 +38,10 @@ print("I am rank", world.rank, "of", world.size)
 assert [row(f"I am rank {number} of") for number in range(4)] == [[4]] * 4
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Ranks are numbered from 0. All four ran the same lines; only `world.rank` differs, and what is computed from it.
+# Ranks are numbered from 0. All four ran the same lines. Only `world.rank` differs, and the values computed from it.
 #
-# **Predict.** Now `x` gets a value on every rank, then another one in the notebook. What will the second cell show?
+# **Predict.** Now `x` gets a value on every rank, and then another value in the notebook. What will the second cell
+# show?
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -57,18 +58,18 @@ lab.values("x")
 assert len(found(r"I live in the notebook \[0, 10, 20, 30\]")) + 1 == 5
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# One name, five values. `lab.values` brings those of the ranks here, in rank order.
+# One name, five values. `lab.values` copies the ranks' values into the notebook, in rank order.
 
 # %% [markdown]
 # One program, many ranks, different data: this style is called SPMD (*single program, multiple data*). If a name exists
-# only on the other side, the error says where. Try it later: print `world` without `%%px`. (`%%px --local` runs a cell
-# on both sides.)
+# only on the ranks, or only in the notebook, the error message says where. Try it later: print `world` without `%%px`.
+# (`%%px --local` runs a cell in both places.)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Add together
 #
-# `world.comm` is a *communicator*: through it a rank exchanges messages with the others. A *collective* is an operation
-# that all ranks do together. One is `all_reduce`: it adds the numbers of all ranks and gives *every* rank the sum.
+# `world.comm` is a *communicator*: a rank uses it to exchange messages with the others. A *collective* is an operation
+# that all ranks do together. One is `all_reduce`: it adds the numbers of all ranks, and *every* rank receives the sum.
 
 # %% [markdown]
 # In data parallelism, the most common way to train on many GPUs, those numbers are gradients.
@@ -112,16 +113,16 @@ print(total)
 lab.check("first-sum")
 
 # %% [markdown]
-# If the check said *not yet*, it also said on which rank, what it expected and what it found. Fix the cell and check
-# again.
+# If the check said *not yet*, it also named the rank, the expected value and the value that it found. Fix the cell and
+# check again.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## When ranks hang
 #
-# A collective needs all ranks. If one does not arrive, the others wait: the program *hangs*. It will happen to you, so
-# try it. `barrier` only waits until every rank is there. **Predict** which ranks hang. Run the cell, wait until a line
-# below says which rank is missing, then press **Stop**, the square in the bar above the
-# notebook. (Without Stop it ends after ten seconds.)
+# A collective needs all ranks. If one does not arrive, the others wait: the program *hangs*. Hangs will happen to you,
+# so try one. `barrier` only waits until every rank has called it. **Predict** which ranks hang. Run the cell, wait
+# until a line below says which rank is missing, then press **Stop**, the square in the bar above the notebook. (Without
+# Stop it ends after ten seconds.)
 
 # %% tags=["two-hours", "half-day", "stub", "raises-exception"]
 # %%px
@@ -146,8 +147,8 @@ world.comm.time_limit = 30
 assert found(r"rank \d has finished its cell; its last operation was barrier \(`line \d") == [2, 2]
 
 # %% [markdown]
-# No line of this code is wrong in itself. Each rank notes where it is, so the others can say which rank they wait for, and
-# which line it ran last.
+# No line of this code is wrong in itself. Each rank records its position in the code, so the others can say which rank
+# they wait for, and which line it ran last.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # Interrupted ranks are out of step. `dtlib.reset()` on **all** ranks gives a clean start. (`%px` with one percent sign
@@ -161,7 +162,7 @@ assert found(r"rank \d has finished its cell; its last operation was barrier \(`
 # ## Darts
 #
 # A quarter circle covers pi/4 of its square, so about that fraction of random darts lands in it. Each rank throws its
-# own slice of 600.
+# own slice of 600 darts.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -175,12 +176,13 @@ print("darts", start, "to", stop - 1)
 lab.pictures.darts(lab.values("darts"))
 
 # %% tags=["statement"]
-# "600 darts are typically wrong by 0.07, and 150 by 0.13. That this estimate is so near to pi is luck."
+# "600 darts are typically wrong by 0.07, and 150 by 0.13. This estimate is so near to pi by luck."
 off = [abs(row(label, under="estimate of pi")[-1] - 3.14159) for label in ("0", "1", "2", "3", "all")]
 assert off[4] < min(off[:4]) and off[4] < 0.1 * 0.067
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# 600 darts are typically wrong by 0.07, and 150 by 0.13. That this estimate is so near to pi is luck. Now ten million: each rank counts its slice, and one `all_reduce` adds the counts.
+# 600 darts are typically wrong by 0.07, and 150 by 0.13. This estimate is so near to pi by luck. Now ten million: each
+# rank counts its slice, and one `all_reduce` adds the counts.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -193,7 +195,8 @@ if world.rank == 0:
 # ## For the curious: a rank dies
 #
 # Processes die: somebody kills them, a machine fails, memory is full. Here rank 2 kills itself as `kill -9` would,
-# while the others wait for it. **Predict**: what happens to ranks 0, 1 and 3? Then run the cell and read the sentence.
+# while the others wait for it. **Predict**: what happens to ranks 0, 1 and 3? Then run the cell and read the error
+# message.
 
 # %% tags=["raises-exception", "nbval-ignore-output"]
 # %%px
@@ -209,8 +212,8 @@ world.comm.barrier()
 assert found(r"Rank (\d) was ended by signal (\d+) .* (\d) new ones have been started") == [2, 9, 4]
 
 # %% [markdown]
-# If one rank of a world dies, MPI ends all the others. The new ranks know none of the old names, so run again what you
-# need:
+# If one rank of a world dies, MPI ends all the others. The new ranks have none of the old names, so run these cells
+# again:
 
 # %%
 # %%px
@@ -221,13 +224,14 @@ world = dtlib.init()
 print(world.comm.all_reduce(torch.tensor(world.rank)))
 
 # %% [markdown]
-# Training can go on after a death, even without the dead ranks: [lesson 11b](11b_faults.ipynb) has a button for it.
+# Training can continue after a death, even without the dead ranks: [lesson 11b](11b_faults.ipynb) has a button for
+# that.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Plain MPI
 #
-# Pi once more, from other points, without dtlib: in mpi4py, Python's MPI. In a terminal: `mpiexec -n 4 python
-# notebooks/pi_mpi4py.py`.
+# This script computes pi from other points, without dtlib: it uses mpi4py, Python's MPI. In a terminal: `mpiexec -n 4
+# python notebooks/pi_mpi4py.py`.
 
 # %% tags=["two-hours", "half-day"]
 lab.mpiexec("pi_mpi4py.py", ranks=4)
@@ -243,8 +247,8 @@ lab.quiz("00")
 #
 # - A *rank* is a process with a number; a *world* is all of them.
 # - `%%px` runs a cell on every rank; without it a cell runs in the notebook. Each side has its own names.
-# - Ranks share no memory. They work together through collectives such as `all_reduce`; if one does not arrive, the others
-#   hang.
+# - Ranks share no memory. They work together through collectives such as `all_reduce`. If one rank does not arrive, the
+#   others hang.
 # - The ranks end by themselves when you shut down the last notebook that uses them (Kernel > Shut Down Kernel);
 #   closing its tab is not enough.
 #

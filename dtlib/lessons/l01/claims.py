@@ -1,4 +1,4 @@
-"""Six claims about distributed training on trial, from data/claims.csv and its texts: the verdict, and the reason."""
+"""Verdicts and reasons for six claims about distributed training, from data/claims.csv and its texts."""
 
 HOLDS, FAILS, DEPENDS, UNSAID = "holds", "does not hold", "it depends", "cannot be said"
 VERDICTS = (HOLDS, FAILS, DEPENDS, UNSAID)

@@ -1,10 +1,10 @@
-"""The figures of lesson 01, each with its text, and what the lecture says of claims about distributed training."""
+"""The figures of lesson 01, each with a text equivalent."""
 
 from dtlib.lab.colours import RANK_COLOURS, rank_colour
 from dtlib.lab.drawing import MARKERS, shown, subplots
 from dtlib.lab.tables import Table
 
-# A kind of parallelism: what is cut, which samples a rank sees, and what travels.
+# Kind of parallelism: (what is split, samples of a rank, what is communicated).
 KINDS = {
     "data": ("the batch", "its own", "gradients,\nonce per step"),
     "sharded (ZeRO-3)": (
@@ -16,14 +16,17 @@ KINDS = {
     "tensor": ("each layer", "all", "activations\nin each layer"),
 }
 LAYERS = 4
-BELOW = {"MT-NLG": "right", "LLaMA 65B": "center"}  # names that stand below their points, as there are others above
-RIGHT = ("PaLM",)  # and on the right of its point, as a line is on the left
+# Places of names that would cover other names or lines: below their points, and to the right of the point.
+BELOW = {"MT-NLG": "right", "LLaMA 65B": "center"}
+RIGHT = ("PaLM",)
 
 
 @shown
 def growth(published: dict, claimed: dict, ylabel: str):
-    """Points with names, and a line for each claim; ``published`` maps a name to (year, value), ``claimed`` a name to
-    a dict of years and values."""
+    """Draw named points, and a line for each claim, against years.
+
+    ``published`` maps a name to (year, value); ``claimed`` maps a name to a dict of years and values.
+    """
     figure, axes = subplots(height=4.6)
     years, values = zip(*published.values(), strict=True)
     axes.scatter(years, values, color=RANK_COLOURS[0], zorder=3, label="published")
@@ -33,7 +36,7 @@ def growth(published: dict, claimed: dict, ylabel: str):
             "textcoords": "offset points",
             "ha": "left" if name in RIGHT else BELOW.get(name, "right"),
             "va": "top" if below else "bottom",
-            "bbox": {"fc": "white", "ec": "none", "pad": 0.5},  # a line ends at a name
+            "bbox": {"fc": "white", "ec": "none", "pad": 0.5},  # hides lines behind the name
         }
         axes.annotate(name, (year, value), (0, -7) if below else (6 if name in RIGHT else -6, 2), **style)
     for number, (name, line) in enumerate(claimed.items(), 1):
@@ -50,7 +53,7 @@ def growth(published: dict, claimed: dict, ylabel: str):
 
 @shown
 def kinds(ranks: int = 4):
-    """A panel a kind, a column a rank: the samples that it sees, its part of each layer, and below what travels."""
+    """Draw one panel per kind of parallelism: samples and layers of each rank (columns), and communication."""
     figure, panels = subplots(1, len(KINDS), height=3.7)
     wide = 0.9 / ranks
     for axes, (name, (_, samples, travels)) in zip(panels, KINDS.items(), strict=True):
@@ -78,7 +81,7 @@ def kinds(ranks: int = 4):
 
 @shown
 def throughput(table):
-    """TFLOP/s a GPU against GPUs; ``table`` maps a scheme to a dict of GPUs and TFLOP/s."""
+    """Draw TFLOP/s per GPU against GPUs; ``table`` maps a scheme to a dict of GPUs and TFLOP/s."""
     figure, axes = subplots(height=3.8)
     for number, (scheme, points) in enumerate(table.items()):
         style = {"color": RANK_COLOURS[number], "marker": MARKERS[number]}

@@ -9,7 +9,8 @@
 # believe?
 #
 # **Afterwards you can** estimate the memory and the time of a training run on the back of an envelope; name the kinds
-# of parallelism, who built them, and what each rank holds; find what is wrong with a published number.
+# of parallelism, who built them, and which part of the model each rank holds; find what is wrong with a published
+# number.
 #
 # **You need** [00 Start here](00_start_here.ipynb).
 
@@ -20,11 +21,11 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 # ## What does not fit
 #
 # Training with Adam, the usual optimizer, in mixed precision keeps 16 bytes per parameter: the parameter and its
-# gradient in 16 bits each; a master copy and two running means in 32 bits each. GPT-3 has 175 billion parameters; an
+# gradient in 16 bits each; a master copy and two running means in 32 bits each. x
 # accelerator has 80 GB.
 #
-# **Predict.** How many accelerators does it take just to *hold* that, before any *activations* (what a layer keeps for
-# the backward pass)? Replace `None`.
+# **Predict.** How many accelerators does it take just to *hold* these states? Do not count *activations*, the values
+# that a layer stores for the backward pass. Replace `None`.
 
 # %% tags=["stub"]
 lab.predict("gpus-for-the-states", None)
@@ -35,9 +36,10 @@ lab.predict("gpus-for-the-states", 35)
 # %% [markdown]
 # ## What takes too long
 #
-# A language model with P parameters needs about 6 P operations for each *token* (a word or a piece of one) that it
-# trains on: 2 P forward, twice that backward. GPT-3 read 300 billion tokens. On paper an A100, a GPU, does 312 TFLOP/s
-# (10¹² operations per second) in 16 bits; in practice it does 45 % of that, when all goes well.
+# A language model with P parameters needs about 6 P operations for each *token* (a word or a part of a word) that it
+# trains on: 2 P in the forward pass, twice as many in the backward pass. GPT-3 read 300 billion tokens. On paper an
+# A100, a GPU, computes 312 TFLOP/s (10¹² operations per second) in 16 bits. In practice it reaches 45 % of this, if all
+# goes well.
 #
 # **Predict.** How many years would one A100 need?
 
@@ -50,9 +52,9 @@ lab.predict("years-on-one-gpu", 71)
 # %% [markdown]
 # ## Count both on ranks
 #
-# You need not believe 16 and 6. Each rank takes one training step with a small net. We list the tensors that must stay, and
-# add up their bytes; torch's own counter counts the operations. Rank r has four layers of width 128 (r + 1). The input asks for a
-# gradient, as it does inside a larger model.
+# You need not believe the numbers 16 and 6: count them. Each rank takes one training step with a small net. We list the
+# tensors that must stay in memory, and add up their bytes. torch's own counter counts the operations. Rank r has four
+# layers of width 128 (r + 1). The input requires a gradient, as it would inside a larger model.
 #
 # **Predict.** Rank 3 has four layers of 512 x 512 weights, and 64 samples. How many *million*
 # operations do its forward and its backward pass take?
@@ -106,15 +108,15 @@ lab.table(rows, headers)
 assert all(row(f"{rank}", "bytes per")[1:] == [16, 6] for rank in range(4))
 
 # %% [markdown]
-# Both rules hold on each rank, whatever the width. Now use them; a click shows the answer.
+# Both rules hold on each rank, whatever the width. Now use the two rules; a click shows the answer.
 #
 # **Question 1.** To *run* GPT-3, and not to train it, you keep its parameters in 16 bits and nothing else. How many
-# accelerators of 80 GB?
+# accelerators of 80 GB do you need?
 #
 # <details><summary>Answer 1</summary>350 GB, so five. Seven eighths of the 16 bytes belong to training.</details>
 #
-# **Question 2.** Llama 3.1 has 405 billion parameters and read 15.6 trillion tokens. Let 16,384 GPUs do 400 TFLOP/s each.
-# How many days?
+# **Question 2.** Llama 3.1 has 405 billion parameters and read 15.6 trillion tokens. How many days does this take if
+# 16,384 GPUs compute 400 TFLOP/s each?
 #
 # <details><summary>Answer 2</summary>6 x 405 billion x 15.6 trillion = 3.8 x 10²⁵ operations; that takes 5.8 million seconds,
 # or 67 days.</details>
@@ -130,9 +132,9 @@ assert round(work / 16384 / 400e12 / 86400) == 67
 # %% [markdown]
 # ## How it grows
 #
-# A lecture of 2023 says that the compute of the largest runs doubles every 3.5 months. (OpenAI had found 3.4 months, for
-# 2012 to 2018.) We draw that **as claimed**, from the first run on, beside published runs. From which year on do the line and
-# the dots part?
+# A lecture of 2023 says that the compute of the largest runs doubles every 3.5 months. (OpenAI had found 3.4 months,
+# for the years 2012 to 2018.) We draw this growth **as claimed**, as a line from the first run, beside published runs.
+# In which year do the line and the dots separate?
 
 # %%
 from dtlib.lessons.l01 import claims, figures
@@ -148,8 +150,8 @@ doubling = {2012.75 + months / 12: 5.0e17 * 2 ** (months / 3.5) for months in ra
 figures.growth(compute, {"doubling every 3.5 months": doubling}, "operations of the training run")
 
 # %% [markdown]
-# **Predict.** Had the doubling gone on until Llama 3.1 405B was released, by how many powers of ten would that run have been
-# larger than it was?
+# **Predict.** Suppose that the doubling had continued until Llama 3.1 405B was released. By how many powers of ten
+# would that run have been larger than it was?
 
 # %% tags=["stub"]
 lab.predict("zeros-too-many", None)
@@ -177,7 +179,7 @@ assert [float(models["Llama 3.1 405B"][what]) for what in (size, tokens)] == [40
 #
 # ## Question the number: ResNet-50
 #
-# The race that made data parallelism famous: the time to train ResNet-50 on ImageNet.
+# One race made data parallelism famous: who trains ResNet-50 on ImageNet in the shortest time?
 
 # %%
 columns = ("work", "batch_size", "processor", "processors", "library", "time", "top1_accuracy_pct")
@@ -185,7 +187,8 @@ rows = [[row[column] for column in columns] for row in lab.published("resnet50_i
 lab.table(rows, ("", "batch", "processor", "how many", "library", "time", "right (%)"))
 
 # %% [markdown]
-# **Predict.** From the first row to the last: how many times as many processors, and how many times as fast?
+# **Predict.** Compare the last row with the first. How many times as many processors does it use, and how many times as
+# fast is it?
 
 # %% tags=["stub"]
 lab.predict("from-29-hours-to-72-seconds", {"processors": None, "speed": None})
@@ -204,8 +207,8 @@ assert round(60 * last[-2]) == 72 and 29 * 3600 / 72 > last[-3] / first[-3] == 2
 # %% [markdown]
 # This looks faster than linear. But the processors differ (in 16 bits a V100 computes several times faster than a
 # P100), and so do libraries and precision. Accuracy is not the same either: 76.3 % at batch 8,192, 75.1 % at 81,920.
-# And 1.2 minutes are 72 seconds, but the last row's paper says 74.7 seconds, not 72. Such rows, measured by different people under
-# different rules, show what was reached. They show no *efficiency*.
+# And 1.2 minutes are 72 seconds, but the last row's paper says 74.7 seconds, not 72. Different people measured these
+# rows under different rules. The rows show which times were reached. They show no *efficiency*.
 #
 # **Question 3.** Compare GPU-hours: processors times hours, in the first row and in the last. Which run needed fewer, and by
 # which factor?
@@ -220,8 +223,9 @@ assert 8 * 29 == 232 and round(2048 * 0.02) == 41 and round(232 / (2048 * 0.02),
 # %% [markdown]
 # ## Four ways to cut
 #
-# One model with four layers, on four ranks. Each column is a rank: the samples that it sees, and its part of each layer.
-# Hatched are weights that a rank has only while their layer computes. The line below each panel says what travels.
+# One model with four layers, on four ranks. Each column is a rank: the samples that it sees, and its part of each
+# layer. A rank has the hatched weights only while their layer computes. The line below each panel says which data
+# travel.
 
 # %%
 figures.kinds()
@@ -274,8 +278,8 @@ assert [count(f"{way}: you predicted {n:,}|{way}: you predicted {n}") for way, n
 # | pipeline: lesson 07 | activations at the cuts, and their gradients | many layers, slow links between machines | GPipe (Google, 2018), PipeDream (Microsoft, 2018) |
 # | tensor: lesson 08 | activations in every layer | one layer is too large, links inside the machine are fast | Mesh-TensorFlow (Google, 2018), Megatron-LM (NVIDIA, 2019) |
 #
-# Three of the four keep equally few weights. What travels, and how often, decides between them.
-# [Lesson 11](11_beyond_one_machine.ipynb) has the whole chart.
+# Three of the four keep equally few weights. To choose between them, ask which data travel, and how often. [Lesson
+# 11](11_beyond_one_machine.ipynb) shows the whole decision chart.
 #
 # **Question 4.** A layer has 12,288 x 12,288 weights in 16 bits. Which is larger: its gradient, or the activations of 2,048 tokens
 # at its output?
@@ -290,8 +294,9 @@ assert round(302 / 50) == 6 and round(2 * 12288**2 / 1e6) == 302 and round(2 * 2
 # %% [markdown]
 # ## Two ways compared: Megatron's table
 #
-# One group measured two ways on one kind of GPU. We take the model with 174.6 billion parameters; all its runs have the same
-# batch, over all GPUs together. *PTD* combines pipeline, tensor and data parallelism; ZeRO-3 shards data.
+# One group measured two ways on the same kind of GPU. We look at the model with 174.6 billion parameters. All its runs
+# have the same batch size, counted over all GPUs. *PTD* combines pipeline, tensor and data parallelism; ZeRO-3 shards
+# data.
 #
 # On 384 GPUs 300 billion tokens take 84 days with PTD, and 90 with ZeRO-3. **Predict.** How many days does each take on
 # 1,536 GPUs?
@@ -335,14 +340,14 @@ by_gpus = {(way, r[0]): r[1] for way in ("PTD", "ZeRO-3") for r in rows(f"{way},
 assert all(by_gpus["PTD", gpus] > by_gpus["ZeRO-3", gpus] for gpus in (384, 768, 1536))
 
 # %% [markdown]
-# The arithmetic is honest, and the authors' own system wins. But ZeRO-3 ran *without* model parallelism and with ever
-# fewer samples per GPU, and that makes it slow. **Discuss.** What would be a fair comparison?
+# The arithmetic is honest, and the authors' own system wins. But ZeRO-3 ran *without* model parallelism. With more GPUs
+# it also had fewer samples per GPU. Both reasons make ZeRO-3 slow. **Discuss.** What would be a fair comparison?
 #
 # ## Six claims on trial
 #
-# These are from a lecture, a newsletter and a tutorial (`data/claims.csv` has more). **Your verdict?** One of: `"holds"`,
-# `"does not hold"`, `"it depends"`, `"cannot be said"`. The fourth is about throughput. The last is about a command of
-# DeepSpeed, which starts processes on two machines.
+# These claims are from a lecture, a newsletter and a tutorial (`data/claims.csv` has more). **Your verdict?** Choose
+# one of: `"holds"`, `"does not hold"`, `"it depends"`, `"cannot be said"`. The fourth is about throughput. The last is
+# about a command of DeepSpeed, which starts processes on two machines.
 
 # %% tags=["stub"]
 lab.predict("verdicts", {
@@ -375,7 +380,8 @@ verdicts = "does not hold|cannot be said|it depends|holds"
 assert count(f"  (?:{verdicts})  ") == 6 and count("--num_gpus counts the GPUs of one node") == 1
 
 # %% [markdown]
-# You may disagree. What matters is the question that you put to each: on which machine, with which batch, against what?
+# You may disagree. More important are the questions that you ask about each claim: on which machine, with which batch,
+# compared with what?
 #
 # ## Quiz
 
@@ -387,7 +393,7 @@ lab.quiz("01")
 #
 # - Two walls: 16 bytes per parameter do not fit, 6 P operations per token take too long.
 # - Four cuts: the batch, the weights' storage, between layers, within layers. They can be combined.
-# - A claim needs its setting: which machine, which batch, against what, measured by whom.
+# - A claim needs its setting: which machine, which batch, compared with what, measured by whom.
 #
 # Next: [02 MPI and pi](02_pi.ipynb), ranks at work.
 #

@@ -1,4 +1,4 @@
-"""Lesson 01: what is predicted in it, and where the answers come from."""
+"""Lesson 01: the questions that learners predict, and the sources of the answers."""
 
 import math
 
@@ -16,9 +16,9 @@ def _years() -> float:
 
 
 def _zeros() -> float:
-    """Powers of ten between a doubling every 3.5 months since AlexNet, and Llama 3.1."""
-    doublings = (2024.6 - 2012.75) * 12 / 3.5
-    return math.log10(5.0e17 * 2**doublings / 3.8e25)
+    """Return the powers of ten between Llama 3.1 and a doubling every 3.5 months since AlexNet."""
+    log2_nodes = (2024.6 - 2012.75) * 12 / 3.5
+    return math.log10(5.0e17 * 2**log2_nodes / 3.8e25)
 
 
 PREDICTIONS = {

@@ -10,7 +10,8 @@
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
 # %% [markdown]
-# Three ranks this time. Three is no power of two, and most numbers do not divide evenly by it: that shows more mistakes.
+# We use three ranks, because they show more mistakes: three is not a power of two, and most numbers do not divide
+# evenly by it.
 
 # %%
 # %%px
@@ -23,8 +24,8 @@ world = dtlib.init()
 # ## Predict
 #
 # With 10,000 points the standard error of the estimate is about 0.016. By how much is the estimate typically off with
-# 100 times as many points? And how many points would it take to be off by 0.004? Replace each `None`; 10 % off counts
-# as right.
+# 100 times as many points? And how many points would it take to be off by 0.004? Replace each `None`; an answer that is
+# 10 % off counts as right.
 
 # %% tags=["stub"]
 lab.predict("error-of-a-million", None)
@@ -37,11 +38,12 @@ lab.predict("points-for-0.004", 160_000)
 # %% [markdown]
 # ## Fix: all ranks draw the same points
 #
-# Somebody wrote this function. Each rank counts its slice, the counts are added, and the estimate looks fine. But it is
-# worse than it should be: on three ranks the first third of the points is counted three times, and the rest never.
+# Somebody wrote this function. Each rank counts its slice, the counts are added, and the estimate looks fine. But the
+# estimate is worse than it should be: on three ranks the first third of the points is counted three times, and the rest
+# never.
 #
-# Fix it: together the ranks must count the points 0 to `points - 1`, each of them once. The function returns the
-# count of its own rank. Mind the remainder: 1,000 points do not divide evenly by three.
+# Fix it: together the ranks must count the points 0 to `points - 1`, each point once. The function returns the count of
+# its own rank. Mind the remainder: 1,000 points do not divide evenly by three.
 #
 # You may use `comm.rank` and `comm.size`, and `pi.count_compiled(start, stop)`, which counts the points from `start` to
 # `stop - 1`.
@@ -63,9 +65,9 @@ def count_my_points(points, comm):
 lab.check("pi-streams")
 
 # %% [markdown]
-# The bug is a classic: all ranks draw the same points, here by the same slice, elsewhere by the same seed. Nobody notices, because every single estimate
-# looks right. Only the error gives it away. Here is the proof for three ranks: with the same darts on all of them, the
-# error is that of one rank.
+# This bug is common: all ranks draw the same points. Here they use the same slice; in other programs they use the same
+# seed. Nobody notices, because every single estimate looks right. Only the error shows the bug. Here is the proof for
+# three ranks: with the same darts on all of them, the error is that of one rank.
 
 # %%
 import math
@@ -96,8 +98,9 @@ assert abs(4 * (0.785 * 0.215 / 10_000) ** 0.5 - 0.016) < 0.001
 # 3. add the counts of all ranks,
 # 4. return the estimate of pi, a number, **on every rank**.
 #
-# It must be right for any number of points, even if they do not divide evenly, or if there are fewer points than ranks.
-# The check compares your estimate with the serial one, to six digits, and looks at which rank counted which points.
+# The estimate must be right for any number of points, even if they do not divide evenly, or if there are fewer points
+# than ranks. The check compares your estimate with the serial one, to six digits, and looks at which rank counted which
+# points.
 #
 # `comm.mpi` is mpi4py's communicator. `comm.mpi.allreduce(number)` returns the sum on every rank, and
 # `comm.mpi.reduce(number, root=0)` on rank 0 alone.
@@ -120,6 +123,6 @@ lab.check("pi-on-ranks")
 # %% [markdown]
 # ## If you have time
 #
-# - What happens to the estimate if one rank forgets its call of `allreduce`? Guess, try it, press Stop or wait ten
-#   seconds, and bring the ranks back with `%px dtlib.reset()`.
+# - What happens to the estimate if one rank does not call `allreduce`? Guess, try it, press Stop or wait ten seconds,
+#   and bring the ranks back with `%px dtlib.reset()`.
 # - In a terminal: `dtlib pi --points 1e10 --ranks 2`. How long would 10¹² points take? What would you gain?

@@ -1,4 +1,4 @@
-"""Lesson 02: every point is counted once, by one rank."""
+"""Lesson 02: checks that ranks count every point exactly once."""
 
 import math
 from contextlib import contextmanager
@@ -7,17 +7,18 @@ from dtlib import pi
 from dtlib.lab.checks.equality import rounded
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
-MANY = 30_000  # points a rank: its own count is within the range of int16, and no sum of two is
+# Points per rank: a rank's own count fits into int16, but no sum of two counts does.
+MANY = 30_000
 SLICE_HINT = "pi.slice_of(points, comm.rank, comm.size) is this rank's first point, and its last point + 1."
 
 
 def observe_count(count_my_points, comm):
-    """For several numbers of points: the ranges that this rank counted, and what it returned."""
+    """Return, for two numbers of points, the ranges that this rank counted, and the returned count."""
     return [_observed(count_my_points, points, comm) for points in (1000 * comm.size, 50_000 * comm.size + 1)]
 
 
 def judge_count(observations) -> None:
-    """Together the ranks count the points 0 to ``points - 1``, each once; the function returns this rank's count."""
+    """Check that the ranks count the points 0 to ``points - 1`` once, and return their own counts."""
     for points, ranges, counts in _cases(observations):
         _check_ranges(ranges, points)
         for rank, count in enumerate(counts):
@@ -35,14 +36,17 @@ def judge_count(observations) -> None:
 
 
 def observe_estimate(estimate_pi, comm):
-    """The same for estimates: with and without a remainder, with fewer points than ranks, and with many."""
+    """Return, for several numbers of points, the ranges that this rank counted, and the returned estimate.
+
+    The numbers include one with a remainder, numbers below the number of ranks, and a large one.
+    """
     few = (max(1, comm.size - 1), 1)
     sizes = (1000 * comm.size, 1000 * comm.size + comm.size - 1, *few, MANY * comm.size)
     return [_observed(estimate_pi, points, comm) for points in sizes]
 
 
 def judge_estimate(observations) -> None:
-    """Every rank returns the same pi, from all points, each counted once."""
+    """Check that every rank returns the same pi, from all points, each counted once."""
     for points, ranges, estimates in _cases(observations):
         size = len(estimates)
         expected = pi.Estimate(points, pi.count_numpy(0, points)).pi
@@ -53,7 +57,7 @@ def judge_estimate(observations) -> None:
                     "type", rank, "a number: " + expected_text, f"{got}",
                     "Return the estimate itself, on every rank." if got == "None" else "Return only the number.",
                     "return 4 * inside.item() / points, as the last line, outside of any if.")
-        off = [rank for rank, got in enumerate(estimates) if not abs(got - expected) <= 1e-6]  # NaN, too
+        off = [rank for rank, got in enumerate(estimates) if not abs(got - expected) <= 1e-6]  # also true for NaN
         rank = off[0] if off else None
         got = estimates[off[0]] if off else expected
         wrong = rows(rank, expected_text)
@@ -76,6 +80,7 @@ def judge_estimate(observations) -> None:
               f"{got}, the mean of the estimates of all ranks",
               "Ranks with fewer points must count less. What should all_reduce add: estimates or counts?",
               "Add the counts, then compute pi once.")
+        # Wrong value -> hint.
         hints = {
             inside / points: "This is the fraction of points inside. How does pi follow from this fraction?",
             inside: "This is the count. How does pi follow from the count and the number of points?",
@@ -119,7 +124,7 @@ def _observed(function, points, comm):
 
 
 def _cases(observations):
-    """Case by case: the number of points, then the ranges and the results by rank."""
+    """Yield for each case the number of points, and by rank the ranges and the results."""
     for case in zip(*observations, strict=True):
         points, ranges, results = zip(*case, strict=True)
         yield points[0], ranges, results
@@ -127,9 +132,9 @@ def _cases(observations):
 
 @contextmanager
 def recorded_ranges(names: dict):
-    """The ranges of points that this rank counts meanwhile, whichever kernel it calls.
+    """Return a context whose list collects the ranges of points that this rank counts, with any kernel.
 
-    ``names`` is where the answer looks names up: there a kernel may have been imported on its own.
+    ``names`` is the namespace of the answer, which may have imported a kernel under its own name.
     """
     ranges = []
     originals = {pi.count_loop, pi.count_numpy, pi.count_compiled, pi.count_gpu}
@@ -141,6 +146,7 @@ def recorded_ranges(names: dict):
 
         return count
 
+    # Replace the kernels under all names by which an answer may call them.
     places = [
         (space, name, thing)
         for space in (vars(pi), pi.KERNELS, names)
@@ -157,7 +163,7 @@ def recorded_ranges(names: dict):
 
 
 def _check_ranges(ranges_by_rank, points: int) -> None:
-    """Every point once. It sees the kernels of dtlib.pi; of what counts by other means only the value is judged."""
+    """Check that every point is counted once. Only calls of dtlib.pi's kernels are visible to this check."""
     ranges = [tuple(ranges) for ranges in ranges_by_rank]
     if not any(ranges):
         return
@@ -175,6 +181,7 @@ def _check_ranges(ranges_by_rank, points: int) -> None:
           "The value may be right, but every rank did the whole work. How do you divide it?", SLICE_HINT)
     wrong("same-points", size > 1 and len(set(ranges)) == 1, f"every rank counted the points {_text(ranges[0])}",
           "All ranks count the same points. Which values must differ between ranks?", SLICE_HINT)
+    # In the order of their starts, ranges must join without gap and overlap.
     position = 0
     pieces = sorted((start, stop, rank) for rank, mine in enumerate(ranges) for start, stop, _ in mine if start < stop)
     for start, stop, rank in pieces:

@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 02 MPI and pi
 #
-# Sixty minutes. One small program climbs a ladder: a loop in Python, numpy, a compiled loop, MPI ranks, a file shared by
-# ranks, a GPU. At every rung in Python it gives the same answer, to the last point.
+# Sixty minutes. One small program climbs a ladder: a loop in Python, numpy, a compiled loop, MPI ranks, a file shared
+# by ranks, a GPU. Every version in Python returns the same count, to the last point.
 #
 # **Questions.** Why does an estimate of pi get better so slowly? How do ranks divide work without talking? How much
 # faster are they, and what sets the limit? Can we believe a published speed-up?
 #
-# **Afterwards you can** divide independent work over ranks so that the sum equals the serial one; say how far to trust a Monte
-# Carlo estimate; read a speed-up, and find what is missing in one that is published.
+# **Afterwards you can** divide independent work over ranks so that the sum equals the serial sum; say how precise a
+# Monte Carlo estimate is; read a speed-up, and find the gaps in a published one.
 #
 # **You need** [00 Start here](00_start_here.ipynb).
 
@@ -35,11 +35,11 @@ from dtlib import pi
 # %% [markdown]
 # ## Points that everybody can compute
 #
-# Most random generators are a chain: each number needs the one before. Ranks that share a chain must wait for one
-# another; ranks that each start their own chain must take care that the chains do not overlap.
+# Most random generators are a chain: each number is computed from the previous number. Ranks that share a chain must
+# wait for one another; ranks that each start their own chain must take care that the chains do not overlap.
 #
-# We use a *counter-based* generator: point number `i` is a function of `i` (and a seed), and of nothing else. Any rank
-# can compute any point at any time. Here it is in plain Python, with the loop that counts the points inside.
+# We use a *counter-based* generator: point number `i` depends only on `i` and a seed. Any rank can compute any point at
+# any time. Here it is in plain Python, with the loop that counts the points inside.
 
 # %%
 lab.read(pi.point, pi.count_loop)
@@ -47,7 +47,7 @@ lab.read(pi.point, pi.count_loop)
 # %% [markdown]
 # Names in capitals are constants: `MASK_64` keeps the lower 64 bits, `MASK_31` the lower 31. Three multiplications and
 # some shifts stir the bits of `i` until they look random (SplitMix64, from a paper by Steele, Lea and Flood, 2014). The
-# result has 64 bits: the upper 31 are x, the lower 31 are y. Both stay integers, and the circle's radius is 2³¹: a
+# result has 64 bits: the upper 31 are x, the lower 31 are y. x and y stay integers, and the circle's radius is 2³¹: a
 # point is inside if x² + y² < 2⁶² (`RADIUS_SQUARED`). Nothing is ever rounded.
 
 # %%
@@ -79,8 +79,8 @@ print(f"{rungs['Python loop']:.2g} points per second")
 #
 # Each point is a coin that shows *inside* with probability pi/4. The fraction of n such coins scatters around its mean
 # by √(p(1−p)/n), so the estimate scatters around pi by 4√(p(1−p)/n). That is its *standard error*: two out of three
-# estimates are closer to pi than this, nineteen out of twenty closer than twice this. (`count_numpy` and `count_compiled` are
-# the loop's faster twins, explained below.)
+# estimates are closer to pi than this, nineteen out of twenty closer than twice this. (`count_numpy` and
+# `count_compiled` are faster versions of the loop, explained below.)
 
 # %%
 estimate = pi.Estimate(10**4, pi.count_numpy(0, 10**4))
@@ -105,8 +105,8 @@ few, many = found(r"± ([\d.]+) from 10,000 points")[0], found(r"± ([\d.]+) fro
 assert 9 < few / many < 11
 
 # %% [markdown]
-# One more digit costs 100 times the points. The picture shows it: each dot is the error of one experiment with points
-# of its own, the line is the standard error.
+# One more digit costs 100 times the points. The picture shows it: each dot is the error of one experiment with its own
+# points, the line is the standard error.
 
 # %%
 sizes = [10**k for k in range(2, 7)]
@@ -143,8 +143,8 @@ print(f"{rungs['numpy, by blocks']:.2g} points per second")
 # %% [markdown] tags=["half-day"]
 # ## The loop again, compiled
 #
-# numba, a compiler for Python, compiles that loop. A point now lives in two registers of the processor: it is made, tested
-# and forgotten, and memory is not touched at all.
+# numba, a compiler for Python, compiles the same loop. A point now stays in two registers of the processor. It is
+# computed, tested and dropped, and never reaches memory.
 
 # %% tags=["half-day", "nbval-ignore-output"]
 pi.count_compiled(0, 1)  # compile first
@@ -168,16 +168,16 @@ print(counts)
 # %% [markdown] tags=["half-day"]
 # ## Ranks that reduce
 #
-# Rank r of N takes slice r of the points. The slices must meet: no point left out, none counted twice, whatever the
-# number of points.
+# Rank r of N takes slice r of the points. For any number of points, the slices must fit together: no point left out,
+# none counted twice.
 
 # %%
 lab.read(pi.slice_of)
 print([pi.slice_of(10, rank, 3) for rank in range(3)])
 
 # %% [markdown] tags=["half-day"]
-# Four processes, four counts; one `Allreduce` of mpi4py, Python's MPI, adds them up on every rank. That is all the
-# communication of this program: one number of eight bytes from each rank, however many points there are.
+# Four processes compute four counts. One `Allreduce` of mpi4py, Python's MPI, adds them up on every rank. This is the
+# program's only communication: one number of eight bytes from each rank, for any number of points.
 
 # %% tags=["half-day"]
 # %%px
@@ -205,13 +205,13 @@ assert found(r"this notebook alone: (\d+)") == found(r"all ranks together: (\d+)
 
 # %% [markdown] tags=["half-day"]
 # The same count to the last point. A parallel program that gives *exactly* the serial answer is easy to trust and easy
-# to test, so we do the same wherever rounding allows it.
+# to test, so this course does the same wherever rounding allows it.
 
 # %% [markdown] tags=["half-day"]
 # ## How much faster?
 #
 # Let 1, 2, 3 and 4 ranks count the same 2·10⁸ points; the others wait in the `all_reduce`. *Speed-up* is the time of
-# one rank over the time of N; *efficiency* is speed-up over N.
+# one rank divided by the time of N ranks; *efficiency* is speed-up divided by N.
 
 # %% tags=["half-day", "nbval-ignore-output"]
 # %%px
@@ -251,10 +251,10 @@ lab.pictures.speed_up(seconds, usable_cores())
 assert usable_cores() == 1 or seconds[2] < 0.8 * seconds[1]
 
 # %% [markdown] tags=["half-day"]
-# Up to the number of cores the curve can follow the dashed line: these ranks need nothing from one another. If it stays
-# below the line, another program used a core (the slowest rank decides), or two reported cores share one physical core.
-# With more ranks than cores, ranks take turns: at best the curve is flat, and it may fall, as switching takes time. So never
-# start more ranks than cores for such work.
+# Up to the number of cores the curve can follow the dashed line, because these ranks do not wait for one another. If it
+# stays below the line, another program used a core (the slowest rank decides), or two reported cores share one physical
+# core. With more ranks than cores, ranks take turns: at best the curve is flat, and it may fall, because switching
+# takes time. So never start more ranks than cores for such work.
 
 # %% tags=["claim"]
 # "With more ranks than cores, ranks take turns: at best the curve is flat, and it may fall"
@@ -262,16 +262,15 @@ cores = usable_cores()
 assert cores >= 4 or seconds[4] > 0.7 * seconds[cores]
 
 # %% [markdown]
-# With more cores the curve would rise until something else sets the limit: memory bandwidth (not here, as points live
-# in registers), the network, the part of the program that is not parallel (Amdahl's law,
-# [lesson 11](11_beyond_one_machine.ipynb)), or the chip's power, which
-# forces a lower clock when all cores are busy.
+# With more cores the curve would rise until something else sets the limit. This may be memory bandwidth (not here,
+# because points stay in registers), the network, or the serial part of the program (Amdahl's law, [lesson
+# 11](11_beyond_one_machine.ipynb)). Or it is the chip's power, which forces a lower clock when all cores are busy.
 
 # %% [markdown]
 # ## A file of points
 #
-# Many parallel programs read their data instead of making it. Here we first write the points to a file, 8 bytes each.
-# Every rank opens the file, goes to its own slice, and reads nothing else: the same `slice_of`, now of bytes.
+# Many parallel programs read their data from a file. Here we first write the points to a file, 8 bytes each. Every rank
+# opens the file and reads only its own slice, again computed by `slice_of`.
 
 # %%
 import tempfile
@@ -298,7 +297,7 @@ folder.cleanup()
 # ## A GPU
 #
 # A GPU runs the compiled loop in thousands of threads. dtlib's kernel (`dtlib/pi/gpu.py`, in Triton, a Python for GPUs)
-# keeps the points in registers too, and counts the same points. Without a GPU the next cell says so and goes on.
+# keeps the points in registers too, and counts the same points. Without a GPU the next cell says so and continues.
 
 # %% tags=["nbval-ignore-output"]
 from dtlib.world.machine import gpu_names
@@ -314,7 +313,7 @@ else:
 # %% [markdown]
 # ## The ladder
 #
-# **Predict.** What brings more here: compiling the loop, or four ranks for one?
+# **Predict.** Which gains more here: compiling the loop, or four ranks instead of one?
 
 # %% tags=["stub"]
 lab.predict("brings-more", None)  # "compiling" or "four ranks"
@@ -332,12 +331,12 @@ times = {
 }
 
 # %% tags=["statement"]
-# "Most of the speed comes from one core used well; ranks multiply what one core does."
+# "Most of the speed comes from one core used well; ranks multiply the speed of one core."
 assert row("compiled loop")[-1] > 10 * row("4 ranks")[0] / row("1 rank")[0]
 
 # %% [markdown]
-# Most of the speed comes from one core used well; ranks multiply what one core does. This order is a habit worth
-# having: first make one process fast, then add processes.
+# Most of the speed comes from one core used well; ranks multiply the speed of one core. So first make one process fast,
+# then add processes.
 
 # %% [markdown]
 # ## An article's claims on trial
@@ -352,7 +351,7 @@ words = [(row["claim"], row["remark"].split(";")[0]) for row in claims]
 lab.table(words, ("claim", "in its words"))
 
 # %% [markdown]
-# Any two of these three figures give the third.
+# Any two of these three figures determine the third.
 
 # %%
 one, six, gain = (float(row["figure"]) for row in claims)
@@ -368,8 +367,8 @@ assert 49 / 9.9 < 4.96
 
 # %% [markdown]
 # The three figures contradict one another, by a factor of at least 1.2. A speed-up above six on six GPUs would be an
-# efficiency above 100 %, so the times are the least credible. (*About* and *almost* allow 49 and 9.9 seconds. And by its
-# maker's list, the computer that the article names has one GPU, not six.)
+# efficiency above 100 %, so the times are the least credible. (*About* and *almost* can mean 49 and 9.9 seconds. Also,
+# according to its maker, the computer in the article has one GPU, not six.)
 #
 # Is a minute for 10⁸ points on a GPU fast? Compare with the ranks of this computer.
 
@@ -384,8 +383,8 @@ lab.table(table, ("10^8 points", "seconds"), align="lr")
 assert 10 * seconds[1] / 2 < one
 
 # %% [markdown]
-# One core of an ordinary computer is faster than the claim for a GPU, by a wide margin. A speed-up says little when the
-# program that it starts from is slow. Ask for this *baseline* first.
+# One core of an ordinary computer is faster than the claim for a GPU, by a wide margin. A speed-up over a slow program
+# says little. Ask about this *baseline* first.
 
 # %% [markdown]
 # ## The same in R
@@ -407,8 +406,8 @@ lab.read(course_folder() / "notebooks" / "pi.R")
 # Debian's R needs Debian's `mpiexec`, hence the full path: an MPI program must be started by the MPI that it was built with.
 #
 # Each rank takes its slice of the points, counts in blocks, and one `allreduce` adds the counts. But R's generator
-# (L'Ecuyer-CMRG) is a chain: rank r jumps ahead r times by 2¹²⁷ numbers. So 1, 2 and 4 ranks throw different points, and
-# none of their results can be checked against another to the last point.
+# (L'Ecuyer-CMRG) is a chain: rank r jumps ahead r times by 2¹²⁷ numbers. So 1, 2 and 4 ranks throw different points,
+# and their counts cannot be compared to the last point.
 
 # %% [markdown]
 # ## Quiz
@@ -422,10 +421,10 @@ lab.quiz("02")
 # - The error of a Monte Carlo estimate falls with the square root of the number of points.
 # - A counter-based generator lets every rank compute its own points; `slice_of` divides them without gap or overlap.
 # - Parallel and serial counts are equal to the last point. That is a test, not luck.
-# - Speed-up ends where cores end; efficiency says how well they are used.
+# - Speed-up ends at the number of cores; efficiency says how well the cores are used.
 # - First one fast process, then many. And ask what a speed-up is compared with.
 #
-# Now the [exercises](../exercises/02_pi_exercises.ipynb): fix a program whose ranks all throw the same darts, and
+# Now the [exercises](../exercises/02_pi_exercises.ipynb): fix a program in which all ranks throw the same darts, and
 # build pi on ranks yourself.
 #
 # ## References

@@ -1,4 +1,4 @@
-"""Lesson 02: what is predicted in it, and where the answers come from."""
+"""Lesson 02: the questions that learners predict, and the sources of the answers."""
 
 from dtlib import pi
 from dtlib.lab.checks.exercise import Prediction

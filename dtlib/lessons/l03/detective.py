@@ -1,12 +1,13 @@
-"""Lesson 03, for those who like riddles: a hang of sixteen ranks, of which each learner has another one.
+"""Lesson 03, a riddle: a hang of sixteen ranks, with a different case for each learner.
 
-    case = detective.case("Ada Lovelace")     the program, and what is left of its timeline
-    case.ask(5)                               what rank 5 did last; ten questions
-    case.accuse(5, 6)                         rank 5, kept away by line 6
+    case = detective.case("Ada Lovelace")     prints the program, and the rest of its timeline
+    case.ask(5)                               prints what rank 5 did last; ten questions are allowed
+    case.accuse(5, 6)                         says that line 6 made rank 5 skip a collective
 
-For one rank one of the program's conditions comes out otherwise, once. What all ranks then do is SIMULATED, call by
-call: a collective ends as soon as all ranks of its group are in one of that group, whichever step they are in, as MPI
-would have it. So ranks can be out of step for a while before anybody waits, and who waits is seldom to blame.
+Once, for one rank, one condition in the program has another result than on the other ranks. The hang that follows is
+SIMULATED, call by call. A collective ends as soon as all ranks of its group call a collective of this group, even in
+different steps, as in MPI. So ranks can be out of step for a while before any rank waits, and a waiting rank is seldom
+the cause.
 """
 
 import random
@@ -27,20 +28,20 @@ PROGRAM = """\
  6      if loss_is_nan(): continue
  7      if has_gradients(): data.all_reduce(gradients)
  8      if step % {every} == {last} and disk_has_room(): world.barrier()"""
-# The lines of calls that a rank leaves out where a line's condition comes out otherwise: the rest of the step, or less.
+# Line of a condition -> lines of the collectives that a rank skips if this condition has the other result.
 LEFT_OUT = {3: (5, 7, 8), 4: (5, 7, 8), 6: (7, 8), 7: (7,), 8: (8,)}
 CALLS = {5: "tensor.all_reduce", 7: "data.all_reduce", 8: "world.barrier"}
 
 
 def case(name: str) -> "Case":
-    """The case of whoever has this name, from its beginning: the same one each time."""
+    """Start the case for this name, and print it; the same name always gives the same case."""
     found = Case(name)
     print(found.text())
     return found
 
 
 def calls(rank: int, steps: int, every: int, bug: tuple | None = None) -> list[tuple[int, int]]:
-    """(step, line) of each collective that a rank calls; ``bug`` is the planted (rank, line, step)."""
+    """Return (step, line) of each collective that a rank calls; ``bug`` is the planted (rank, line, step)."""
     culprit, line, when = bug or (None, None, None)
     made = []
     for step in range(steps):
@@ -52,8 +53,10 @@ def calls(rank: int, steps: int, every: int, bug: tuple | None = None) -> list[t
 
 
 def ended(sequences: list[list], tensor: int) -> list[int]:
-    """How many of its calls each rank has ended when no rank can go on any more. Ranks stand on a mesh whose last axis
-    has ``tensor`` of them."""
+    """Return for each rank how many of its collectives have ended when no rank can continue.
+
+    ``tensor`` is the size of the last axis of the ranks' mesh.
+    """
 
     def group(rank, line):
         if line == 8:
@@ -61,6 +64,7 @@ def ended(sequences: list[list], tensor: int) -> list[int]:
         begin = rank - rank % tensor
         return range(begin, begin + tensor) if line == 5 else range(rank % tensor, RANKS, tensor)
 
+    # A collective ends when the current call of every member of its group is that line. Repeat until none can end.
     done, goes_on = [0] * RANKS, True
     while goes_on:
         goes_on = False
@@ -77,9 +81,9 @@ def ended(sequences: list[list], tensor: int) -> list[int]:
 
 
 def bugs(steps: int, every: int) -> list[tuple]:
-    """All (rank, line, step) that may be planted."""
+    """Return all (rank, line, step) that may be planted."""
     saves = [step for step in range(steps - 1) if step % every == every - 1]
-    # Line 6 in a step that does not save would do as line 7 does: nobody could tell them apart.
+    # Only in steps that save do lines 6 and 7 have different effects; otherwise no question could separate them.
     return [
         (rank, line, step) for rank in range(RANKS) for line in LEFT_OUT
         for step in (saves if line in (6, 8) else range(1, steps - 1))
@@ -87,13 +91,16 @@ def bugs(steps: int, every: int) -> list[tuple]:
 
 
 def where_ranks_stand(steps: int, every: int, tensor: int, bug: tuple | None) -> list[tuple]:
-    """For each rank how many collectives have ended, and the (step, line) of the one in which it waits, or None."""
+    """Return for each rank the number of collectives that have ended, and where it waits.
+
+    A rank waits in a (step, line), or the value is None if it has left the loop.
+    """
     made = [calls(rank, steps, every, bug) for rank in range(RANKS)]
     return [(done, own[done] if done < len(own) else None) for done, own in zip(ended(made, tensor), made, strict=True)]
 
 
 class Case:
-    """A hang, and how often one may still ask."""
+    """A hang, with its remaining questions and accusations."""
 
     def __init__(self, name: str):
         draw = random.Random(f"hang detective: {' '.join(name.lower().split())}")
@@ -108,10 +115,10 @@ class Case:
         self.bug = draw.choice([bug for bug in bugs(self.steps, self.every) if bug[1] == line])
         self.sequences = [calls(rank, self.steps, self.every, self.bug) for rank in range(RANKS)]
         self.ended = ended(self.sequences, self.tensor)
-        self.lost = set(draw.sample(range(RANKS), 10))  # ranks of whose timeline nothing is left
+        self.lost = set(draw.sample(range(RANKS), 10))  # ranks without a timeline
 
     def _questions_needed(self) -> int:
-        """How many ranks one has to ask what they did last, each time the one that leaves the fewest cases open."""
+        """Return the number of questions a greedy player needs, who always asks the most informative one."""
         mesh = self.steps, self.every, self.tensor
         said = {bug: where_ranks_stand(*mesh, bug) for bug in bugs(self.steps, self.every)}
         kept = [rank for rank in range(RANKS) if rank not in self.lost]
@@ -128,6 +135,7 @@ class Case:
         return asked
 
     def text(self) -> str:
+        """Return the description of the case: rules, program and timeline."""
         program = PROGRAM.format(steps=self.steps, every=self.every, last=self.every - 1)
         rows = [f"rank {rank:2}  {self._row(rank)}" for rank in range(RANKS)]
         head, foot = (
@@ -156,7 +164,7 @@ class Case:
         print(f"{self.seen(rank, number)} ({QUESTIONS - self.questions} questions left)")
 
     def seen(self, rank: int, number: int | None = None) -> str:
-        """The answer to a question."""
+        """Return the answer to a question as text."""
         at = self.ended[rank] if number is None else number - 1
         if number is None and at == len(self.sequences[rank]):
             return f"rank {rank} has left the loop, after {at} collectives."
@@ -167,7 +175,7 @@ class Case:
         return f"rank {rank} {how} its collective number {at + 1}: {CALLS[line]}, line {line}, step {step}."
 
     def accuse(self, rank: int, line: int) -> None:
-        """Print whether it was this rank, and this line."""
+        """Print whether this rank and this line are the cause."""
         if self.solved or self.accusations == ACCUSATIONS:
             print("This case is closed: detective.case() with another name opens another one.")
             return

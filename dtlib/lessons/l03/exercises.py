@@ -12,8 +12,8 @@
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
 # %% [markdown]
-# Three ranks: three is no power of two; and on two ranks the left and the right neighbour are the same, which hides
-# mistakes.
+# We use three ranks: three is not a power of two. On two ranks the left and the right neighbour would be the same,
+# which hides mistakes.
 
 # %%
 # %%px
@@ -47,11 +47,12 @@ sent_bytes = trace.sent()[1]
 # %% [markdown]
 # ## Fix: a ring with one wrong index
 #
-# This ring all-reduce, with mpi4py's messages, runs to its end, sends as many as it should, and gives wrong sums. One index
-# is wrong. Fix it. `Sendrecv` sends to the right and receives from the left at the same time.
+# This ring all-reduce sends its messages with mpi4py. The code runs to its end and sends the right number of messages,
+# but its sums are wrong. One index is wrong. Fix it. `Sendrecv` sends to the right and receives from the left at the
+# same time.
 #
-# `torch.tensor_split` cuts an array into `size` chunks; they are views, so what changes in a chunk changes in the
-# array. The second half begins where the first has ended: which chunk is complete on a rank by then?
+# `torch.tensor_split` cuts an array into `size` chunks; the chunks are views, so changing a chunk changes the array.
+# When the second half begins, which chunk is complete on a rank?
 #
 # `ring.show_all(3)` draws what should happen.
 
@@ -61,12 +62,12 @@ def ring_all_reduce(comm, array):
     rank, size = comm.rank, comm.size
     right, left = (rank + 1) % size, (rank - 1) % size
     chunks = torch.tensor_split(array, size)
-    for step in range(size - 1):  # reduce-scatter: add what arrives
+    for step in range(size - 1):  # reduce-scatter: add the received chunk
         outgoing, incoming = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]
         received = torch.empty_like(incoming)
         comm.mpi.Sendrecv(outgoing, right, recvbuf=received, source=left)
         incoming += received
-    for step in range(size - 1):  # all-gather: pass complete chunks on
+    for step in range(size - 1):  # all-gather: send complete chunks to the right
         outgoing, incoming = chunks[(rank - step - 1) % size], chunks[(rank - step - 1) % size]
         comm.mpi.Sendrecv(outgoing.clone(), right, recvbuf=incoming, source=left)
     return array
@@ -77,12 +78,12 @@ def ring_all_reduce(comm, array):
     rank, size = comm.rank, comm.size
     right, left = (rank + 1) % size, (rank - 1) % size
     chunks = torch.tensor_split(array, size)
-    for step in range(size - 1):  # reduce-scatter: add what arrives
+    for step in range(size - 1):  # reduce-scatter: add the received chunk
         outgoing, incoming = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]
         received = torch.empty_like(incoming)
         comm.mpi.Sendrecv(outgoing, right, recvbuf=received, source=left)
         incoming += received
-    for step in range(size - 1):  # all-gather: pass complete chunks on
+    for step in range(size - 1):  # all-gather: send complete chunks to the right
         outgoing, incoming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
         comm.mpi.Sendrecv(outgoing.clone(), right, recvbuf=incoming, source=left)
     return array
@@ -98,21 +99,22 @@ ring.show_all(3)
 # %% [markdown]
 # ## Build: an all-reduce of your own
 #
-# Write `my_all_reduce(comm, tensor)`: every rank's one-dimensional `tensor` becomes the sum over all ranks, *in place*. Use
-# `comm.send`, `comm.recv`, `comm.rank` and `comm.size`, and no collective. Talk to neighbours alone.
+# Write `my_all_reduce(comm, tensor)`: every rank's one-dimensional `tensor` becomes the sum over all ranks, *in place*.
+# Use `comm.send`, `comm.recv`, `comm.rank` and `comm.size`, and no collective. Each rank may exchange messages with its
+# two neighbours only.
 #
 # 1. Cut the tensor into `comm.size` chunks that are views of it.
 # 2. In N - 1 steps: start to send a chunk to the right (`async_op=True`), receive one from the left into a new tensor,
-#    wait for the send, add what arrived.
-# 3. In N - 1 more steps pass complete chunks on; receive each straight into its place.
+#    wait for the send, add the received chunk.
+# 3. In N - 1 more steps send complete chunks to the right; receive each directly into its place.
 #
-# It must be right in float32 and in float64, and for every length:
+# The result must be right in float32 and in float64, and for every length:
 #
-# - one that does not divide evenly by the number of ranks, one that is smaller than it, and zero;
-# - one so long that `comm.send` waits until the other rank receives.
+# - a length that does not divide evenly by the number of ranks, a length below the number of ranks, and zero;
+# - a length so large that `comm.send` waits until the other rank receives.
 #
-# The check looks at the values, and at what each rank *sends*: as many messages as a ring, and no more bytes. Try to
-# write it without looking at the ring above. You choose the direction, and which chunk goes first.
+# The check looks at the values and at the messages that each rank *sends*: as many as in a ring, with no more bytes.
+# Try to write it without looking at the ring above. You choose the direction, and which chunk goes first.
 
 # %% tags=["stub"]
 # %%px
@@ -141,7 +143,7 @@ lab.check("ring-build")
 # %% [markdown]
 # A ring that is right but sends too much is no faster than other ways: look at the bytes before you look at the clock.
 #
-# Here is yours beside the library's. Do both send the same bytes?
+# Compare your ring with the library's. Do both send the same number of bytes?
 
 # %%
 # %%px
@@ -163,9 +165,9 @@ assert mine == library
 # Each of these functions makes ranks hang. `watch` runs one of them with a wait of two seconds at most, prints how it
 # ended on each rank, and returns the trace; `lab.pictures.timeline` draws it.
 #
-# For each, find the rank that the others wait for, and the line that keeps it away. Where ranks wait for one another,
-# name any of them. Write both into `explained` further below: `1: (rank, line)`, the line as text or as its number.
-# Lines are numbered as in the errors: the one below `%%px` is line 1.
+# For each function, find the rank that the others wait for, and the line that keeps this rank away. If ranks wait for
+# one another, name any of them. Write both into `explained` further below: `1: (rank, line)`, the line as text or as
+# its number. Lines are numbered as in the error messages: the line below `%%px` is line 1.
 #
 # First look at the code alone, and guess. Then run it.
 
@@ -191,8 +193,8 @@ lab.pictures.timeline("trace")
 assert count(r"Waited 2 s in broadcast.* \(`line 4:") == 1 and found(r"rank (\d) has finished its cell") == [2]
 
 # %% [markdown]
-# Ranks 0 and 1 wait in line 4. The sentence names the rank that they wait for; you find the line that keeps it away.
-# Now the other four:
+# Ranks 0 and 1 wait in line 4. The error message names the rank that they wait for. You find the line that keeps this
+# rank away. Now the other four:
 
 # %%
 # %%px
@@ -270,7 +272,7 @@ explained = {
 explained = {
     1: (2, "if comm.rank != 2:"),  # a collective inside an if
     2: (1, "batches = 3 if comm.rank == 1 else 4"),  # one rank has fewer batches
-    3: (0, "comm.recv(theirs, other)"),  # both receive first; rank 1 is as right
+    3: (0, "comm.recv(theirs, other)"),  # both receive first; rank 1 is also right
     4: (1, "comm.recv(batch, 0, tag=2)"),  # nobody sends with this tag; or rank 0, its send
     5: (0, "percent += 100 // comm.rank"),  # an error that somebody swallows
 }
@@ -279,22 +281,23 @@ explained = {
 lab.check("hangs")
 
 # %% [markdown]
-# All five are common in real programs: logging inside `if rank == 0` that calls a collective, data that do not divide
-# evenly, an exchange in which both ranks receive first, tags that do not match, an `except` that is too broad. Their
-# cures: call collectives on all ranks; agree on the number of steps beforehand; start sends asynchronously; use the
-# same tag on both sides; let errors through.
+# All five are common in real programs. Their causes: logging inside `if rank == 0` that calls a collective, data that
+# do not divide evenly, an exchange in which both ranks receive first, tags that do not match, an `except` that is too
+# broad. Their cures: call collectives on all ranks; agree on the number of steps beforehand; start sends
+# asynchronously; use the same tag on both sides; let errors through.
 #
 # ## If you have time
 #
-# - Give `watch(hang_3, seconds=10)` and press Stop. What does the cell say, and what brings the ranks back?
-# - Make `my_all_reduce` go both ways round at once, half of the tensor each way. Does the check still pass?
-# - How would your ring do a *maximum* instead of a sum? And a mean?
+# - Run `watch(hang_3, seconds=10)` and press Stop. What does the cell print, and how do you recover the ranks?
+# - Let `my_all_reduce` send half of the tensor to the right and half to the left at the same time. Does the check still
+#   pass?
+# - How would your ring compute a *maximum* instead of a sum? And a mean?
 
 # %% [markdown]
 # ## The hang detective
 #
-# A case of your own, made from your name: sixteen ranks hang. Ask up to ten questions, then accuse a rank and a line:
-# `case.ask(5)`, `case.ask(5, 3)`, `case.accuse(5, 7)`.
+# You get your own case, made from your name: sixteen ranks hang. Ask up to ten questions, then accuse a rank and a
+# line: `case.ask(5)`, `case.ask(5, 3)`, `case.accuse(5, 7)`.
 
 # %%
 from dtlib.lessons.l03 import detective

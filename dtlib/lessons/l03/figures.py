@@ -1,12 +1,12 @@
-"""The picture of lesson 03: the collectives."""
+"""The figure of lesson 03: six collectives."""
 
 from dtlib.lab.colours import ink, rank_colour
 from dtlib.lab.drawing import shown, subplots
 from dtlib.lab.tables import Table
 
-SUM = "0.25"  # what is made of all ranks' values has no rank's colour
-# name: what each of four ranks has before and after: the letter of a rank's values, its number for one piece of them,
-# "+" for a sum; "" for nothing.
+SUM = "0.25"  # grey, because a sum belongs to no single rank
+# Name -> data of each of four ranks before and after. A letter stands for the values of a rank, a letter and a number
+# for one piece of them, "+" for a sum, and "" for nothing.
 COLLECTIVES = {
     "broadcast": (["a"] + 3 * [""], 4 * ["a"]),
     "reduce": (["a", "b", "c", "d"], ["+", "", "", ""]),
@@ -19,7 +19,7 @@ COLLECTIVES = {
 
 @shown
 def collectives():
-    """Six collectives of four ranks, before and after: a row a rank, a colour for whose values; grey is a sum."""
+    """Draw six collectives on four ranks, before and after: ranks as rows, colours for the source, grey for sums."""
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Rectangle
 
@@ -30,7 +30,7 @@ def collectives():
                 place.add_patch(Rectangle((left, rank + 0.06), 4, 0.88, fc="white", ec="0.6"))
                 for piece in values.split():
                     colour = SUM if piece[0] == "+" else rank_colour("abcd".index(piece[0]))
-                    # One piece of an array is a quarter as wide, in its own place; a sum of pieces too.
+                    # A piece, or a sum of pieces, is a quarter of an array wide, and drawn at its own place.
                     at, wide = (left + int(piece[1]), 1) if piece[1:] else (left, 4)
                     place.add_patch(Rectangle((at, rank + 0.06), wide, 0.88, fc=colour, ec="white"))
                     text = "sum" if piece == "+" else "Σ" if piece[0] == "+" else piece[0]

@@ -1,4 +1,4 @@
-"""Five planted hangs of lesson 03: how to watch one without being stuck, their source, and who is to blame."""
+"""Lesson 03: five planted hangs, a way to watch them, and the check of the explanations."""
 
 import re
 import time
@@ -12,8 +12,11 @@ SECONDS = 2
 
 @dataclass(frozen=True)
 class Hang:
-    """``culprits`` are pairs of a rank and a line of ``source`` (from 1), each of them a right answer; ``others`` is
-    the line in which the others wait, where the culprit does not."""
+    """A planted hang.
+
+    ``culprits`` are pairs of a rank and a line of ``source`` (from 1); each pair is a right answer. ``others`` is the
+    line in which the other ranks wait, if the culprit does not.
+    """
 
     source: str
     culprits: tuple
@@ -22,24 +25,26 @@ class Hang:
 
 
 def watch(hang, seconds: float = SECONDS):
-    """Run ``hang(comm)`` on a communicator that waits for ``seconds`` and no longer; all ranks call it.
+    """Run ``hang(comm)`` on a communicator with a time limit of ``seconds``; all ranks call it.
 
-    Prints what the wait ended with, and returns the trace, for ``lab.pictures.timeline("trace")``.
+    Prints the error that ends the wait, and returns the trace, for ``lab.pictures.timeline("trace")``.
     """
     from dtlib.measure.trace import trace
     from dtlib.world import fresh_communicator
 
-    comm = fresh_communicator(30, "watch()")  # whoever comes from the last hang may be late
+    comm = fresh_communicator(30, "watch()")  # a long limit, because ranks may still be in the last hang
     comm.time_limit, comm.verify = seconds, True
-    with tells_how_it_ended(pause=seconds / 2), trace() as record:
+    with print_error(pause=seconds / 2), trace() as record:
         hang(comm)
     return record
 
 
 @contextmanager
-def tells_how_it_ended(pause: float = 1.0):
-    """Print the sentence of an error instead of raising it; then stay for a moment, so that others see what this rank
-    was doing and not that it has left."""
+def print_error(pause: float = 1.0):
+    """Return a context that prints the message of an error instead of raising it, then pauses.
+
+    The pause lets other ranks see the operation of this rank, instead of its end.
+    """
     from dtlib.errors import DtlibError
 
     try:
@@ -118,7 +123,7 @@ def hang_5(comm):
 
 
 def observe_hangs(explained, comm):
-    """The answer as plain values."""
+    """Return the answer as plain values."""
     if not isinstance(explained, dict):
         return f"{explained!r:.80}"
     return {key: _plain(value) for key, value in explained.items()}
@@ -131,7 +136,7 @@ def _plain(value):
 
 
 def judge_hangs(observations) -> None:
-    """Each hang has a rank that everybody waits for, and the line that is to blame, as text or as a number."""
+    """Check for each hang that the answer names the missing rank, and its line as text or number."""
     explained = observations[0]
     wrong = rows(0)
     wrong("type", isinstance(explained, str), "a dict: {1: (rank, line), ...}", explained,
@@ -166,7 +171,7 @@ def judge_hangs(observations) -> None:
 
 
 def _same_line(line, wanted: int, hang) -> bool:
-    """``line`` is a number, or text that this line has and no line that is not to blame."""
+    """Return whether ``line`` is the wanted number, or text that is in this line and in no innocent line."""
     if isinstance(line, int):
         return line == wanted
     texts = [_squeezed(text) for text in hang.source.strip("\n").splitlines()]

@@ -1,4 +1,4 @@
-"""Lesson 03: a ring all-reduce is judged by the values on every rank and by what each sends."""
+"""Lesson 03: check of a ring all-reduce by its values and by the messages of each rank."""
 
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l03.observe_ring import BASE, input_of, lengths, observe_ring, unit_of
@@ -8,7 +8,8 @@ RESIZED = ("The tensor now has another length.", "Change values in place (+=, co
 
 
 def judge_ring(observations) -> None:
-    """Every rank has the sum in its own tensor, and sent as many bytes for it as the ring does."""
+    """Check that every rank has the sum in its own tensor, and sent no more bytes than a ring needs."""
+    # Values of all lengths first: advice about waits and cost is of no use for a wrong result.
     _judge_operations(observations)
     for cases in _by_length(observations):
         _judge_errors(cases)
@@ -20,7 +21,7 @@ def judge_ring(observations) -> None:
 
 
 def _by_length(observations):
-    """Length by length what each rank saw; ranks that had given up before are left out."""
+    """Yield for each length the case of every rank that got this far."""
     for number in range(max(len(seen) for seen in observations)):
         yield {rank: seen[number] for rank, seen in enumerate(observations) if number < len(seen)}
 
@@ -38,7 +39,7 @@ def _judge_errors(cases) -> None:
     failed = [(case["waited"], rank, case) for rank, case in cases.items() if "error" in case]
     if not failed:
         return
-    waited, rank, case = min(failed, key=lambda entry: entry[:2])  # who raised before who waited for it
+    waited, rank, case = min(failed, key=lambda entry: entry[:2])  # errors are causes, timeouts are effects
     length, got = case["length"], f"{case['error']} (with {case['length']} elements)"
     wrong = rows(rank)
     wrong("other-type", case["dtype"] == "float32", "no error with a tensor of float32",
@@ -111,6 +112,7 @@ def _judge_values(cases) -> None:
                          for value, right in zip(case["values"], expected, strict=True)),
           f"1/{size} of the sum: a mean over ranks", "The exercise asks for the sum. Which line divides?",
           "Add the received values, and do not divide.")
+    # Compare with other reductions over ranks than the sum.
     columns = torch.stack([input_of(r, length, size, dtype).double() for r in range(size)])
     everywhere = torch.tensor([case["values"] for case in cases.values()], dtype=torch.float64)
     for op in ("amax", "amin", "prod"):
@@ -119,6 +121,7 @@ def _judge_values(cases) -> None:
               "The messages of the ring are right. What do you do with a chunk that arrives in the first half?",
               "Add chunks: incoming += received.")
     sent = [sum(name == "send" for name, *_ in case["operations"]) for case in cases.values()]
+    # Each element's sum, read as digits in base BASE, says how often each rank's values are in it.
     everything = [_times(case["values"][i], i, size, dtype) for case in cases.values() for i in range(length)]
     wrong("other-values", None in everything, got,
           "This is not a sum of the ranks' values. Does a receive overwrite data that you still need?",
@@ -157,7 +160,7 @@ def _expected(size, length, dtype) -> list:
 
 
 def _times(value, place, size, dtype):
-    """How often each rank's values are in an element, in rank order; None where it is no sum of them."""
+    """Return how often each rank's values are in an element, in rank order; None if it is no such sum."""
     times, rest = divmod(value, unit_of(size, dtype) * (1 + place % 3))
     if rest or not 0 < times < BASE**size:
         return None
@@ -180,7 +183,7 @@ def _judge_waits(cases) -> None:
 
 
 def _judge_cost(cases) -> None:
-    """Not more than a ring with chunks of equal length, rounded up; and as many messages as a ring needs."""
+    """Check that ranks send at most the bytes, and about the number of messages, of a ring."""
     size, length = len(cases), cases[0]["length"]
     if size == 1 or length == 0:
         return
@@ -201,7 +204,7 @@ def _judge_cost(cases) -> None:
           "The values are right, but this rank sends too many bytes. Does it send whole arrays, or in extra steps?",
           "Each step sends one chunk, 1 / comm.size of the tensor: 2 (N-1) steps, 2 (N-1)/N of the tensor.")
     if length != lengths(size)[0]:
-        return  # chunks that are empty need no message
+        return  # empty chunks need no message
     few = min(sums, key=lambda rank: sums[rank][0])
     if sums[few][0] < 2 * (size - 1):
         raise Wrong("messages", few, f"{2 * (size - 1)} messages from each rank, on {size} ranks", f"{sums[few][0]}",

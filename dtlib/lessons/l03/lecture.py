@@ -6,8 +6,8 @@
 #
 # **Questions.** How do many ranks add up an array, and what does it cost? What is a hang?
 #
-# **Afterwards you can** name the collectives and say what each sends; choose an all-reduce by size and by links; predict its
-# cost; understand the sentence with which a hang ends.
+# **Afterwards you can** name the collectives and the data that each sends; choose an all-reduce by size and by links;
+# predict its cost; understand the error message that ends a hang.
 #
 # **You need** [00 Start here](00_start_here.ipynb).
 
@@ -26,11 +26,11 @@ comm = world.comm
 # ## The collectives
 #
 # A *collective* is an operation that all ranks call together, in the same order and with the same shapes. (`send` and
-# `recv` go from one rank to another.) All are methods of a *communicator*, such as `comm`: a group of ranks.
+# `recv` connect two ranks.) All are methods of a *communicator*, such as `comm`: a group of ranks.
 #
 # Some collectives move whole values, often to or from one rank, the *root*. Others move *chunks*: an array is cut into
-# as many equal chunks as there are ranks. Below, rank r begins with 10 r, or with the four numbers from 10 r to 10 r + 3.
-# **Predict** before you run: what does each rank hold after `broadcast`, `reduce` and `all_reduce`?
+# as many equal chunks as there are ranks. In the next cell, rank r begins with 10 r, or with the four numbers from 10 r
+# to 10 r + 3. **Predict** before you run: what does each rank hold after `broadcast`, `reduce` and `all_reduce`?
 
 # %% tags=["half-day"]
 # %%px
@@ -77,8 +77,7 @@ before, after = row("all_to_all"), rows("after", under="all_to_all")[6]
 assert after == [before[4 * s + r] for r in range(4) for s in range(4)]
 
 # %% [markdown]
-# White: no value, or unused. With `all_to_all` rank r
-# sends its chunk s to rank s. Elsewhere:
+# White cells have no value, or it is unused. With `all_to_all` rank r sends its chunk s to rank s. Names elsewhere:
 #
 # | here | `torch.distributed` | mpi4py |
 # |---|---|---|
@@ -101,8 +100,8 @@ assert rows("after", under="all_to_all")[5] == [sum(chunks[r::4]) for r in range
 
 # %% [markdown] tags=["half-day"]
 # `reduce` leaves the values of the other ranks as they were; `all_reduce` gives the result to all. With
-# `reduce_scatter` rank r gets the sum of every rank's chunk r. Put `all_gather` after it, and every rank has all sums:
-# **a reduce-scatter and an all-gather make an all-reduce.** The ring works in this way, and ZeRO saves memory in this way.
+# `reduce_scatter` rank r gets the sum of every rank's chunk r. A further `all_gather` gives every rank all sums: **a
+# reduce-scatter and an all-gather make an all-reduce.** The ring uses this, and ZeRO uses it to save memory.
 #
 # **Predict.** Two ranks hold (1, 2) and (3, 4). What does rank 1 hold after a `reduce_scatter`?
 
@@ -115,8 +114,8 @@ lab.predict("chunk-of-rank-1", 6)
 # %% [markdown]
 # ## Everybody to rank 0, and back
 #
-# The simplest way: all send to rank 0, which adds and sends the sum back, one message after the other. In a tree, half of
-# the ranks that still have a partial sum send it to the other half, round by round. This is the library's own source;
+# In the simplest way all ranks send to rank 0. Rank 0 adds, and sends the sum back, one message at a time. In each
+# round of a tree, half of the ranks with a partial sum send it to the other half. This is the library's own source;
 # `link` sends and receives, `yield` waits.
 
 # %%
@@ -145,12 +144,13 @@ lab.predict("naive-and-tree", {
 })
 
 # %% tags=["statement"]
-# "As many messages, but the tree sends several at a time."
+# "Both send equally many messages, but the tree sends several at a time."
 said = {way: found(f"messages, {way}: you predicted (\\d+)") for way in ("naive", "tree")}
 assert said["naive"] == said["tree"] and found(r"rounds, tree: you predicted (\d+)") < said["tree"]
 
 # %% [markdown]
-# As many messages, but the tree sends several at a time. `dtlib.trace()` records what a rank calls and sends:
+# Both send equally many messages, but the tree sends several at a time. `dtlib.trace()` records a rank's calls and
+# messages:
 
 # %%
 # %%px
@@ -163,15 +163,15 @@ for name in ("naive", "tree"):
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The ring
 #
-# In the ring all ranks send all the time, but little at once. Cut the array into as many chunks as there are ranks. In every
+# In the ring all ranks send small messages all the time. Cut the array into as many chunks as there are ranks. In every
 # step each rank sends one chunk to its right neighbour and receives one from its left.
 #
-# - **Reduce-scatter**, N - 1 steps on N ranks: add to your own chunk what arrives, and pass on the sum. Then each rank
-#   has one complete chunk.
-# - **All-gather**, N - 1 steps: pass complete chunks on.
+# - **Reduce-scatter**, N - 1 steps on N ranks: add the arriving chunk to your own, and send the sum next. Then each
+#   rank has one complete chunk.
+# - **All-gather**, N - 1 steps: send complete chunks to the right.
 #
-# Drag the slider. Each row is a rank, each column a chunk; colours and numbers say whose values are in it; a frame
-# marks what is sent next.
+# Drag the slider. Each row is a rank, each column a chunk; colours and numbers show which ranks' values it contains. A
+# frame marks the chunk to send next.
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 from dtlib.lab import ring
@@ -179,7 +179,7 @@ from dtlib.lab import ring
 ring.explore(4)
 
 # %% [markdown]
-# All steps of four ranks at once.
+# Here are all steps of four ranks.
 
 # %% tags=["nbval-ignore-output"]
 ring.show_all(4)
@@ -190,7 +190,7 @@ steps = ("1  [1]", "2  [1+2]", "3  [1+2+3]", "step 3: all-gather           0  [0
 assert all(count(f"{step}".replace("[", r"\[").replace("]", r"\]").replace("+", r"\+")) for step in steps)
 
 # %% [markdown]
-# Chunk 0 starts at rank 1, grows at ranks 2 and 3, and is complete at rank 0. Here is the whole code:
+# Chunk 0 starts at rank 1, grows at ranks 2 and 3, and is complete at rank 0. Here is the code:
 
 # %%
 from dtlib.comm import algorithms
@@ -210,7 +210,7 @@ lab.predict("megabytes-of-a-ring", {4: None, 1000: None})
 lab.predict("megabytes-of-a-ring", {4: 180, 1000: 240})
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Never more than twice the array, however many ranks there are.
+# Never more than twice the array, for any number of ranks.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -221,7 +221,7 @@ messages, sent_bytes = trace.sent("all_reduce")
 print(f"{messages} messages, {sent_bytes:,} bytes; every element is {gradient[0]:g}")
 
 # %% tags=["statement"]
-# "Never more than twice the array, however many ranks there are."
+# "Never more than twice the array, for any number of ranks."
 assert found(r"1000: you predicted \d+, and it came out as ([\d.]+)")[0] < 2 * 120
 assert found(r"6 messages, ([\d,]+) bytes")[0] == 2 * 1_200_000 * 3 / 4
 
@@ -247,7 +247,7 @@ assert int(10 * ring) == 105 and round(halving, 2) == 0.42 and 2 * 1023 == 2046
 # ## What it costs
 #
 # A message of n bytes takes α + n β seconds: α is the latency, 1/β the bandwidth. A rank sends one message and receives
-# one at a time. Then, without the time to add, N ranks need:
+# one at a time. Without the time to add, N ranks need:
 #
 # | all-reduce | seconds |
 # |---|---|
@@ -257,11 +257,12 @@ assert int(10 * ring) == 105 and round(halving, 2) == 0.42 and 2 * 1023 == 2046
 # | ring | 2 (N-1) (α + n/N β) |
 # | Rabenseifner's | 2 log₂N α + 2 (N-1)/N n β |
 #
-# Doubling pays the fewest latencies, the ring sends the fewest bytes. Rabenseifner's algorithm, which halves what it sends
-# from round to round, is good at both. On 1,024 ranks (5 µs, 25 GB/s, 4 MB) the ring pays 2,046 latencies and takes 10.5 ms, Rabenseifner's 0.42 ms.
+# Doubling pays the fewest latencies, the ring sends the fewest bytes. Rabenseifner's algorithm halves its messages from
+# round to round, and is good at both. On 1,024 ranks (5 µs, 25 GB/s, 4 MB) the ring pays 2,046 latencies and takes 10.5
+# ms, Rabenseifner's 0.42 ms.
 #
-# **Predict.** Where do doubling and ring cross? Set their formulas equal for N = 4, 5 ms and 100 MB/s, and give n in
-# bytes.
+# **Predict.** For how many bytes n do doubling and ring take equally long? Set their formulas equal for N = 4, 5 ms and
+# 100 MB/s.
 
 # %% tags=["stub"]
 lab.predict("crossing", None)
@@ -270,11 +271,11 @@ lab.predict("crossing", None)
 lab.predict("crossing", 4_000_000)
 
 # %% [markdown]
-# Is the model true? Inside one computer messages are copies in memory. So the library emulates a network: it holds each
-# message back for the time that α and β say. **What follows is EMULATED**, and so slow that Python's own time adds little.
+# Is the model right? Inside one computer a message is a copy in memory. So the library emulates a network: it delays
+# each message by α + n β. **The following network is EMULATED**, and so slow that Python's own time hardly matters.
 #
-# We pretend not to know α and β, and measure: ranks 0 and 1 send each other a message, there and back (*ping-pong*). A
-# short one gives α, a long one β.
+# We pretend not to know α and β, and measure them. Ranks 0 and 1 send a message back and forth (*ping-pong*). A short
+# message gives α, a long one β.
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -284,7 +285,7 @@ from functools import partial
 import numpy as np
 from dtlib.comm import progress_thread
 
-slow = comm.emulate_network(latency=0.005, bandwidth=100e6)  # 5 ms a message, 100 MB/s
+slow = comm.emulate_network(latency=0.005, bandwidth=100e6)  # 5 ms per message, 100 MB/s
 
 
 def seconds_of(act, count, repeats):
@@ -341,14 +342,15 @@ assert off < 0.4  # Python's own time, and naps of ranks that wait
 assert all(measured["naive"][n] < model["naive"][n] for n in measured["naive"])
 
 # %% [markdown]
-# Two numbers, measured on two ranks, predict three algorithms on four ranks. The naive one is faster than its model: here
-# rank 0 receives three messages at once, as no real card does. Doubling and ring cross near 4 MB, as you predicted.
-# (Without `algorithm=` the library chooses by size.) **Discuss:** what else do model and emulation leave out?
+# Two numbers, measured on two ranks, predict three algorithms on four ranks. The naive one is faster than its model:
+# here rank 0 receives three messages at once. No real card does that. Doubling and ring take equally long near 4 MB, as
+# you predicted. (Without `algorithm=` the library chooses by size.) **Discuss:** what else do model and emulation leave
+# out?
 
 # %% [markdown]
 # ## Machines and links
 #
-# In one direction, for one GPU:
+# Bandwidth in one direction, for one GPU:
 #
 # | link | GB/s |
 # |---|---|
@@ -361,8 +363,8 @@ assert all(measured["naive"][n] < model["naive"][n] for n in measured["naive"])
 #
 # <details><summary>Answer 1</summary>Each sends 2 x 7/8 x 14 = 24.5 GB: 54 ms and 490 ms.</details>
 #
-# A *hierarchical* all-reduce uses the slow link little. Here it is in torch's calls: `comm.group` is torch's `ProcessGroup`
-# of the ranks of `comm`. Let our four ranks be two machines of two.
+# A *hierarchical* all-reduce sends little over the slow link. Here it is in torch's calls: `comm.group` is torch's
+# `ProcessGroup` of `comm`. Suppose that our four ranks are two machines of two.
 #
 # **Predict.** The array has 1.2 MB. How many MB does each *machine* send to the other, with a ring over all four ranks and
 # with the hierarchy?
@@ -412,8 +414,8 @@ assert count("every element is 6")
 
 # %% [markdown]
 # In the ring only ranks 1 and 3 send to the other machine: 1.8 MB. In the hierarchy each rank sends 0.6 MB. With 128
-# machines of eight GPUs nearly 2 n leave a machine either way, but over eight cards at once, and in 268 rounds instead of
-# 2,046.
+# machines of eight GPUs, each machine sends nearly 2 n bytes in both algorithms. But the hierarchy uses eight cards at
+# once, in 268 rounds instead of 2,046.
 
 # %% tags=["claim"]
 # "in 268 rounds instead of 2,046"
@@ -422,17 +424,17 @@ assert 2 * 7 + 2 * 127 == 268 and 2 * 1023 == 2046
 # %% [markdown]
 # ## What a hang is
 #
-# If one rank does not arrive, the others wait forever; nothing breaks, nothing is printed. There are
-# three kinds. Here a wait has a short limit, and ends with a sentence.
+# If one rank does not arrive, the others wait forever, without any output. There are three kinds. Here a wait has a
+# short limit, and ends with an error message.
 #
 # **One: a rank that does not arrive**, or that died. Which rank is missing? What did it do last?
 
 # %%
 # %%px
-from dtlib.lessons.l03.judge_hangs import tells_how_it_ended
+from dtlib.lessons.l03.judge_hangs import print_error
 
 comm.time_limit = 2  # seconds
-with tells_how_it_ended():
+with print_error():
     if world.rank != 2:
         comm.barrier()
 comm.time_limit = 30  # as before
@@ -442,24 +444,25 @@ comm.time_limit = 30  # as before
 assert found(r"Waited (\d) s in barrier .*: rank (\d) has finished its cell; its last operation was all_reduce") == [2, 2]
 
 # %% [markdown]
-# After an interrupted operation a communicator is out of step, and refuses to go on until all ranks call `dtlib.reset()`:
+# After an interrupted operation a communicator is out of step. All calls fail until all ranks call `dtlib.reset()`:
 
 # %%
 # %%px
-with tells_how_it_ended():
+with print_error():
     if world.rank != 2:
         comm.barrier()
 comm = dtlib.reset().comm
 print(comm.all_reduce(torch.tensor(1)))
 
 # %% [markdown]
-# **Two: ranks that disagree.** All arrive, but not at the same operation. In a notebook, ranks compare what they call
-# before each collective. Without that, an all-reduce would meet a broadcast: a hang, or worse, a wrong sum.
+# **Two: ranks that disagree.** All arrive, but at different operations. In a notebook, ranks compare their calls before
+# each collective. Otherwise an all-reduce could receive a broadcast's messages, which causes a hang or, worse, a wrong
+# sum.
 
 # %%
 # %%px
 comm = dtlib.reset().comm
-with tells_how_it_ended():
+with print_error():
     if world.rank == 0:
         comm.all_reduce(torch.ones(2))
         comm.broadcast(torch.ones(2))
@@ -474,7 +477,7 @@ with tells_how_it_ended():
 # %%px
 comm, theirs = dtlib.reset().comm, torch.zeros(3)
 comm.time_limit = 2
-with tells_how_it_ended():
+with print_error():
     if world.rank < 2:
         comm.recv(theirs, 1 - world.rank)
         comm.send(torch.ones(3), 1 - world.rank)
@@ -488,13 +491,13 @@ assert count("they wait for one another") == 2
 # No rank is absent: they wait in a circle. With `async_op=True` an operation returns a handle at once; until
 # `handle.wait()` you must not touch the tensor.
 #
-# **Your turn.** Fix it, so that ranks 0 and 1 get each other's number.
+# **Your turn.** Fix it, so that ranks 0 and 1 receive each other's number.
 
 # %% tags=["stub"]
 # %%px
 comm, theirs = dtlib.reset().comm, torch.zeros(1)
 comm.time_limit = 2
-with tells_how_it_ended():
+with print_error():
     if world.rank < 2:
         comm.recv(theirs, 1 - world.rank)
         comm.send(torch.ones(1) * world.rank, 1 - world.rank)
@@ -505,7 +508,7 @@ comm.time_limit = 30
 # %%px
 comm, theirs = dtlib.reset().comm, torch.zeros(1)
 comm.time_limit = 2
-with tells_how_it_ended():
+with print_error():
     if world.rank < 2:
         sending = comm.send(torch.ones(1) * world.rank, 1 - world.rank, async_op=True)
         comm.recv(theirs, 1 - world.rank)
@@ -516,9 +519,9 @@ comm.time_limit = 30
 # %% [markdown]
 # The cure is to start the send, receive, and then wait for the send, as every step of the ring does.
 #
-# With the usual limit, a line below the cell says after three seconds which rank is missing; **Stop** ends the wait, and
-# `%px dtlib.reset()` brings the ranks back into step. At work: `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares calls, and
-# `init_process_group(timeout=...)` sets the limit, with NCCL ten minutes.
+# With the usual limit, a line below the cell says after three seconds which rank is missing; **Stop** ends the wait,
+# and `%px dtlib.reset()` brings the ranks back into step. In torch, `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares calls,
+# and `init_process_group(timeout=...)` sets the limit (with NCCL ten minutes).
 
 # %% [markdown]
 # ## Quiz
@@ -532,7 +535,8 @@ lab.quiz("03")
 # - All ranks call a collective, in the same order. An all-reduce is a reduce-scatter and an all-gather.
 # - Small arrays: rounds count (doubling). Large ones: bytes count (ring: less than twice the array).
 # - α + n β predicts the cost from two numbers. Between machines, a hierarchy uses all cards at once.
-# - A hang: a rank does not arrive, ranks disagree, or ranks wait in a circle. Read the sentence; Stop; `%px dtlib.reset()`.
+# - A hang: a rank does not arrive, ranks disagree, or ranks wait in a circle. Read the error message; Stop; `%px
+#   dtlib.reset()`.
 #
 # Now the [exercises](../exercises/03_collectives_exercises.ipynb): fix a ring, build one, and explain five hangs.
 #

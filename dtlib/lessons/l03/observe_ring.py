@@ -1,30 +1,38 @@
-"""A ring all-reduce, observed: what comes out, and what every rank sends for it."""
+"""Runs of a ring all-reduce: results, and messages of every rank."""
 
 import time
 
 LONG = 5000
-UNIT = 2**24 + 1  # of all values, on a few ranks: float32 cannot hold it
-BASE = 64  # rank r puts in powers of this, so that a digit of the sum says how often its values are in it
+# Factor of all values on at most four ranks. float32 cannot represent it, so rounding is detected.
+UNIT = 2**24 + 1
+# Rank r contributes BASE**r, so digit r of the sum is the number of times that rank r was added.
+BASE = 64
 
 
 def lengths(ranks: int) -> tuple[int, ...]:
-    """A length that divides by the ranks, one that does not, one shorter than the ranks, one element, none; and chunks
-    so long that their messages wait for a receive (MPI sends short ones ahead)."""
+    """Return the lengths to test.
+
+    Lengths are divisible by the number of ranks, not divisible, shorter than the number of ranks, one, and zero. The
+    last length has chunks so long that MPI sends them only when the receive is posted.
+    """
     return 12 * ranks, 13 * ranks - 1, max(1, ranks - 1), 1, 0, LONG * ranks
 
 
 def observe_ring(all_reduce, comm):
-    """For each length, and once more in float32: the result here, and the operations used, as (name, destination,
-    messages, bytes)."""
+    """Return for each length, and one case in float32, the result and the operations of this rank.
+
+    An operation is (name, destination, messages, bytes).
+    """
     cases = []
     wanted = [(length, "float64") for length in lengths(comm.size)]
-    if comm.size <= 4:  # sums of more ranks would not be exact in float32
+    # With more ranks sums would not be exact in float32.
+    if comm.size <= 4:
         wanted.append((lengths(comm.size)[0], "float32"))
     for length, dtype in wanted:
         case = _observed(all_reduce, length, dtype, comm)
         cases.append(case)
         if "error" in case:
-            break  # this communicator is of no use any more
+            break  # after an error the communicator cannot be used again
     return cases
 
 
@@ -33,11 +41,11 @@ def _observed(all_reduce, length, dtype, comm):
 
     from dtlib.comm.watch.recorder import recording
     from dtlib.errors import WaitTimeout
-    from dtlib.lab.checks.checks import told
-    from dtlib.lab.checks.sends import not_waited_for, watched_handles
+    from dtlib.lab.checks.judging import told
+    from dtlib.lab.checks.pending_handles import count_unfinished, watched_handles
 
     tensor = input_of(comm.rank, length, comm.size, dtype)
-    memory = tensor.view_as(tensor)  # what others see, if the answer lets the tensor have another memory
+    memory = tensor.view_as(tensor)  # stays the original memory, if the answer gives the tensor another one
     case = {"length": length, "dtype": dtype, "itemsize": tensor.element_size()}
     with recording() as events, watched_handles(comm) as handles:
         try:
@@ -48,7 +56,7 @@ def _observed(all_reduce, length, dtype, comm):
             got, hints = told(error, all_reduce)
             case.update(error=got, hints=hints, waited=False)
         else:
-            case["sends"] = not_waited_for(handles)
+            case["sends"] = count_unfinished(handles)
             let_messages_leave(events)
             case.update(values=(memory if len(tensor) == length else tensor).tolist(), returned=_as_list(got))
     case["operations"] = [
@@ -60,17 +68,19 @@ def _observed(all_reduce, length, dtype, comm):
 
 
 def input_of(rank, length, ranks, dtype):
+    """Return the input of a rank; the sum over ranks shows how often each rank was added (see ``BASE``)."""
     import torch
 
     return unit_of(ranks, dtype) * BASE**rank * (1 + torch.arange(length, dtype=getattr(torch, dtype)) % 3)
 
 
 def unit_of(ranks: int, dtype: str) -> int:
-    return UNIT if ranks <= 4 and dtype == "float64" else 1  # sums of more ranks would not be exact in float64
+    """Return the factor of all values: large where the sums stay exact in ``dtype``, otherwise 1."""
+    return UNIT if ranks <= 4 and dtype == "float64" else 1  # otherwise sums would not be exact
 
 
 def let_messages_leave(events, seconds: float = 1.0) -> None:
-    """They are counted once they have left, whether the answer has waited for them or not."""
+    """Wait until pending messages have left, because only then they are counted."""
     from dtlib.comm.waiting import advance_all
 
     events, deadline = list(events), time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""Lesson 03: what is predicted in it, and where the answers come from."""
+"""Lesson 03: the questions that learners predict, and the sources of the answers."""
 
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.theory import collectives as theory
@@ -9,7 +9,7 @@ def _megabytes_of_ring(ranks: int) -> float:
 
 
 def _crossing() -> int:
-    """Bytes from which the ring costs no more than doubling, on four ranks."""
+    """Return the bytes from which the ring is no slower than recursive doubling, on four ranks."""
 
     def seconds(algorithm, count):
         return theory.cost("all_reduce", algorithm, 4, count, latency=5e-3, bandwidth=100e6)

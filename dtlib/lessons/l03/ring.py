@@ -1,7 +1,7 @@
-"""The ring all-reduce, step by step: a slider, a picture of all steps, and the same as text.
+"""The ring all-reduce step by step: a slider, a picture of all steps, and a text equivalent.
 
-What is drawn is what runs: the library's own generator goes round in this process, over a network that delivers one
-step at a time (steps.py).
+The figures show the library's own generator, which runs in this process over a simulated network that delivers one step
+at a time (steps.py).
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from dtlib.lessons.l03.steps import rounds
 
 @dataclass(frozen=True)
 class Step:
-    """The ranks before a step, and what they send in it.
+    """State of all ranks before a step, and the chunks that they send in it.
 
-    ``held[rank][chunk]`` are the ranks whose values are in that chunk there; ``sends[rank]`` is the chunk that the rank
-    sends to its right neighbour, None after the last step.
+    ``held[rank][chunk]`` are the ranks whose values are summed in that chunk. ``sends[rank]`` is the chunk that the
+    rank sends to its right neighbour, None after the last step.
     """
 
     number: int
@@ -27,11 +27,12 @@ class Step:
 
     @property
     def title(self) -> str:
+        """Phase and number of the step."""
         return self.phase if self.sends[0] is None else f"step {self.number}: {self.phase}"
 
 
 def steps(ranks: int) -> list[Step]:
-    """The ring all-reduce on ``ranks`` ranks, of an array with one element a chunk; the last entry is the result."""
+    """Return the steps of a ring all-reduce, with one element per chunk; the last entry is the result."""
     found = []
     for number, each in enumerate(rounds("all_reduce", "ring", ranks)[0]):
         phase = "reduce-scatter" if number < ranks - 1 else "all-gather" if each.sent else "the result"
@@ -41,7 +42,7 @@ def steps(ranks: int) -> list[Step]:
 
 
 def explore(ranks: int = 4) -> None:
-    """A slider over the steps. Where widgets are not shown, ``show_all`` draws the same."""
+    """Show a slider over the steps. ``show_all`` draws the same without widgets."""
     import ipywidgets
 
     every = steps(ranks)
@@ -52,7 +53,7 @@ def explore(ranks: int = 4) -> None:
 
 @shown
 def show(step: Step):
-    """One step, large, and in a sentence."""
+    """Draw one step, with its description in words."""
     figure, axes = subplots(height=3.8, width=7)
     _draw(axes, step)
     return figure, f"{step.title}. {_sentence(step)}", _table([step])
@@ -60,7 +61,7 @@ def show(step: Step):
 
 @shown
 def show_all(ranks: int = 4):
-    """Every step in a picture of its own, side by side, and a table of them."""
+    """Draw all steps side by side, with a table of them."""
     every = steps(ranks)
     lines = -(-len(every) // 2)
     columns = -(-len(every) // lines)
@@ -102,7 +103,7 @@ def _sentence(step) -> str:
 
 
 def _draw(axes, step, labels: bool = True) -> None:
-    """A row a rank, a column a chunk; stripes in the colours of ranks whose values are in it, a frame if it goes."""
+    """Draw ranks as rows and chunks as columns: colours show the summed ranks, and frames the sent chunks."""
     from matplotlib.patches import Rectangle
 
     ranks = len(step.held)

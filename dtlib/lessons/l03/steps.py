@@ -1,8 +1,7 @@
-"""Every collective one round at a time: who holds what, and who sends what next. SIMULATED (turns.py); the algorithms
-are the library's own.
+"""Every collective round by round: data of all ranks, and messages. SIMULATED (simulated_network.py).
 
-Each rank puts the bit 2**rank into every place of an array with a place a rank, so that a partial sum tells who is in
-it.
+Each rank puts the bit 2**rank into every element of an array with one element per rank. So the bits of a partial sum
+show which ranks it contains.
 """
 
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from dtlib.comm import algorithms
 from dtlib.comm.algorithms import chunks_of
 from dtlib.comm.numbers import Numbers, combiner
-from dtlib.lessons.l03.turns import Network, TurnLink
+from dtlib.lessons.l03.simulated_network import Network, SimulatedLink
 from dtlib.theory.collectives import ALGORITHMS
 
 ROOT = 0
@@ -19,7 +18,7 @@ ROOT = 0
 
 @dataclass(frozen=True)
 class Sent:
-    """A message of a round: the places ``start`` to ``stop`` - 1 of the sender's array; None: not from there."""
+    """A message: elements ``start`` to ``stop`` - 1 of the sender's array, or None if it is from other memory."""
 
     source: int
     dest: int
@@ -30,7 +29,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Round:
-    """The ranks before a round, and what arrives in it. ``held[rank][place]`` are the ranks whose values are there."""
+    """Data before a round, and its messages. ``held[rank][place]`` are the ranks summed in that element."""
 
     held: tuple
     sent: tuple[Sent, ...]
@@ -64,8 +63,8 @@ def _of_all_reduce(name: str) -> Callable:
     return lambda link, array: getattr(algorithms, f"{name}_all_reduce")(link, array, combiner("sum"))
 
 
-# What a rank does, as a generator, and in which places of its array it has something to begin with: all, its own, or
-# all on the root.
+# (operation, algorithm) -> (generator of one rank, which elements are filled at the start: all, each rank's own, all on
+# the root, or none).
 KNOWN = {
     **{("all_reduce", name): (_of_all_reduce(name), "all") for name in ALGORITHMS["all_reduce"]},
     ("broadcast", "tree"): (lambda link, array: algorithms.tree_broadcast(link, array, ROOT), "root"),
@@ -79,16 +78,19 @@ KNOWN = {
 }
 
 
-def rounds(operation: str, algorithm: str, ranks: int) -> tuple[list[Round], list[TurnLink]]:
-    """All rounds of a collective on ``ranks`` ranks, the last entry being the result; and each rank's link, which has
-    counted its messages."""
+def rounds(operation: str, algorithm: str, ranks: int) -> tuple[list[Round], list[SimulatedLink]]:
+    """Return all rounds of a collective, and each rank's link with its counts of messages and bytes.
+
+    The last round is the result.
+    """
     act, begins = KNOWN[operation, algorithm]
     network = Network(ranks)
-    links = [TurnLink(network, rank) for rank in range(ranks)]
+    links = [SimulatedLink(network, rank) for rank in range(ranks)]
     arrays = [Numbers([_at_first(begins, rank, place) for place in range(ranks)], "int64") for rank in range(ranks)]
     runs = [act(link, array) for link, array in zip(links, arrays, strict=True)]
     waits: list[list | None] = [[] for _ in runs]
     found = []
+    # Advance every rank until it waits for a message; then deliver one round of messages, until there are none.
     while True:
         for rank, run in enumerate(runs):
             while (wanted := waits[rank]) is not None and links[rank].all_done(wanted):
@@ -110,7 +112,7 @@ def _held(arrays) -> tuple:
 
 
 def _sent(message, array) -> Sent:
-    """Where in its array a message began."""
+    """Return a message with the position in its sender's array."""
     start = (message.numbers.ctypes.data - array.ctypes.data) // 8
     count = len(message.numbers)
     if not count or not 0 <= start < len(array):

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # 04b Data parallelism: odd batches and buckets
 #
-# Thirty minutes, optional: an appendix to [04 Data parallelism](04_data_parallel.ipynb). Real batches are too large, or do not divide
-# evenly; here is what to do. In an exercise you weight an uneven batch. Then: the size and the order of buckets.
+# Thirty minutes, optional: an appendix to [04 Data parallelism](04_data_parallel.ipynb). Real batches may be too large
+# for memory, or may not divide evenly: here you handle both. In an exercise you weight an uneven batch. Then you study
+# the size and the order of buckets.
 #
 # **Questions.** What if a batch does not fit into memory, or ranks have different numbers of images? How large is a good
 # bucket, and which bucket leaves first?
@@ -40,12 +41,12 @@ def fresh_net():
 # %% [markdown]
 # ## Odd batches
 #
-# **Accumulation.** If a batch does not fit into memory, add up the gradients of several backward passes. To average each of
-# them would be a waste: inside `no_sync()` gradients stay on the rank, and the first backward pass after it averages the
-# sums. Each loss is divided by the number of passes, otherwise the gradient is that many times too large.
+# **Accumulation.** If a batch does not fit into memory, add up the gradients of several backward passes. Averaging each
+# of them would be a waste: inside `no_sync()` gradients stay on the rank, and the first backward pass after it averages
+# the sums. Divide each loss by the number of passes; otherwise the gradient is too large by this factor.
 #
-# **Predict.** The net has four parameters, and one bucket takes them all. There are four backward passes, the last one outside
-# `no_sync()`. How many all_reduces?
+# **Predict.** The net has four parameters, and one bucket holds them all. There are four backward passes, the last one
+# outside `no_sync()`. How many all_reduces are called?
 
 # %% tags=["stub"]
 lab.predict("all-reduces-of-four-passes", None)
@@ -77,12 +78,12 @@ assert found(r"(\d) backward passes, (\d) all_reduce") == [4, 1]
 # At the end of an epoch ranks often have different numbers of images. Each rank takes the mean loss of its own images, and
 # gradients are averaged over ranks. The mean of means is the mean over all images only if the slices are equally large.
 #
-# torch's DDP averages, whatever the slices, so you repair the *loss*. Write `weighted_loss(comm, model, images, labels)`. Each
-# rank calls it with its own images, and then `backward()`. The average of the gradients over ranks must be the gradient of
-# the mean loss over all images of all ranks.
+# torch's DDP gives each slice the same weight, so you correct the *loss*. Write `weighted_loss(comm, model, images,
+# labels)`. Each rank calls it with its own images, and then `backward()`. The average of the gradients over ranks must
+# be the gradient of the mean loss over all images of all ranks.
 #
-# - The numbers of images change from call to call. A rank knows only its own.
-# - A rank may have no image at all. It still calls `backward()`, because the others wait for its zeros.
+# - The numbers of images change from call to call. A rank knows only its own number.
+# - A rank may have no image at all. Such a rank still calls `backward()`, because the others wait for its zeros.
 #
 # All ranks call the function together, so it may use `comm`.
 
@@ -101,8 +102,8 @@ def weighted_loss(comm, model, images, labels):
 lab.check("weight-the-batch")
 
 # %% [markdown]
-# Here rank r has r + 1 images. How far from one process is the plain mean, and how far is your loss? dtlib's class does
-# the same itself if you set `batch_size` on all ranks:
+# Here rank r has r + 1 images. How far from one process is the gradient of the plain mean, and how far is that of your
+# loss? dtlib's class does the same itself if you set `batch_size` on all ranks:
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -160,11 +161,11 @@ assert count(r"(?m)[1-4] steps here; the weights differ from rank 0's by 0$") ==
 # ## How large is a bucket?
 #
 # Small buckets travel early, and pay the latency of a ring each time. One bucket for everything pays it once, but
-# starts only when the backward pass is over. Below are sixteen layers of 0.25 MiB; the accelerator and the network are
-# EMULATED, as in lesson 04.
+# starts only when the backward pass is over. The next cell has sixteen layers of 0.25 MiB; the accelerator and the
+# network are EMULATED, as in lesson 04.
 #
-# **Predict.** Buckets have from 0.25 MiB, a layer, to 4 MiB, all layers. Which of them is the fastest: the smallest, the
-# largest, or one between them?
+# **Predict.** The bucket size is between 0.25 MiB (one layer) and 4 MiB (all layers). Which size is the fastest: the
+# smallest, the largest, or one between them?
 
 # %% tags=["stub"]
 lab.predict("best-bucket", None)  # "smallest", "largest" or "between"
@@ -185,7 +186,7 @@ def backward_of(kind, comm, layers=16, count=2**16, pause=0.008, **settings):
     return time.perf_counter() - began, trace
 
 
-slow = comm.emulate_network(latency=0.002, bandwidth=100e6)  # 2 ms a message, 100 MB/s
+slow = comm.emulate_network(latency=0.002, bandwidth=100e6)  # 2 ms per message, 100 MB/s
 threaded = {"progress": "thread", "algorithm": "ring"}
 seconds = {}
 for size in (0.25, 0.5, 1, 2, 4):  # MiB
@@ -209,22 +210,22 @@ print(f"Best of these: {best:g} MiB.")
 assert min(seconds) < best < max(seconds)
 
 # %% [markdown]
-# The curve has its lowest point between the smallest and the largest bucket. Where it lies depends on latency, bandwidth and
-# the time of the backward pass: measure on your own machine. The default of torch and of dtlib, 25 MiB, was chosen for the
-# networks of data centres.
+# The curve has its lowest point between the smallest and the largest bucket. The best size depends on latency,
+# bandwidth and the time of the backward pass: measure it on your own machine. The default of torch and of dtlib, 25
+# MiB, was chosen for the networks of data centres.
 #
-# **Your turn.** Set `latency=0.0001` where `slow` is made. Which way does the best size move, and why?
+# **Your turn.** Set `latency=0.0001` where `slow` is made. Does the best size grow or shrink, and why?
 #
-# <details><summary>Answer</summary>It gets smaller: a message costs less, so leaving early pays.</details>
+# <details><summary>Answer</summary>It shrinks: a message costs less, so sending early pays.</details>
 #
 # ## Buckets in the wrong order
 #
-# Collectives must be called in one order on all ranks, so buckets leave in the order of their list: normally the last
-# layer's first, as its gradient is ready first. **Change a line.** Below the list is reversed. Gradients are the same. Both
-# times a thread moves messages on, as in lesson 04.
+# Collectives must be called in the same order on all ranks, so buckets are sent in the order of their list. Normally
+# the last layer's bucket is first, because its gradient is ready first. **Change a line.** The next cell reverses the
+# list. The gradients stay the same. In both runs a thread progresses the messages, as in lesson 04.
 #
-# **Predict.** Six layers, a bucket each. In the reversed order, how many layers must go through their backward pass before
-# the first bucket leaves?
+# **Predict.** There are six layers, with one bucket each. In the reversed order, how many layers must go through their
+# backward pass before the first bucket leaves?
 
 # %% tags=["stub"]
 lab.predict("layers-before-the-first-bucket", None)
@@ -281,7 +282,7 @@ lab.quiz("04b")
 # %% [markdown]
 # ## Summary
 #
-# - `no_sync()` for accumulation; a weighted loss for uneven batches; `join()` for uneven numbers of them.
+# - `no_sync()` for accumulation; a weighted loss for uneven batches; `join()` for uneven numbers of batches.
 # - A bucket too small pays latency, one too large starts late: the cheaper a message, the smaller the best bucket. The
 #   last layer's bucket leaves first.
 #

@@ -1,7 +1,7 @@
-"""An EMULATED accelerator for lessons about overlap: layers whose backward pass leaves the core alone for a while.
+"""An EMULATED accelerator for lessons about overlap: layers whose backward pass leaves the core idle for a while.
 
-On a laptop computing keeps the cores busy, and there is nothing to hide communication behind. A GPU computes beside
-the core that feeds it, and so does a core that sleeps.
+On a laptop, computation keeps all cores busy, so there is nothing to hide communication behind. A GPU computes without
+the core that feeds it; a sleeping layer leaves its core free in the same way.
 """
 
 import time
@@ -13,15 +13,17 @@ from dtlib.measure.trace import phase
 
 
 class SleepingLayer(torch.autograd.Function):
-    """Passes its input on. The backward pass takes a while, as on an accelerator, and gives gradients of one."""
+    """An identity that sleeps in its backward pass, as if an accelerator computed; gradients are one."""
 
     @staticmethod
     def forward(ctx, x, weight, seconds, name):
+        """Return a copy of ``x``."""
         ctx.weight, ctx.seconds, ctx.name = weight, seconds, name
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
+        """Sleep; return the gradient of ``x``, and ones for the weight."""
         with phase(ctx.name):
             time.sleep(ctx.seconds)
         return grad, torch.ones_like(ctx.weight), None, None
@@ -36,6 +38,7 @@ class EmulatedAccelerator(nn.Module):
         self.seconds = seconds
 
     def forward(self, x):
+        """Apply all layers to ``x``."""
         for number, weight in enumerate(self.weights):
             x = SleepingLayer.apply(x, weight, self.seconds, f"layer {number}")
         return x

@@ -63,9 +63,8 @@ counted = len(flat), ring.sent()[1], server.sent()[1]
 # ## Fix: a hook that reduces the wrong thing
 #
 # `average_with_hooks(comm, module)` sets a hook on each parameter, so that gradients are averaged when `backward()`
-# returns. `dist` is `torch.distributed`, and `comm.group` torch's process group of these ranks. It runs, sends as many
-# bytes as it should, and the loss goes down. But the ranks do not train one model: one
-# word is wrong. Fix it.
+# returns. `dist` is `torch.distributed`, and `comm.group` torch's process group of these ranks. The function runs,
+# sends the right number of bytes, and the loss falls. But the ranks do not train one model: one word is wrong. Fix it.
 
 # %% tags=["two-hours", "half-day", "stub"]
 # %%px
@@ -107,8 +106,8 @@ def average_with_hooks(comm, module):
 lab.check("hook-fix")
 
 # %% [markdown]
-# The loss goes down in spite of the bug, because each rank trains on its own images, and the parameters are averaged in
-# the middle of the backward pass. Each rank then steps with its own gradient: that is not data parallelism. Only a
+# The loss falls in spite of the bug, because each rank trains on its own images, and the parameters are averaged in the
+# middle of the backward pass. Then each rank steps with its own gradient. This is not data parallelism. Only a
 # comparison with one process finds it.
 #
 # ## Build: gradients in buckets
@@ -117,17 +116,17 @@ lab.check("hook-fix")
 #
 # - `MyDataParallel(comm, module, bucket_bytes)`: afterwards all ranks have rank 0's parameters *and* buffers.
 # - `average_gradients(samples)`, called on every rank after `backward()`: each gradient becomes the gradient of the
-#   mean loss over all samples of all ranks. `samples` is how many this rank had: the last batch of an epoch does not
-#   have the same size everywhere.
+#   mean loss over all samples of all ranks. `samples` is this rank's number of samples: the last batch of an epoch can
+#   have a different size on each rank.
 #
 # 1. Find this rank's weight: `samples` divided by the samples of all ranks. This takes one small `dist.all_reduce`.
 # 2. Fill a bucket with gradients, up to `bucket_bytes`: begin a new one when the next gradient would not fit (a
-#    gradient larger than that gets its own bucket).
+#    gradient larger than `bucket_bytes` gets its own bucket).
 # 3. For each bucket, call `dist.all_reduce(flat, group=comm.group)` once; copy the pieces back into the gradients.
 #
-# Tied weights are one parameter with two names, and travel once. Frozen and unused parameters have `grad=None` and keep
-# it. All parameters have the same dtype, and every rank uses the same ones and has at least one sample. The check
-# compares with one process that has all samples, and counts what is reduced.
+# Tied weights are one parameter with two names: send it once. Frozen and unused parameters have `grad=None` and keep
+# it. All parameters have the same dtype, every rank uses the same parameters, and every rank has at least one sample.
+# The check compares with one process that has all samples, and counts what is reduced.
 
 # %% tags=["stub"]
 # %%px
@@ -183,15 +182,14 @@ lab.check("buckets-build")
 #
 # Teach three ranks all ten digits, and send as few bytes as you can. `golf(comm, x, y)` trains on this rank's images
 # and returns a model (or a function of images). On *every* rank it must get at least 95 % of the test images right, in
-# 30 seconds. Your score: all bytes that all ranks send, by whatever operation. You pass
-# at **par**, the score of a reference that comes with the check; go as far below it as you can. Results stay on your
-# computer.
+# 30 seconds. Your score is the number of bytes that all ranks send together, with any operation. You pass at **par**,
+# the score of a reference solution in the check. Try to get far below par. Results stay on your computer.
 #
-# Training images are sorted: rank 0 has the digits from 0 to 3, rank 1 those from 3 to 6, rank 2 the rest. So no rank
-# can do without the others. You may not load the digits yourself, neither in `golf` nor before it. `torch.manual_seed(0)` is called first, so a run can
-# be repeated.
+# Training images are sorted: rank 0 has the digits from 0 to 3, rank 1 those from 3 to 6, rank 2 the rest. So each rank
+# needs the others. You may not load the digits yourself, neither in `golf` nor before it. The check calls
+# `torch.manual_seed(0)` first, so a run can be repeated.
 #
-# What are the bytes spent on? Steps × parameters × bytes per number. Which of the three can you reduce?
+# The bytes are steps × parameters × bytes per number. Which of the three factors can you reduce?
 
 # %% tags=["stub"]
 # %%px
@@ -233,17 +231,17 @@ mine, accuracy, par = found(r"byte-golf. ([\d,]+) bytes for ([\d.]+)%; par is ([
 assert mine < par and accuracy >= 95
 
 # %% [markdown]
-# The solution is below par, and far from the best. Some ideas, each at a price:
+# The solution is below par, and far from the best. Here are some ideas; each has a price:
 #
 # - Fewer parameters: no hidden layer at all? A layer that all ranks draw from the same seed, and never train, needs no
 #   bytes.
 # - Fewer steps: a better optimizer, a higher rate, several local steps before the weights are averaged (what happens
-#   then, as each rank has different digits?).
+#   then, because each rank has different digits?).
 # - Fewer bytes per number: eight bits, one bit and a scale, or only the largest entries.
-# - Not gradients at all: what else could ranks tell one another about their images?
+# - No gradients at all: which other facts about their images could ranks exchange?
 #
 # ## If you have time
 #
 # - Let `MyDataParallel` start each bucket with `async_op=True` and wait for all at the end. Does the check still pass?
-# - Write a version of it that works from hooks. Which rule about the order of buckets do you need?
+# - Write a version of this class that works from hooks. Which rule about the order of buckets do you need?
 # - Run the check with `lab.engines(2)`. Which mistakes would two ranks have hidden?

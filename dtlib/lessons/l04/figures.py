@@ -1,4 +1,4 @@
-"""The picture of lesson 04: data parallelism."""
+"""The figure of lesson 04: data parallelism."""
 
 from dtlib.lab.colours import rank_colour
 from dtlib.lab.drawing import shown, subplots
@@ -15,7 +15,7 @@ STEPS = (
 
 @shown
 def data_parallelism(ranks: int = 4):
-    """One step, a column a rank: slices of the batch, the same model, gradients, one all_reduce, the same step."""
+    """Draw one step with ranks as columns: slices of the batch, models, gradients, all_reduce, optimizer steps."""
     from matplotlib.patches import FancyBboxPatch, Rectangle
 
     figure, axes = subplots(height=5.4)

@@ -1,4 +1,4 @@
-"""Lesson 04: averaged gradients, judged by their values against one process, and by what is reduced."""
+"""Lesson 04: check of averaged gradients, by values against one process and by the reduced bytes."""
 
 from dtlib.lab.checks.equality import as_tensor, factors
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
@@ -8,7 +8,7 @@ from dtlib.lessons.l04.observe_averaging import EVEN, GOES_ON, MODELS, joined_gr
 
 
 def judge(observations) -> None:
-    """Every rank begins as rank 0, has the gradient of the joined batch, and reduced no more than it had to."""
+    """Check initial values, the gradient of the joined batch on every rank, and the cost of the reductions."""
     for cases in zip(*observations, strict=True):
         _judge_beginning(cases)
         _judge_values(cases, moved=any(seen[0]["moved"] for seen in observations))
@@ -72,6 +72,7 @@ def _judge_values(cases, moved: bool) -> None:
         wrong("gradient-lost", True, f"{name}.grad", "None", "Write the average back to parameter.grad.",
               "Do not set parameter.grad to None after backward(): copy the average into it.")
     _judge_roots(cases, off, where, expected)
+    # If all gradients on all ranks are wrong by one factor, the factor says which mistake it is.
     everywhere = [(r, n) for r in range(size) for n in expected if expected[n] is not None]
     ratios = {(r, n): _ratio(cases[r]["gradients"][n], expected[n]) for r, n in everywhere}
     same = set(ratios.values())
@@ -141,7 +142,10 @@ def _judge_values(cases, moved: bool) -> None:
 
 
 def _weights_are_rounded(rank: int, cases, names) -> bool:
-    """The right sum but for its weights, as of ``samples / torch.tensor(total)``, which is a float32."""
+    """Return whether the sum is right except for rounded weights.
+
+    For example ``samples / torch.tensor(total)`` is a float32.
+    """
     of_rank, total = [cases[rank]["gradients"], *(case["local"] for case in cases)], sum(c["samples"] for c in cases)
     if any(gradients[name] is None for gradients in of_rank for name in names):
         return False
@@ -151,7 +155,7 @@ def _weights_are_rounded(rank: int, cases, names) -> bool:
 
 
 def _judge_roots(cases, off, where, expected) -> None:
-    """Is it right on one rank alone, or the gradient of one rank everywhere?"""
+    """Recognise averages on one rank only, and one rank's gradient on all ranks."""
     size = len(cases)
     wrong = rows(min(off))
     root = next((rank for rank in range(size) if rank not in off), None)
@@ -199,7 +203,7 @@ def _close(got, expected, tolerance: float = 1e-9) -> bool:
 
 
 def _ratio(got, expected):
-    """``got / expected`` if that is one number, rounded; else None."""
+    """Return ``got / expected`` if it is the same for all elements, rounded; else None."""
     product = sum(a * b for a, b in zip(got, expected, strict=True))
     ratio = product / sum(b * b for b in expected)
     if not _close(got, [ratio * b for b in expected]):

@@ -1,4 +1,4 @@
-"""Lesson 04, byte golf: digits learnt by ranks that have a few of them each, for as few bytes as can be."""
+"""Lesson 04, byte golf: ranks with few digits each learn all digits, with as few bytes as possible."""
 
 import builtins
 import io
@@ -14,7 +14,7 @@ SLOWEST = 30  # seconds
 
 
 def shard(rank: int, size: int):
-    """A rank's training images: sorted by digit, so that none can do without the others."""
+    """Return a rank's training images, sorted by digit so that a rank lacks most digits, and the test set."""
     import torch
 
     from dtlib.lab import digits
@@ -25,7 +25,7 @@ def shard(rank: int, size: int):
 
 
 def reference(comm, x, y):
-    """Par: forty steps on all images, gradients in float16."""
+    """Train the reference: forty steps on all images, with gradients in float16."""
     import torch
 
     from dtlib.lab import digits
@@ -45,15 +45,15 @@ def reference(comm, x, y):
 
 
 def observe_golf(train, comm):
-    """Accuracy here, payload bytes that this rank sent, seconds; the same of the reference."""
+    """Return accuracy, payload bytes and seconds on this rank, of the answer and of the reference."""
     import torch
-    import torch._dynamo  # the first optimizer imports it, for many seconds
+    import torch._dynamo  # now, because the first optimizer imports it, which takes seconds
 
     def stop(*_):
         raise TimeoutError(f"golf still ran after {SLOWEST} seconds")
 
-    comm.time_limit = SLOWEST / 2  # a wait is told before the alarm rings
-    before = signal.signal(signal.SIGALRM, stop)  # for a loop that never talks
+    comm.time_limit = SLOWEST / 2  # so that a hang raises an error before the alarm
+    before = signal.signal(signal.SIGALRM, stop)  # for loops without communication
     seen = {}
     try:
         for who, function in (("par", reference), ("mine", train)):
@@ -94,10 +94,10 @@ def _played(train, comm, x, y, x_test, y_test) -> dict:
 
 @contextmanager
 def loads_noticed(names: dict, loads: list):
-    """Adds to a list whenever all digits are loaded meanwhile, by whichever of dtlib's functions, or a file of digits
-    is opened, as scikit-learn's function does.
+    """Return a context that appends to ``loads`` whenever all digits are loaded.
 
-    ``names`` is where the answer looks names up: there a function may have been imported on its own.
+    It notices dtlib's functions, and any opened file of digits, as scikit-learn's function opens one. ``names`` is the
+    namespace of the answer, which may have imported a function under its own name.
     """
     from dtlib.lab import digits
     from dtlib.workloads import digits as every_image
@@ -133,7 +133,7 @@ def loads_noticed(names: dict, loads: list):
 
 
 def judge_golf(observations) -> Score:
-    """At least 95 % on every rank, in 30 s, and no more bytes than par; returns the score."""
+    """Check 95 % accuracy on every rank within 30 s, and no more bytes than par; return the score."""
     for rank, seen in enumerate(observations):
         if "error" in seen["mine"]:
             raise Wrong("type", rank, "a function of images that returns digits, or a score for each digit",

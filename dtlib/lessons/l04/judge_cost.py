@@ -1,20 +1,22 @@
-"""Averaged gradients, judged by what is reduced: how many bytes, and in how many buckets of which size."""
+"""Checks of averaged gradients by cost: reduced bytes, and number and size of buckets."""
 
 from dtlib.lab.checks.exercise import rows
 from dtlib.lessons.l04.observe_averaging import CAP, FULL, cap_of, joined_gradients
 
-SMALL_OPERATIONS = 3  # by which ranks may tell one another their samples
-TIED = ("One parameter has two names here (tied weights). How often do you reduce its gradient?",
-        "Its gradient already contains both uses. module.parameters() returns each parameter once.")
+SMALL_OPERATIONS = 3  # allowed for exchanging numbers of samples
+TIED = (
+    "One parameter has two names here (tied weights). How often do you reduce its gradient?",
+    "Its gradient already contains both uses. module.parameters() returns each parameter once.",
+)
 
 
 def trained(model: str):
-    """The parameters of a model that get a gradient, as (name, bytes), each once."""
+    """Return (name, bytes) of each parameter of a model that gets a gradient, without repetitions."""
     return [(n, 8 * len(g)) for n, g in joined_gradients(model, "even", [None]).items() if g is not None]
 
 
 def most_calls(model: str, cap: int) -> int:
-    """Buckets of ``cap`` bytes that are filled one after the other, in either order."""
+    """Return the largest number of full buckets of ``cap`` bytes, filled from the first or from the last layer."""
     from dtlib.gradients.buckets import buckets_of
 
     class Sized:
@@ -28,12 +30,13 @@ def most_calls(model: str, cap: int) -> int:
 
 
 def judge_cost(cases) -> None:
+    """Check that ranks reduce each gradient once, in buckets of the right size."""
     size, model = len(cases), cases[0]["model"]
     if size == 1:
         return
     parameters = trained(model)
     needed, largest = sum(count for _, count in parameters), max(count for _, count in parameters)
-    spare = 8 * (len(parameters) + 8)  # numbers that travel along: flags, samples
+    spare = 8 * (len(parameters) + 8)  # bytes for flags and numbers of samples
     for rank, case in enumerate(cases):
         total = sum(count for _, count, _ in case["reduced"])
         if total > needed + spare:
@@ -51,13 +54,16 @@ def judge_cost(cases) -> None:
 
 
 def _judge_buckets(case, rank: int, needed: int, largest: int) -> None:
-    """As few as can be, and none that holds more than it may. What is smaller than any gradient tells the samples."""
+    """Check that buckets are few, and not larger than allowed.
+
+    Operations smaller than any gradient are taken as exchanges of the numbers of samples.
+    """
     model, cap = case["model"], cap_of(case["kind"])
     parameters = trained(model)
     least = min(count for _, count in parameters)
     buckets = [count for _, count, _ in case["reduced"] if count >= least]
     others, bound = len(case["reduced"]) - len(buckets), most_calls(model, cap)
-    big, room = max(buckets, default=0), 8 * (len(parameters) + 1)  # flags and samples may travel in a bucket
+    big, room = max(buckets, default=0), 8 * (len(parameters) + 1)  # a bucket may include flags and samples
     expected = (
         f"at most {bound} buckets of {cap} bytes (the {model} net), so {bound} operations, and one for the samples"
     )

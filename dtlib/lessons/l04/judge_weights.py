@@ -1,18 +1,19 @@
-"""Lesson 04b: a loss for uneven batches, judged by how much each rank's gradient counts in the average."""
+"""Lesson 04b: check of a loss for uneven batches by the weight of each rank's gradient in the average."""
 
 from dtlib.lab.checks.exercise import Exercise, rows
 
-KINDS = ("uneven", "regrouped", "short")  # in the last one the last rank has no image
+KINDS = ("uneven", "regrouped", "short")  # with "short" the last rank has no image
 
 
 def images_of(rank: int, kind: str, ranks: int) -> int:
+    """Return the number of images of a rank."""
     if kind == "short":
         return 2 * (rank < ranks - 1 or ranks == 1)
     return rank + 2 if kind == "uneven" else 2 * (ranks - rank) + 1
 
 
 def observe(weighted_loss, comm):
-    """For each kind of batch: "loss", or what is wrong with it; and the weight of this rank's mean gradient."""
+    """Return for each kind of batch ("loss" or an error, weight of this rank's mean gradient)."""
     import torch
     from torch import nn
 
@@ -36,13 +37,16 @@ def observe(weighted_loss, comm):
 
 
 def _weight(net, loss, images, labels) -> tuple[str, float | None]:
-    """What is said of a loss, and its gradient over that of these images' mean loss: None in another direction."""
+    """Return the verdict on a loss, and its gradient divided by that of the images' mean loss.
+
+    The second value is None if the gradients have different directions.
+    """
     import torch
     from torch.nn.functional import cross_entropy
 
     weights = list(net.parameters())
     got = torch.autograd.grad(loss, weights, allow_unused=True)
-    if all(g is None for g in got):  # torch's DDP would send nothing
+    if all(g is None for g in got):  # torch's DDP would then send nothing
         return "no graph", None
     got = [torch.zeros_like(w) if g is None else g for g, w in zip(got, weights, strict=True)]
     if not len(images):
@@ -54,7 +58,7 @@ def _weight(net, loss, images, labels) -> tuple[str, float | None]:
 
 
 def judge(observations) -> None:
-    """Averaged over ranks, each image counts alike: a rank's weight is ranks x its images / all images."""
+    """Check that each image has the same weight: a rank's weight is ranks x its images / all images."""
     size = len(observations)
     for kind, cases in zip(KINDS, zip(*observations, strict=True), strict=True):
         counts = [images_of(rank, kind, size) for rank in range(size)]

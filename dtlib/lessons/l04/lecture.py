@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 04 Data parallelism
 #
-# Ninety minutes. You train one small net on handwritten digits in the ways that are, or were, the most common: with
-# averaged gradients, a parameter server, Horovod, torch's DDP, a config. The result is always the same, up to rounding.
-# What differs is who sends what, and when.
+# Ninety minutes. You train one small net on handwritten digits in several ways: with averaged gradients, a parameter
+# server, Horovod, torch's DDP, a config. The result is always the same, up to rounding. The ways differ in which rank
+# sends which data, and when.
 #
-# **Questions.** Why did parameter servers give way to all-reduce? What are hooks and buckets good for? What changes in a
-# script that goes from one process to many?
+# **Questions.** Why did parameter servers give way to all-reduce? What are hooks and buckets good for? What changes in
+# a script when it runs on many processes?
 #
 # **Afterwards you can** predict the bytes of a step; average gradients and prove it right; turn a serial script into one for
 # Horovod or DDP; read a timeline; write a config.
@@ -28,8 +28,8 @@ comm = world.comm
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## One step, many ranks
 #
-# A training step computes the gradient of the mean loss over a batch, and moves the weights. A mean can be divided:
-# give every rank an equal slice, and the mean of their gradients is the gradient of the batch. **That is data
+# A training step computes the gradient of the mean loss over a batch, and moves the weights. A mean can be divided. If
+# every rank has an equal slice, the mean of the ranks' gradients is the gradient of the batch. **That is data
 # parallelism: every rank has the whole model and a slice of the batch.** Only gradients travel.
 
 # %%
@@ -65,8 +65,8 @@ if world.rank == 0:
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Averaging gradients
 #
-# This is the library's own code, written with `torch.distributed`: `comm.group` is torch's process group of these ranks.
-# All begin with rank 0's parameters and buffers; after the backward pass every gradient is averaged.
+# This is the library's own code, written with `torch.distributed`: `comm.group` is torch's process group of these
+# ranks. All ranks begin with rank 0's parameters and buffers; after the backward pass every gradient is averaged.
 
 # %% tags=["two-hours", "half-day"]
 from dtlib.parallel.data import plain
@@ -74,7 +74,7 @@ from dtlib.parallel.data import plain
 lab.read(plain.DataParallelNaive)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# The loop is the serial one with one new line. Our control is one process, on whole batches:
+# The loop is the serial loop with one new line. We compare with one process, on whole batches:
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -104,7 +104,7 @@ if world.rank == 0:
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # **Predict.** Now each rank's seed is its number, so weights differ at first. How far apart are the ranks after one
-# epoch? And how far from the one process?
+# epoch? And how far are they from one process?
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -169,8 +169,8 @@ assert found(r"You predicted ([\d.]+), and it came out as") == [4 * 0.2]
 
 # %% [markdown]
 # With SGD a forgotten division is a learning rate N times too large: the net may still train, but worse with every
-# added rank. Adam nearly hides it, as it divides by the gradient's size. Equally quiet: in a mean over unequal slices,
-# images of small ones count more ([04b](04b_data_parallel_appendix.ipynb)).
+# added rank. Adam nearly hides it, because Adam divides by the gradient's size. Another silent mistake: in a mean over
+# unequal slices, images of small slices count more ([04b](04b_data_parallel_appendix.ipynb)).
 
 # %% [markdown]
 # ## The parameter server
@@ -223,7 +223,7 @@ with dtlib.trace() as ring:
 sent_bytes = trace.sent()[1] // 5, ring.sent()[1]  # per step
 losses = train(control, mine=slice(None), momentum=0, steps=5)
 vector_to_parameters(weights, net.parameters())
-assert world.rank > 0 or distance(net, control) < 1e-12  # the server has what one process has
+assert world.rank > 0 or distance(net, control) < 1e-12  # as in one process
 
 # %% tags=["statement"]
 # "The weights have P bytes, and so have the gradients."
@@ -231,7 +231,7 @@ assert world.rank > 0 or distance(net, control) < 1e-12  # the server has what o
 assert found(r"sent: you predicted ([\d,]+)")[0] == 3 * found(r"P = ([\d,]+) bytes")[0]
 
 # %% [markdown]
-# The server sends and receives for all. Without a server a ring all-reduce sums the gradients. Who is busiest?
+# All messages go through the server. Without a server a ring all-reduce sums the gradients. Which rank is busiest?
 
 # %%
 sent_with_server, sent_with_ring = zip(*lab.values("sent_bytes"), strict=True)
@@ -266,15 +266,15 @@ assert ratios == sorted(ratios) and row("256", "by formula")[1] < 1.15 * row("8"
 assert 2 * 999 / 1000 < 1.12 * 2 * 9 / 10
 
 # %% [markdown]
-# Let each worker serve one slice of the weights: then each rank sends as much as in the ring. But only a server can let
-# workers continue with weights that are out of date.
+# If each worker serves one slice of the weights, each rank sends as much as in the ring. But only a server lets workers
+# continue with outdated weights.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Hooks and buckets
 #
 # Averaging after the backward pass wastes time twice: the network is idle while gradients are computed, and each small
-# message pays a latency. autograd, torch's part for gradients, can help. As soon as a parameter's gradient is complete, it
-# calls a *hook*, a function of yours, which can send it, alone or with others in a *bucket*.
+# message pays a latency. autograd, torch's part for gradients, can help. As soon as a gradient is complete, it calls a
+# *hook*, a function that you write. The hook can send the gradient, alone or with others in a *bucket*.
 
 # %% [markdown] tags=["half-day"]
 # **Predict:** which layer's gradients are ready first, those of the first layer (0) or of the last (2)?
@@ -296,13 +296,13 @@ if world.rank == 0:
     print("layers in order of their gradients:", *layers)
 
 # %% [markdown]
-# The file of our first class has two more. Its first lines show what all three do:
+# The file of our first class has two more. Its first lines explain all three:
 
 # %%
 lab.read(plain)
 
 # %% [markdown]
-# In the second class each gradient leaves from its hook.
+# In the second class a hook sends each gradient.
 
 # %%
 lab.read(plain.DataParallelHooks)
@@ -312,8 +312,9 @@ lab.read(plain.DataParallelHooks)
 assert found(r"in order of their gradients: ([\d ]+)") == [2, 2, 0, 0]
 
 # %% [markdown]
-# It says `while`, and not `if`, because autograd may call hooks in another order on another rank, and **all ranks must send
-# in the same order**: an early gradient waits for its turn. In the third class neighbours travel together.
+# It says `while`, and not `if`, because autograd may call hooks in another order on another rank, and **all ranks must
+# send in the same order**: an early gradient waits for its turn. In the third class neighbouring gradients share a
+# message.
 
 # %%
 lab.read(plain.DataParallelBuckets)
@@ -345,8 +346,8 @@ calls = [found(f"DataParallel{kind}: (\\d+) all_reduces per step") for kind in (
 assert calls == [[4], [4], [2]]
 
 # %% [markdown]
-# With rings the bytes are the same, however they are divided: 2P(N-1)/N. (At work: gradients of 7 billion parameters in 16
-# bits are 14 GB, so each GPU of many sends 28 GB per step, 0.6 s at 50 GB/s.)
+# With rings the bytes are the same, however they are divided: 2P(N-1)/N. (In practice, gradients of 7 billion
+# parameters in 16 bits are 14 GB, so each GPU of many sends 28 GB per step, 0.6 s at 50 GB/s.)
 
 # %% tags=["claim"]
 # "14 GB, so each GPU of many sends 28 GB per step, 0.6 s at 50 GB/s."
@@ -355,12 +356,12 @@ assert 2 * 7 == 14 and round(2 * 14 / 50, 1) == 0.6
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Overlap, seen
 #
-# Sending during the backward pass helps only if something else than the computing core moves the bytes. On GPUs that is a
-# second *stream*, in which NCCL's kernels run beside those of the backward pass, and slow them a little. We emulate that:
-# layers whose backward pass *sleeps*, and a slow network. **These timelines are EMULATED.**
+# Sending during the backward pass helps only if the computing core need not move the bytes. On GPUs a second *stream*
+# moves them: NCCL's kernels run beside those of the backward pass, and slow them a little. We emulate this with layers
+# that *sleep* in the backward pass, and a slow network. **These timelines are EMULATED.**
 #
-# `DataParallelBuckets` sends from hooks: messages move on only *between* layers. The full class, `DataParallel`, can
-# leave them to a thread. **Predict:** six layers, one bucket each. How many buckets can the thread hide behind the
+# `DataParallelBuckets` sends from hooks: messages progress only *between* layers. The full class, `DataParallel`, can
+# use a thread for them. **Predict:** six layers, one bucket each. How many buckets can the thread hide behind the
 # backward pass?
 
 # %% tags=["two-hours", "half-day", "stub"]
@@ -375,7 +376,7 @@ from dtlib.lessons.l04.emulated import EmulatedAccelerator
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.data.plain import DataParallelBuckets
 
-slow = comm.emulate_network(latency=0.002, bandwidth=100e6)  # 2 ms a message, 100 MB/s
+slow = comm.emulate_network(latency=0.002, bandwidth=100e6)  # 2 ms per message, 100 MB/s
 
 
 def emulated_step(kind, **settings):
@@ -403,7 +404,7 @@ print(f"EMULATED: thread over inline {with_thread.end / with_hooks.end:.2f}")
 assert with_thread.end < with_hooks.end
 
 # %% tags=["two-hours", "half-day", "claim"]
-# "Without a thread few or none end during the backward pass. With a thread all but the last do."
+# "Without a thread few or no buckets end during the backward pass. With a thread all but the last do."
 for timeline, hidden in ((with_hooks, range(3)), (with_thread, [5])):
     mine = [event for event in timeline.events if event.rank == 0]
     last = max(event.end for event in mine if event.kind == "phase")
@@ -413,7 +414,7 @@ for timeline, hidden in ((with_hooks, range(3)), (with_thread, [5])):
 assert [event.dtype for event in with_hooks.events if event.rank == 0].count("int64") == 1
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# This is rank 0, twice on one axis. Without a thread few or none end during the backward pass. With a thread all but the
+# Both panels show rank 0. Without a thread few or no buckets end during the backward pass. With a thread all but the
 # last do. (Gaps between layers: four ranks and four threads share the cores.)
 
 # %% [markdown]
@@ -437,11 +438,11 @@ lab.push(folder=str(folder))
 assert count(r"(?m)^ *(.*# )?[1-7]\. |# \d\. |: +# 7\.") == 7
 
 # %% [markdown] tags=["half-day"]
-# The loop has not changed. Easily forgotten: the sampler, without which all ranks train on the same images; and that
+# The loop has not changed. Two things are easily forgotten. Without the sampler all ranks train on the same images. And
 # `batch_size` is now per rank.
 
 # %% [markdown]
-# The fourth change is a rule of thumb; lesson 05 has its limits.
+# The fourth change is a rule of thumb; lesson 05 shows its limits.
 #
 # **Predict.** The Horovod script runs on four ranks with 24 images per rank and rate 0.02. With which batch size and
 # which rate does the serial script end at the same weights?
@@ -483,9 +484,9 @@ assert count("89% of the test images are right") == 3
 # ## DDP
 #
 # torch's `DistributedDataParallel` is the production form of the same idea: hooks, buckets, overlap. The model's line
-# changes; around it stand a process group (torch's communicator), a sampler and a launcher. DDP sends through a
+# changes. DDP also needs a process group (torch's communicator), a sampler and a launcher. DDP sends through a
 # *backend*: NCCL, NVIDIA's collectives for GPUs; gloo, Meta's for CPUs; or, here, dtlib's own. So torch's class runs on
-# these ranks, and its timeline stands below ours (EMULATED, as above). The losses agree to 1e-12.
+# these ranks, and its timeline is drawn below ours (EMULATED, as above). The losses agree to 1e-12.
 
 # %% tags=["half-day"]
 # %%px
@@ -533,10 +534,10 @@ assert operations == ["all_reduce"] * 6
 # ## From a config
 #
 # Large projects keep such choices in a file. `dtlib.initialize` reads the keys of DeepSpeed, Microsoft's library for
-# training large models; it returns an engine, and with `runtime="torch"` runs on DDP.
+# training large models. It returns an engine, and with `runtime="torch"` runs on DDP.
 #
-# **Predict.** The config below leaves out `gradient_accumulation_steps`: how many *micro-batches*, here of 12 images, a rank
-# takes before each step. How many does each of four ranks take?
+# **Predict.** The config below leaves out `gradient_accumulation_steps`, the number of *micro-batches* (here of 12
+# images) that a rank computes before each step. How many does each of four ranks compute?
 
 # %% tags=["stub"]
 lab.predict("accumulation-steps", None)
@@ -556,7 +557,7 @@ config = {
 losses = {}
 for runtime in ("dtlib", "torch"):
     net, training_data = fresh_net(), torch.utils.data.TensorDataset(x, y)
-    # No step uses this parameter; both runtimes allow that, DDP alone refuses it.
+    # No step uses this parameter; both runtimes allow that, only DDP refuses it.
     net.register_parameter("spare", torch.nn.Parameter(torch.zeros(1).double()))
     engine, *_ = dtlib.initialize(net, config, training_data=training_data, runtime=runtime)
     losses[runtime] = [engine.train_batch().item() for _ in range(20)]
@@ -590,12 +591,12 @@ assert count("make train_batch_size a multiple of") == 1
 # %% [markdown]
 # ## What holds on GPUs, and what does not
 #
-# Seen here, and true there: values, messages and bytes, the order of buckets, what a missing division does, why a ring
-# beats one server, and that communication can hide behind the backward pass. Not shown: speed. These nets are tiny, all
-# ranks share one machine, and overlap was emulated. On GPUs use DDP with NCCL, which knows their links.
+# These also hold on GPUs: values, messages and bytes, the order of buckets, the effect of a missing division, why a
+# ring beats one server, and that communication can hide behind the backward pass. Speed does not. These nets are tiny,
+# all ranks share one machine, and overlap was emulated. On GPUs use DDP with NCCL, which knows their links.
 #
-# **Discuss.** Half of the ranks are twice as fast as the others. How much of the time do the fast ones wait? What would
-# you change?
+# **Discuss.** Half of the ranks are twice as fast as the others. How much of the time do the fast ranks wait? What
+# would you change?
 
 # %% [markdown]
 # ## Quiz
@@ -606,9 +607,9 @@ lab.quiz("04")
 # %% [markdown]
 # ## Summary
 #
-# - Every rank has the model and a slice of the batch; the mean of the gradients is the gradient of the batch. The
-#   result is that of one process up to rounding: test that.
-# - A server sends N - 1 times the model; in a ring each rank sends less than twice the model, whatever N is.
+# - Every rank has the model and a slice of the batch; the mean of the gradients is the gradient of the batch. Up to
+#   rounding, the result is that of one process: test it.
+# - A server sends N - 1 times the model; in a ring each rank sends less than twice the model, for any N.
 # - Broadcast parameters *and* buffers at the start; shard the data; weight uneven batches.
 # - Buckets save latency, hooks start them early, and overlap pays where bytes move without stopping the computation.
 # - Horovod: seven changes. DDP: the model's line, process group, sampler, launcher (`torchrun`). A config: one call.

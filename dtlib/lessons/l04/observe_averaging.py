@@ -1,15 +1,17 @@
-"""Averaged gradients, observed: what a net begins with, which gradients it has in the end, and what was reduced."""
+"""Runs of answers that average gradients: initial values, final gradients, and reductions."""
 
 import math
 
-EVEN = 4  # samples a rank, where all have as many
+EVEN = 4  # samples per rank in even batches
 WIDTH = 6
-CAP = 400  # bytes of a bucket: whoever closes one when it is over has 672 in it
-FULL = 336  # bytes of a weight and a bias of the plain net: a bucket may be exactly full
+# Bytes of a bucket. An answer that closes a bucket only after it exceeds CAP has 672 bytes in it.
+CAP = 400
+# Bytes of a weight and a bias of the plain net, so that a bucket is exactly full.
+FULL = 336
 
 
 def plain(seed: int):
-    """Five layers: ten parameters in a few buckets."""
+    """Return a net of five layers, whose ten parameters need a few buckets."""
     import torch
     from torch import nn
 
@@ -19,7 +21,7 @@ def plain(seed: int):
 
 
 def awkward(seed: int):
-    """What real models have: tied weights, a frozen layer, an unused one, and a buffer."""
+    """Return a net with tied weights, a frozen layer, an unused layer, and buffers, as real models have."""
     import torch
     from torch import nn
 
@@ -44,21 +46,21 @@ def awkward(seed: int):
 MODELS = {"plain": plain, "awkward": awkward}
 WIDTHS = {"plain": WIDTH, "awkward": 10}
 CASES = (("plain", "even"), ("plain", "again"), ("awkward", "even"), ("plain", "uneven"), ("plain", "regrouped"))
-GOES_ON = ("again", "regrouped")  # with the net of the case before
+GOES_ON = ("again", "regrouped")  # these cases use the net of the previous case
 
 
 def samples_of(rank: int, kind: str, ranks: int) -> int:
-    """In the second uneven batch other ranks have more, and all together have more."""
+    """Return the number of samples of a rank. "regrouped" has other numbers and a larger total than "uneven"."""
     return {"uneven": 2 * rank + 1, "regrouped": 3 * (ranks - rank)}.get(kind, EVEN)
 
 
 def cap_of(kind: str) -> int:
-    """Bytes of a bucket."""
+    """Return the largest size of a bucket in bytes."""
     return FULL if kind in ("uneven", "regrouped") else CAP
 
 
 def batch_of(model: str, kind: str, rank: int, ranks: int):
-    """The samples of a rank, the same wherever they are made."""
+    """Return the samples of a rank; every caller gets the same ones."""
     import torch
 
     generator = torch.Generator().manual_seed(100 + rank + 50 * (kind in GOES_ON))
@@ -66,30 +68,33 @@ def batch_of(model: str, kind: str, rank: int, ranks: int):
 
 
 def loss_of(net, x):
+    """Return the loss of a net on the samples ``x``."""
     return (net(x) - 1).square().mean()
 
 
 def values_of(net) -> dict:
+    """Return all parameters and buffers as lists, by name."""
     return {name: tensor.flatten().tolist() for name, tensor in [*net.named_parameters(), *net.named_buffers()]}
 
 
 def gradients_of(net) -> dict:
+    """Return the gradients of all parameters as lists or None, by name."""
     return {name: None if p.grad is None else p.grad.flatten().tolist() for name, p in net.named_parameters()}
 
 
 def observe_hooks(wrap, comm):
-    """``wrap(comm, module)`` has broadcast and set hooks; after ``backward()`` gradients are averaged."""
+    """Observe ``wrap(comm, module)``, whose hooks average gradients during ``backward()``."""
     return _observe(lambda comm, module, cap: wrap(comm, module), comm, hooks=True)
 
 
 def observe_buckets(cls, comm):
-    """``cls(comm, module, bucket_bytes)``; after ``average_gradients(samples)`` gradients are averaged."""
+    """Observe ``cls(comm, module, bucket_bytes)``, whose ``average_gradients(samples)`` averages gradients."""
     return _observe(cls, comm, hooks=False)
 
 
 def _observe(wrap, comm, hooks):
     from dtlib.comm.watch.recorder import recording
-    from dtlib.lab.checks.sends import not_waited_for, watched_handles
+    from dtlib.lab.checks.pending_handles import count_unfinished, watched_handles
 
     cases = []
     nets = {}
@@ -104,6 +109,7 @@ def _observe(wrap, comm, hooks):
         case = {"model": model, "kind": kind, "hooks": hooks, "samples": len(x)}
         case["begins"] = values_of(net)
         net.zero_grad()
+        # A copy of the net without averaging gives this rank's own gradient, for comparison.
         local = MODELS[model](seed=comm.rank)
         for mine, theirs in zip(*([*each.parameters(), *each.buffers()] for each in (local, net)), strict=True):
             mine.data.copy_(theirs.data)
@@ -113,7 +119,7 @@ def _observe(wrap, comm, hooks):
             loss_of(net, x).backward()
             if not hooks:
                 wrapped.average_gradients(len(x))
-        case["gradients"], case["not waited for"] = gradients_of(net), not_waited_for(handles)[0]
+        case["gradients"], case["not waited for"] = gradients_of(net), count_unfinished(handles)[0]
         case["reduced"] = [_reduced(event) for event in events if event.kind == "operation"]
         cases.append(case)
     cases[0]["moved"] = _moved(*nets["plain"], comm, hooks)
@@ -121,7 +127,7 @@ def _observe(wrap, comm, hooks):
 
 
 def _reduced(event) -> tuple[str, int, int]:
-    """Operation, bytes of its array, and bytes that this rank sent for it."""
+    """Return the operation, the bytes of its array, and the bytes that this rank sent for it."""
     import torch
 
     size = 0 if event.shape is None else math.prod(event.shape) * getattr(torch, event.dtype).itemsize
@@ -129,7 +135,7 @@ def _reduced(event) -> tuple[str, int, int]:
 
 
 def _moved(net, wrapped, comm, hooks) -> bool:
-    """True if averaging changes parameters: they are set apart, and must stay so."""
+    """Return whether averaging changes parameters, after making them different on each rank."""
     import torch
 
     with torch.no_grad():
@@ -144,7 +150,7 @@ def _moved(net, wrapped, comm, hooks) -> bool:
 
 
 def joined_gradients(model, kind, cases) -> dict:
-    """The gradient that one process has on the batches of all ranks."""
+    """Return the gradients of one process on the batches of all ranks together."""
     import torch
 
     net = MODELS[model](seed=0)

@@ -1,17 +1,17 @@
-"""Lesson 04: what is predicted in it, and where the answers are from."""
+"""Lesson 04: the questions that learners predict, and the sources of the answers."""
 
 from dtlib.lab.checks.exercise import Prediction
 
 
 def _hidden(timeline) -> int:
-    """How many all_reduces of rank 0 ended before its backward pass did."""
+    """Return the number of all_reduces of rank 0 that ended before its backward pass ended."""
     mine = [event for event in timeline.events if event.rank == 0]
     computed = max(event.end for event in mine if event.kind == "phase")
     return sum(event.end < computed for event in mine if event.name == "all_reduce")
 
 
 def _before_the_first(timeline) -> int:
-    """How many layers of rank 0 were done when its first all_reduce began."""
+    """Return the number of layers that rank 0 had computed when its first all_reduce began."""
     mine = [event for event in timeline.events if event.rank == 0]
     first = min(event.start for event in mine if event.name == "all_reduce")
     return sum(event.end <= first for event in mine if event.kind == "phase")

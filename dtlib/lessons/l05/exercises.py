@@ -24,7 +24,7 @@ world = dtlib.init()
 #
 # A model was trained on 8 ranks with 32 samples each, at rate 0.1. Now there are 128 ranks with 32 samples each.
 #
-# - Which rate does the linear rule give, which the square-root rule?
+# - Which rate does the linear rule give, and which rate does the square-root rule give?
 # - Warm-up takes 5 epochs of 1,228,800 samples. How many *steps* is that now?
 #
 # Replace each `None`.
@@ -41,8 +41,8 @@ lab.predict("warm-up-steps", 1500)
 # ## Fix: a warm-up with one wrong number
 #
 # `warmup_settings` gives the settings of SGD in a step: the rate grows in a straight line from 0.02 in step 0 to k
-# times as much in step `warmup_steps`, and stays there. It runs, the loss falls, nobody complains; and yet the rate is
-# wrong in most of the steps. Fix it.
+# times as much in step `warmup_steps`, and stays there. The code runs, and the loss falls. But the rate is wrong in
+# most of the steps. Fix it.
 
 # %% tags=["stub"]
 # %%px
@@ -60,7 +60,7 @@ def warmup_settings(step, warmup_steps, k):
 lab.check("warmup-fix")
 
 # %% [markdown]
-# No loss curve shows such a mistake. The rate itself does, so print it:
+# No loss curve shows such a mistake, so print the rate itself:
 
 # %%
 # %%px
@@ -75,18 +75,19 @@ assert rates == [0.02, 0.055, 0.09, 0.125, 0.16, 0.16, 0.16]
 # %% [markdown]
 # ## Build: which batch is too large?
 #
-# Beyond the *critical batch* more samples hardly save steps. S. McCandlish et al. (2018) estimate it by the *noise scale*,
-# from numbers that data parallelism has anyway. Each of N ranks has the gradient of b samples; the mean of these gradients
-# is that of all B = N b samples. On average, the squared length of a gradient of n samples is `true + noise / n`. Two
-# squared lengths, two unknowns:
+# Beyond the *critical batch* more samples hardly save steps. S. McCandlish et al. (2018) estimate it by the *noise
+# scale*, from numbers that data parallelism computes anyway. Each of N ranks has the gradient of b samples. The mean of
+# these gradients is the gradient of all B = N b samples. On average, the squared length of a gradient of n samples is
+# `true + noise / n`. So two squared lengths determine the two unknowns:
 #
 # - `small`: the mean over ranks of the squared length of a rank's gradient (b samples each);
 # - `large`: the squared length of the mean of the ranks' gradients (B samples);
 # - `true = (B * large - b * small) / (B - b)` and `noise = (small - large) / (1 / b - 1 / B)`.
 #
-# Write `noise_scale(comm, gradient, samples)`, which returns `noise / true` on every rank. `gradient` is a flat tensor, the
-# gradient of this rank's mean loss over `samples` samples; it keeps its values. Every rank has as many samples. Use
-# `dist.all_reduce(tensor, group=comm.group)`, which adds in place: once for the gradient, once for its squared length.
+# Write `noise_scale(comm, gradient, samples)`, which returns `noise / true` on every rank. `gradient` is a flat tensor,
+# the gradient of this rank's mean loss over `samples` samples; do not change its values. All ranks have the same number
+# of samples. Use `dist.all_reduce(tensor, group=comm.group)`, which adds in place: once for the gradient, and once for
+# its squared length.
 
 # %% tags=["stub"]
 # %%px
@@ -114,8 +115,8 @@ def noise_scale(comm, gradient, samples):
 lab.check("noise-scale")
 
 # %% [markdown]
-# Now measure with it: a net learns the digits, and after some epochs each rank computes its gradient on a third of the
-# training images. Guess before you run: does the noise scale grow or shrink while the net learns?
+# Now measure the noise scale. A net learns the digits, and after some epochs each rank computes its gradient on a third
+# of the training images. Guess before you run: does the noise scale grow or shrink while the net learns?
 
 # %%
 # %%px
@@ -142,13 +143,14 @@ if world.rank == 0:
     print("noise scale after 0, 5 and 10 epochs:", *(round(found) for found in scales.values()))
 
 # %% tags=["statement"]
-# "It grows: at first all images pull in the same direction, later each pulls in its own."
+# "The noise scale grows: at first all images pull in the same direction, later each pulls in its own."
 start, *later = found(r"after 0, 5 and 10 epochs: ([\d ]+)")
 assert min(later) > 4 * start
 
 # %% [markdown]
-# It grows: at first all images pull in the same direction, later each pulls in its own. So late in training a larger batch
-# does less harm, and some large runs let it grow. (With `true` near 0 the estimate is useless: average over many steps.)
+# The noise scale grows: at first all images pull in the same direction, later each pulls in its own. So late in
+# training a larger batch does less harm, and some large runs increase the batch. (With `true` near 0 the estimate is
+# useless: average over many steps.)
 #
 # ## Build: is a rule between the two better?
 #
@@ -171,7 +173,7 @@ seeds = range(world.rank, 32, world.size)
 
 
 def test_errors(batch):
-    """In %, a row per rule, a column per seed of this rank."""
+    """In %, one row per rule, a column per seed of this rank."""
     tasks = [digits.task(seed, epochs=20) for seed in seeds] * len(POWERS)
     rates = torch.tensor([0.02 * (batch / 16) ** power for power in POWERS.values() for _ in seeds])
     parameters = digits.train(tasks, batch, rates.expand(20 * 1280 // batch, -1))
@@ -192,16 +194,18 @@ means = [(*run, f"{sum(errors[run]) / 32:.1f}") for run in runs]
 lab.table(means, ("batch", "rule", "mean error (%)"))
 
 # %% [markdown]
-# Do these means differ for certain, or would other seeds turn the order round? Write `paired_interval(a, b)`:
+# Do these means differ for certain, or would other seeds reverse the order? Write `paired_interval(a, b)`:
 #
 # - `a[i]` and `b[i]` are the errors of two rules on one seed. There are at least three seeds.
 # - Return `low, high, verdict`. `low` and `high` are the ends of the 95 % interval of the mean difference a - b: if the
-#   experiment were repeated often with other seeds, 95 of 100 such intervals would hold the true difference.
-# - `verdict` is `"not separated"` if 0 is in the interval; else `"lower"` or `"higher"`, as a is lower or higher than b.
+#   experiment were repeated often with other seeds, 95 of 100 such intervals would contain the true difference.
+# - `verdict` is `"not separated"` if 0 is in the interval; otherwise `"lower"` if a is lower than b, or `"higher"` if
+#   it is higher.
 #
-# The interval is as wide to the left of the mean difference as to the right. Half the width is the *standard error* of that
-# mean times a quantile of Student's t, `stats.t.ppf(probability, degrees of freedom)`. You choose the
-# probability, the degrees of freedom, and the numbers of which the standard error is taken. The cell after yours repeats an experiment 1,000 times: run it before you check.
+# The mean difference is the middle of the interval. Half the width is the *standard error* of that mean times a
+# quantile of Student's t, `stats.t.ppf(probability, degrees of freedom)`. You choose the probability, the degrees of
+# freedom, and the numbers from which you compute the standard error. The next cell repeats an experiment 1,000 times:
+# run it before you check.
 
 # %% tags=["stub"]
 import math
@@ -242,7 +246,7 @@ print(f"{covered} of 1,000 intervals hold the true difference; 95 % are wanted."
 lab.check("paired-interval")
 
 # %% tags=["statement"]
-# "95 of 100 such intervals would hold the true difference"
+# "95 of 100 such intervals would contain the true difference"
 assert 930 <= found(r"([\d,]+) of 1,000 intervals")[0] <= 970
 
 # %% [markdown]
@@ -274,9 +278,9 @@ assert found(r"Without pairs this takes ([\d.]+) times")[0] > 2
 
 # %% [markdown]
 # At batch 512 k^0.75 is lower than both other rules: the linear rule is beyond its elbow there, and the square root is
-# too careful. At batch 256 it lies between them. Compare the lines with 8 seeds and with 32: fewer seeds separate less.
-# An interval that ends near 0 says little, as these are four comparisons. Without pairs you would need more than twice as
-# many seeds.
+# too cautious. At batch 256 it lies between them. Compare the lines with 8 seeds and with 32: fewer seeds separate
+# less. An interval that ends near 0 says little, because these are four comparisons. Without pairs you would need more
+# than twice as many seeds.
 #
 # ## If you have time
 #

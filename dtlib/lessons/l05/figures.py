@@ -1,18 +1,18 @@
-"""The figures of lesson 05, each with its text."""
+"""The figures of lesson 05, each with a text equivalent."""
 
 from dtlib.lab.colours import RANK_COLOURS
 from dtlib.lab.drawing import MARKERS, shown, subplots
 from dtlib.lab.tables import Table
 from dtlib.lessons.l05 import intervals
 
-# In this order everywhere: what comes from the ranks has lost the order of its names.
+# The order in all figures, because results of ranks have lost the order of their names.
 RULES = ("no scaling", "square root", "linear", "linear, warm-up")
 _LINES = (":", "-.", "-", "--")
 
 
 @shown
 def rates(schedules: dict):
-    """Learning rate against step; ``schedules`` maps each of ``RULES`` to its rates, one a step."""
+    """Draw learning rate against step; ``schedules`` maps each of ``RULES`` to one rate per step."""
     figure, axes = subplots(height=4)
     rows = []
     for number, name in enumerate(RULES):
@@ -28,9 +28,9 @@ def rates(schedules: dict):
 
 @shown
 def errors(runs: dict, base_batch: int):
-    """Test error against batch, a colour, mark and line a rule: the mean with its interval, and a dot a seed.
+    """Draw test error against batch for each rule: means with intervals, and a dot per seed.
 
-    ``runs`` maps (batch, rule) to the errors in %, one a seed. What was got at ``base_batch`` is a grey band.
+    ``runs`` maps (batch, rule) to errors in %, one per seed. The result at ``base_batch`` is a grey band.
     """
     batches = sorted({batch for batch, _ in runs} - {base_batch})
     base, low, high = intervals.mean(next(v for (batch, _), v in runs.items() if batch == base_batch))
@@ -38,7 +38,7 @@ def errors(runs: dict, base_batch: int):
     figure, axes = subplots(height=4.8)
     axes.axhspan(low, high, color="grey", alpha=0.4, lw=0, label=f"batch {base_batch}")
     for number, name in enumerate(RULES):
-        places = [batch * 1.015 ** (number - (len(RULES) - 1) / 2) for batch in batches]  # so that marks can be seen
+        places = [batch * 1.015 ** (number - (len(RULES) - 1) / 2) for batch in batches]  # so that marks do not overlap
         means, lows, highs = zip(*(intervals.mean(runs[batch, name]) for batch in batches), strict=True)
         colour, mark = RANK_COLOURS[number], MARKERS[number]
         seeds = [runs[batch, name] for batch in batches]
@@ -62,7 +62,7 @@ def errors(runs: dict, base_batch: int):
 
 @shown
 def failures(counts: dict):
-    """Failure rates with their intervals; ``counts`` maps (batch, rule) to (failures, runs)."""
+    """Draw failure rates with their intervals; ``counts`` maps (batch, rule) to (failures, runs)."""
     names = [rule for rule in RULES if any(rule == other for _, other in counts)]
     batches = list(dict.fromkeys(batch for batch, _ in counts))
     figure, axes = subplots(height=4)
@@ -87,9 +87,9 @@ def failures(counts: dict):
 
 @shown
 def gap(results: dict):
-    """Sharpness across, test error up: a dot a seed, and the means with intervals.
+    """Draw test error against sharpness: a dot per seed, and means with intervals.
 
-    ``results`` maps a name to a dict of the series ``error`` (%) and ``sharpness``, one value a seed.
+    ``results`` maps a name to a dict with the series ``error`` (%) and ``sharpness``, one value per seed.
     """
     figure, axes = subplots(height=4.4)
     rows = []

@@ -1,7 +1,7 @@
-"""Intervals, and the sentences that follow from them: a mean over seeds, a difference on paired seeds, a failure rate.
+"""Intervals of about 95 % for a mean over seeds, a difference on paired seeds, and a failure rate, with sentences.
 
-All are for about 95 %: where a run is repeated many times with other seeds, the interval holds the true value in
-about 95 of 100 cases. Each is meant alone; of twenty comparisons one may be wrong.
+If a run is repeated many times with other seeds, about 95 of 100 intervals contain the true value. Each interval is
+meant for one comparison: among twenty comparisons, one may be wrong.
 """
 
 import math
@@ -11,7 +11,7 @@ CONFIDENCE = 0.95
 
 
 def mean(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean, and its interval's lower and upper end."""
+    """Return the mean, and the lower and upper end of its interval."""
     from scipy import stats
 
     values = [float(value) for value in values]
@@ -23,12 +23,12 @@ def mean(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
-    """The mean of a - b on paired seeds, with its interval: ``a[i]`` and ``b[i]`` belong to the same seed."""
+    """Return the mean of a - b on paired seeds, with its interval; ``a[i]`` and ``b[i]`` have the same seed."""
     return mean([float(x) - float(y) for x, y in zip(a, b, strict=True)])
 
 
 def rate(failures: int, runs: int) -> tuple[float, float, float]:
-    """A failure rate with its interval after Wilson (JASA 22, 1927), which is of use for 0 of 30 as well."""
+    """Return a failure rate with Wilson's interval (JASA 22, 1927), which is valid for 0 of 30, too."""
     from scipy import stats
 
     interval = stats.binomtest(failures, runs).proportion_ci(CONFIDENCE, method="wilson")
@@ -36,19 +36,23 @@ def rate(failures: int, runs: int) -> tuple[float, float, float]:
 
 
 def compared(first: str, a: Sequence[float], second: str, b: Sequence[float], unit: str = "points") -> str:
-    """``first`` is lower or higher than ``second`` if the interval of the paired differences leaves out 0."""
+    """Return a sentence that compares two means on paired seeds.
+
+    ``first`` is called lower or higher than ``second`` only if the interval of the paired differences excludes 0.
+    """
     middle, low, high = (round(end, 3) + 0.0 for end in difference(a, b))
     if low <= 0 <= high:
-        digits = 1 if min(-low, high) >= 0.05 else 2  # so that both signs are seen
+        digits = 1 if min(-low, high) >= 0.05 else 2  # enough digits to show both signs
         return f"{first} and {second}: not separated (difference {low:.{digits}f} to {high:.{digits}f} {unit})"
     word, few, many = ("higher", low, high) if middle > 0 else ("lower", -high, -low)
     return f"{first} is {word} than {second} by {few:.1f} to {many:.1f} {unit}"
 
 
 def rates_compared(first: str, a: tuple[int, int], second: str, b: tuple[int, int]) -> str:
-    """The same for failures, as (failures, runs): separated where one interval ends before the other begins.
+    """Return a sentence that compares two failure rates, given as (failures, runs).
 
-    That is a strict rule: rates that just pass it differ for certain enough; of others it may miss some.
+    Rates are called different only if the intervals do not overlap. This rule is strict: it rarely claims a difference
+    that does not exist, but may miss some.
     """
     (_, low_a, high_a), (_, low_b, high_b) = rate(*a), rate(*b)
     if high_a < low_b:

@@ -1,4 +1,4 @@
-"""Lesson 05: the interval of paired differences, judged on made-up errors of two rules; what its width is made of."""
+"""Lesson 05: check of an interval of paired differences, on errors of two made-up rules."""
 
 import math
 import random
@@ -9,8 +9,8 @@ from dtlib.lab.checks.exercise import Exercise, rows
 from dtlib.lessons.l05 import intervals
 
 VERDICTS = ("lower", "higher", "not separated")
-# Seeds, the mean of a - b and its standard deviation. Seeds differ more than rules: in the first two pairs the rules'
-# own intervals overlap. The third and the fourth are not separated; the fourth would be if t were normal.
+# (seeds, mean of a - b, its standard deviation). Seeds differ more than rules, so in the first two pairs the intervals
+# of the rules overlap. The third and fourth pair are not separated; with normal quantiles the fourth pair would be.
 PAIRS = ((6, -1.0, 0.4), (5, 0.9, 0.3), (8, -0.35, 0.7), (4, 1.4, 1.1), (32, 0.5, 0.8), (10, -2.0, 1.5))
 
 
@@ -23,11 +23,11 @@ def _pairs():
         yield [error + apart + scale * (each - middle) for error, each in zip(b, off, strict=True)], b
 
 
-ERRORS = list(_pairs())  # of a and of b in %, seed by seed
+ERRORS = list(_pairs())  # (errors of a, errors of b) in %, one per seed
 
 
 def observe(paired_interval, comm):
-    """For each pair what was returned: two numbers and a text, or a text that says what it was."""
+    """Return for each pair of series the two ends and the verdict, or a text that describes another result."""
     return [_read(paired_interval(list(a), list(b))) for a, b in ERRORS]
 
 
@@ -40,7 +40,7 @@ def _read(returned):
 
 
 def judge(observations) -> None:
-    """The ends are those of the mean of the paired differences, and the verdict follows from them."""
+    """Check the ends against the interval of the mean paired difference, and the verdict against the ends."""
     seen = observations[0]
     for got in seen:
         rows(None)("type", isinstance(got, str), "three things: low, high, verdict", f"{got}",
@@ -68,12 +68,12 @@ def judge(observations) -> None:
 
 
 def _same(got, wanted) -> bool:
-    """Are both ends right, to a small part of the interval's width?"""
+    """Return whether both ends are right within a small part of the interval's width."""
     return all(abs(x - y) <= 2e-4 * abs(wanted[1] - wanted[0]) for x, y in zip(got, wanted, strict=True))
 
 
 def _all(seen, sample) -> bool:
-    """Are these the intervals of another sample that is made of a and b?"""
+    """Return whether all ends are intervals of another sample that is computed from a and b."""
     return all(_same(ends, intervals.mean(sample(a, b))[1:]) for ends, (a, b) in zip(seen, ERRORS, strict=True))
 
 
@@ -95,7 +95,7 @@ SAMPLES = (
 
 
 def _judge_ends(seen, expected: str, got: str) -> None:
-    """Which sample it is, or what half the width is made of."""
+    """Recognise which wrong sample, or which wrong half-width, gives these ends."""
     from scipy import stats
 
     truths = [intervals.difference(a, b) for a, b in ERRORS]
@@ -150,9 +150,10 @@ HINTS = {
 
 
 def _halves() -> list[tuple[list[str], list[float]]]:
-    """Half the width for each pair, and the mistakes in it: every product of a spread, a divisor and a quantile."""
+    """Return each product of a spread, a divisor and a quantile, with the mistakes in it, for all pairs."""
     from scipy import stats
 
+    # Half the width is spread / divisor * quantile. An empty name marks the right choice of each factor.
     stdev, pstdev, variance = statistics.stdev, statistics.pstdev, statistics.variance
     spreads = (
         ("", lambda a, b: stdev(_minus(a, b))), ("population", lambda a, b: pstdev(_minus(a, b))),

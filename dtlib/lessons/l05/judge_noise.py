@@ -1,14 +1,14 @@
-"""Lesson 05: the noise scale of a gradient, judged on made-up gradients; what a wrong one was made of."""
+"""Lesson 05: check of the noise scale of a gradient, on made-up gradients; recognises typical mistakes."""
 
 import math
 
 from dtlib.lab.checks.exercise import Exercise, rows
 
-CASES = ((4, 50, 3.0), (16, 400, 0.5), (2, 8, 0.1))  # samples of a rank, elements, how far ranks differ
+CASES = ((4, 50, 3.0), (16, 400, 0.5), (2, 8, 0.1))  # (samples per rank, elements, noise)
 
 
 def made(case: int, rank: int):
-    """The gradient of a rank: what all have in common, and what its samples add."""
+    """Return the made-up gradient of a rank: a part common to all ranks, plus noise of its samples."""
     import torch
 
     _, count, apart = CASES[case]
@@ -17,7 +17,7 @@ def made(case: int, rank: int):
 
 
 def observe(noise_scale, comm):
-    """For each case: the number that was returned, or a text that says what it was; and is the gradient as before?"""
+    """Return for each case the result (a number, or text), and whether the gradient is unchanged."""
     seen = []
     for case, (samples, *_) in enumerate(CASES if comm.size > 1 else ()):
         gradient = made(case, comm.rank)
@@ -35,9 +35,10 @@ def _number(value):
 
 
 def scale(small: float, large: float, few: float, many: float) -> float:
-    """By the squared lengths of gradients of few and of many samples; infinite where these do not tell it.
+    """Return the noise scale from squared lengths of gradients of few and of many samples.
 
-    S. McCandlish et al., arXiv:1812.06162, appendix A.1.
+    The result is infinite if the numbers of samples are equal, or the true gradient is zero. S. McCandlish et al.,
+    arXiv:1812.06162, appendix A.1.
     """
     if few == many:
         return math.inf
@@ -47,14 +48,17 @@ def scale(small: float, large: float, few: float, many: float) -> float:
 
 
 def _lengths(case: int, size: int) -> tuple[list[float], float, int]:
-    """The squared length of each rank's gradient, that of their mean, and the samples of a rank."""
+    """Return the squared length of each rank's gradient and of their mean, and the samples per rank."""
     gradients = [made(case, rank) for rank in range(size)]
     mean = sum(gradients) / size
     return [float(g @ g) for g in gradients], float(mean @ mean), CASES[case][0]
 
 
 def _mistakes(own: float, lengths: list[float], large: float, b: int) -> list:
-    """(mistake, the number that it leads to, two hints), for a rank whose gradient has the squared length ``own``."""
+    """Return (mistake, resulting number, two hints) for each known mistake.
+
+    ``own`` is the squared length of this rank's gradient.
+    """
     n, root = len(lengths), math.sqrt
     small = sum(lengths) / n
     truth, noise = (n * b * large - b * small) / (n * b - b), (small - large) / (1 / b - 1 / (n * b))
@@ -92,7 +96,7 @@ def _mistakes(own: float, lengths: list[float], large: float, b: int) -> list:
 
 
 def judge(observations) -> None:
-    """The number is the same on all ranks, and follows from the two mean squared lengths."""
+    """Check that the number is the same on all ranks, and right."""
     rows(None)("one-rank", len(observations) == 1, "at least two ranks", "one rank",
                "With one rank both lengths are equal: one equation for two unknowns.", "Run lab.engines(3) first.")
     for rank, seen in enumerate(observations):

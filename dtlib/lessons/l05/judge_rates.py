@@ -1,20 +1,21 @@
-"""Lesson 05: learning rates, judged by their values in many steps and for many sizes."""
+"""Lesson 05: check of learning rates in many steps, for several lengths of the warm-up."""
 
 import math
 
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
-RATE, MOMENTUM = 0.02, 0.9  # of the fix
+RATE, MOMENTUM = 0.02, 0.9  # as in the exercise
 OURS = ("lr", "momentum")
-WARMUPS = ((4, 8), (10, 16), (1, 2), (7, 3))  # warmup_steps, k: sevenths show what is rounded
+WARMUPS = ((4, 8), (10, 16), (1, 2), (7, 3))  # (warmup_steps, k); sevenths reveal rounding
 
 
 def steps_of(warmup_steps: int) -> tuple[int, ...]:
+    """Return the steps to test: all of the warm-up, some after it, and a late one."""
     return (*range(warmup_steps + 3), 10 * warmup_steps + 10)
 
 
 def observe_settings(warmup_settings, comm):
-    """For each warm-up: (step, rate, momentum, what else was set), step by step."""
+    """Return for each warm-up, step by step, (step, rate, momentum, other settings)."""
     seen = []
     for warmup_steps, k in WARMUPS:
         got = [(step, warmup_settings(step, warmup_steps, k)) for step in steps_of(warmup_steps)]
@@ -30,7 +31,7 @@ def _get(settings, name):
 
 
 def _others(settings) -> str:
-    """Settings beside the two that change how SGD trains: those that say 0 or False do not."""
+    """Return the other settings that change how SGD trains, as text; 0 and False are defaults."""
     try:
         return ", ".join(f"{name}={value!r:.20}" for name, value in settings.items() if value and name not in OURS)
     except (AttributeError, TypeError, ValueError, RuntimeError):
@@ -38,7 +39,7 @@ def _others(settings) -> str:
 
 
 def _number(value):
-    """A float, or text where it is none."""
+    """Return a float, or text if ``value`` is no number."""
     try:
         if not isinstance(value, (str, bool)):
             return float(value)
@@ -48,7 +49,7 @@ def _number(value):
 
 
 def judge_settings(observations) -> None:
-    """From ``RATE`` to k times as much in a straight line, then constant; the momentum stays as it is."""
+    """Check a linear warm-up from ``RATE`` to k times ``RATE``, then a constant rate, and a constant momentum."""
     for rank, seen in enumerate(observations):
         for (warmup_steps, k), series in zip(WARMUPS, seen, strict=True):
             for step, rate, momentum, others in series:
@@ -68,7 +69,7 @@ def judge_settings(observations) -> None:
 
 
 def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
-    """A straight line from ``first`` in step 0 to ``top`` in step ``warmup_steps``, then constant."""
+    """Check a line from ``first`` in step 0 to ``top`` in step ``warmup_steps``, and a constant rate after it."""
     line = _line(first, top, warmup_steps)
     for step, got in series:
         wanted = line(step)
@@ -100,12 +101,12 @@ def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
 
 
 def _line(first: float, top: float, warmup_steps: int):
-    """The rate of a step."""
+    """Return the function from step to rate."""
     return lambda step: first + (top - first) * min(1.0, step / warmup_steps)
 
 
 def _judge_digits(rank: int, series, line, expected: str) -> None:
-    """Is the whole series right but for its digits?"""
+    """Recognise a series that is right, but rounded."""
     both = [(got, line(step)) for step, got in series]
     rounded = any(all(_same(got, round(wanted, digits)) for got, wanted in both) for digits in range(2, 9))
     if rounded or all(math.isclose(got, wanted, rel_tol=5e-3) for got, wanted in both):

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 05 Large batches
 #
-# A side trip of forty-five minutes. More ranks mean larger batches. You see what that does to training, which rules
-# repair it, where they break, and how far you can believe a figure without intervals.
+# Forty-five minutes, a side topic. More ranks mean larger batches. You see how large batches change training, which
+# rules repair this, where the rules break, and why a figure needs intervals.
 #
-# **Questions.** Which learning rate goes with k times the batch? Up to which batch? Do large batches find worse networks?
+# **Questions.** Which learning rate fits k times the batch? Up to which batch? Do large batches find worse networks?
 #
-# **Afterwards you can** scale a rate by the linear and the square-root rule, with warm-up; say where the linear rule ends
-# and why; tell a difference from noise by its interval.
+# **Afterwards you can** scale a rate by the linear and the square-root rule, with warm-up; say where the linear rule
+# fails and why; use an interval to distinguish a difference from noise.
 #
 # **You need** lesson 04: data parallelism averages the gradients of all ranks.
 
@@ -41,10 +41,11 @@ def batch_of(step):
 # %% [markdown] tags=["half-day"]
 # ## Why batches grow
 #
-# A rank works efficiently if it has enough to do between two exchanges of gradients. So people keep the samples *per
-# rank* and add ranks: N ranks with b samples each take a step on a batch of N b, and an epoch has N times fewer steps.
+# A rank works efficiently if it has enough to do between two exchanges of gradients. So the number of samples *per
+# rank* stays the same, and people add ranks: N ranks with b samples each take a step on a batch of N b, and an epoch
+# has N times fewer steps.
 #
-# **Predict.** 1280 images, 16 per rank. How many steps does an epoch take on 1 rank, and on 32?
+# **Predict.** There are 1280 images, and 16 per rank. How many steps does an epoch take on 1 rank, and on 32?
 
 # %% tags=["half-day", "stub"]
 lab.predict("steps-of-an-epoch", {1: None, 32: None})
@@ -61,13 +62,13 @@ lab.table(table, ("ranks", "batch", "steps in 20 epochs"))
 assert row("1", "steps in 20")[1] == 16 * row("16", "steps in 20")[1]
 
 # %% [markdown] tags=["half-day"]
-# Fewer steps save time, but training does not get as far with fewer steps of the same rate.
+# Fewer steps save time, but with fewer steps of the same rate, training makes less progress.
 
 # %% [markdown]
 # ## Ranks or one large batch: the same
 #
-# Does it matter that the batch is spread over ranks? Four ranks train on 64 images each. The learning
-# rate grows from 0.02 to 0.32, a *warm-up*, explained below.
+# Does it matter that the batch is divided among ranks? Four ranks train on 64 images each. The learning rate grows from
+# 0.02 to 0.32, a *warm-up*, explained below.
 
 # %%
 # %%px
@@ -135,19 +136,19 @@ assert steps[0][0] == steps[1][0] < steps[2][0]
 # So ranks do not matter: N ranks *are* one process with N times the batch. Layers that look at the whole batch, such as
 # BatchNorm, are the exception. Why does the loss go up again? At the full rate some steps overshoot.
 #
-# From here on each rank may train networks of its own, with a batch as large as N ranks would have made it.
+# From here on each rank may train its own networks. Their batch is as large as that of N ranks.
 
 # %% [markdown] tags=["half-day"]
 # ## The rules
 #
 # k small steps with rate η move the parameters by η (g₁ + g₂ + ... + gₖ). One step with k times the batch moves them by
 # η' (g₁ + ... + gₖ) / k, if the gradients have not changed much meanwhile. The two are equal for η' = k η: the **linear
-# rule**. It holds as long as its "if" does.
+# rule**. This holds only if the gradients change little.
 #
-# The **square-root rule** looks at noise: the mean of k times as many samples has a standard deviation √k times smaller,
-# and a rate √k times larger makes up for it.
+# The **square-root rule** looks at noise: the mean of k times as many samples has a standard deviation √k times
+# smaller, and a rate √k times larger compensates for this.
 #
-# **Predict.** The rate is 0.02 at batch 16. What do the two rules give for batch 256?
+# **Predict.** The rate is 0.02 at batch 16. Which rates do the two rules give for batch 256?
 
 # %% tags=["half-day", "stub"]
 lab.predict("rates-at-256", {"linear": None, "square root": None})
@@ -156,9 +157,9 @@ lab.predict("rates-at-256", {"linear": None, "square root": None})
 lab.predict("rates-at-256", {"linear": 0.32, "square root": 0.08})
 
 # %% [markdown] tags=["half-day"]
-# **Gradual warm-up** keeps the linear rule's rate but does not begin with it: at first gradients change quickly, and k
-# small steps no longer equal one large step. For five epochs the rate grows from η to k η in a straight line (P. Goyal et
-# al., 2017). In torch: `lr_scheduler.LinearLR(optimizer, start_factor=1 / k, total_iters=steps)`.
+# **Gradual warm-up** uses the linear rule's rate, but not from the beginning: at first gradients change quickly, and k
+# small steps no longer equal one large step. For five epochs the rate grows from η to k η in a straight line (P. Goyal
+# et al., 2017). In torch: `lr_scheduler.LinearLR(optimizer, start_factor=1 / k, total_iters=steps)`.
 
 # %%
 # %%px
@@ -190,8 +191,8 @@ large_batches.rates(lab.values("schedules")[0])  # for batch 256
 # %% [markdown]
 # ## Many networks at once
 #
-# The networks are small (64-64-64-10), the data are scikit-learn's digits, and one run proves nothing: we want 32 seeds for
-# each batch and each rule. Networks with the same batch are trained together: we stack 32 networks in one tensor. They
+# The networks are small (64-64-64-10), and the data are scikit-learn's digits. One run proves nothing, so we train with
+# 32 seeds for each batch and each rule. Networks with the same batch are trained together, stacked in one tensor. They
 # share no parameters, so each gets its own gradient.
 
 # %%
@@ -200,12 +201,12 @@ from dtlib.workloads import digits
 lab.read(digits.forward, digits.losses)
 
 # %% [markdown]
-# A *seed* decides which 1280 images are for training (the other 517 are the test), where the network starts, and in
-# which order it sees the images. Runs of the same seed are *paired*.
-# Every run has twenty epochs; a batch may begin in one and end in the next. Each rank takes 8 of the 32 seeds.
+# A *seed* determines the 1280 training images (the other 517 are the test), the network's initial weights, and the
+# order of the images. Runs of the same seed are *paired*. Every run has twenty epochs; a batch may begin in one epoch
+# and end in the next. Each rank takes 8 of the 32 seeds.
 #
-# **Predict.** Batch 256 is 16 times the base. Which rule, "no scaling", "square root" or "linear", ends with the lowest
-# test error? And at batch 512? (The run takes up to a minute.)
+# **Predict.** Batch 256 is 16 times the base. Which rule has the lowest test error: "no scaling", "square root" or
+# "linear"? And at batch 512? (The run takes up to a minute.)
 
 # %% tags=["stub"]
 lab.predict("lowest-error", {256: None, 512: None})
@@ -220,7 +221,7 @@ seeds = range(world.rank, 32, world.size)
 
 
 def test_errors(batch, rules):
-    """In %, a row per rule, a column per seed of this rank."""
+    """In %, one row per rule, a column per seed of this rank."""
     tasks = [digits.task(seed, IMAGES, EPOCHS) for seed in seeds] * len(rules)
     schedules = [RULES[rule](batch) for rule in rules for _ in seeds]
     parameters = digits.train(tasks, batch, torch.stack(schedules, 1))
@@ -244,7 +245,7 @@ large_batches.errors(errors, base_batch=16)
 #
 # We say that two rules differ if the interval of their *paired* differences does not contain 0. Otherwise they are *not
 # separated*, which does not mean equal. In sixteen such comparisons about one would look different by chance, so an
-# interval that ends near 0 says little. These sentences are made from the intervals:
+# interval that ends near 0 says little. The program derives these sentences from the intervals:
 
 # %% tags=["nbval-ignore-output"]
 from dtlib.lessons.l05 import intervals
@@ -284,17 +285,17 @@ assert at(256, "no scaling") > at(256, "square root") > at(256, "linear")
 assert all(at(batch, "linear") > at(batch, "square root") for batch in (384, 512))
 
 # %% [markdown]
-# At batch 256 there are a sixteenth of the steps, and without scaling a network does not get as far. Both rules win
+# At batch 256 there are a sixteenth of the steps, and without scaling a network makes less progress. Both rules win
 # much of that back, the linear rule more. At batch 384 and 512 the order has changed: the linear rule is behind the
-# square-root rule. Somewhere between 256 and 384 is its **elbow**.
+# square-root rule. The linear rule's **elbow** is somewhere between 256 and 384.
 #
 # ## The elbow
 #
-# Where does it come from? Imagine a valley with curvature λ. A step of rate η along its steepest direction multiplies
-# the distance from the bottom by 1 - η λ: for η above 2 / λ the distance grows. With momentum β the limit is 2 (1 + β)
-# / λ. So a network has a largest rate, whatever the batch. `digits.sharpness` measures λ, the *sharpness*: the largest
-# eigenvalue of the Hessian of the training loss. Here it does so for batch 16, at the start and after one, three and
-# ten epochs.
+# What causes the elbow? Imagine a valley with curvature λ. A step of rate η along its steepest direction multiplies the
+# distance from the bottom by 1 - η λ: for η above 2 / λ the distance grows. With momentum β the limit is 2 (1 + β) / λ.
+# So a network has a largest rate, for any batch. `digits.sharpness` measures λ, the *sharpness*: the largest eigenvalue
+# of the Hessian of the training loss. Here we measure it for batch 16, at the start and after one, three and ten
+# epochs.
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -324,7 +325,7 @@ k = found(r"ends near k = (\d+)")[0]
 assert 8 < k < 64
 
 # %% [markdown]
-# In the figure it fails before: the argument is about a parabola, so take it as a rough guide.
+# In the figure the linear rule fails earlier. The argument is about a parabola, so take it as a rough guide.
 #
 # ## Does warm-up help?
 #
@@ -360,11 +361,11 @@ assert count(r"Batch \d+: the rule with warm-up and the rule without: not separa
 
 # %% [markdown]
 # Near the elbow seeds differ so much that with five seeds warm-up could appear to help or to hurt. **Where the
-# sentences, here or above, say "not separated", warm-up has not been shown to help at this size.** A guess: this network
-# starts in a flat place and is steepest some epochs later, so a slow start only delays the trouble.
+# sentences, here or above, say "not separated", warm-up has not been shown to help at this size.** Our guess: this
+# network starts in a flat place and is steepest some epochs later, so a slow start only delays the trouble.
 
 # %% [markdown]
-# Where warm-up did help: ResNet-50 on ImageNet, batch 8192 on 256 GPUs.
+# Warm-up did help ResNet-50 on ImageNet, with batch 8192 on 256 GPUs.
 
 # %%
 rows = [
@@ -416,12 +417,12 @@ lab.table(rows, headers, title, align="lrrrr")
 assert all(row(network, "Keskar")[2] > row(network, "Keskar")[4] for network in ("F1", "C1", "C3"))
 
 # %% [markdown]
-# On the plain digits the gap would drown in noise, so we make the task hard: only 600 training images, and a fifth of
-# their labels replaced by wrong ones, which a network can only learn by heart. We compare batch 16 at rate 0.04 with
-# batch 600 (all of them), once at the same rate and once at six times that rate. Each run goes on until its training
-# loss is 0.01, because sharpness falls with the loss. Sixteen paired seeds.
+# On the plain digits the gap would be smaller than the noise, so we make the task hard. There are only 600 training
+# images. A fifth of their labels are wrong, and a network can only memorise these. We compare batch 16 at rate 0.04
+# with batch 600 (all images), once at the same rate and once at six times that rate. Each run continues until its
+# training loss is 0.01, because sharpness falls with the loss. There are sixteen paired seeds.
 #
-# **Predict** the order of the three in test error, and in sharpness. Then run; it takes up to a minute.
+# **Predict** the order of the three cases in test error, and in sharpness. Then run the cell; it takes up to a minute.
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -473,15 +474,15 @@ assert all(run[0] > small[0] and run[3] > small[3] and run[6] < 0.02 for run in 
 assert count("is higher than batch 16 by") == 4
 
 # %% [markdown]
-# With wrong labels to learn by heart, batch 600 does worse on new images than batch 16, and lies in a sharper valley,
-# at the same training loss. This does not prove that one causes the other: sharpness can be changed without changing what a
-# network computes (L. Dinh et al., 2017). **Discuss:** do Keskar's table and Goyal's contradict each other?
+# With wrong labels to memorise, batch 600 does worse on new images than batch 16, and lies in a sharper valley, at the
+# same training loss. This does not prove that one causes the other: sharpness can change while a network's outputs stay
+# the same (L. Dinh et al., 2017). **Discuss:** do Keskar's table and Goyal's contradict each other?
 #
 # ## Beyond SGD
 #
 # With Adam, which divides by the gradients' size, the square-root rule fits better (S. Malladi et al., 2022). LARS and
-# LAMB give each layer its own rate, for batches of 32,768 and more. And every task has a *critical batch*: beyond it, more
-# samples hardly save steps (S. McCandlish et al., 2018). The exercises estimate it.
+# LAMB give each layer its own rate, for batches of 32,768 and more. And every task has a *critical batch*: beyond this
+# size, more samples hardly save steps (S. McCandlish et al., 2018). You estimate it in the exercises.
 
 # %% [markdown]
 # ## Quiz
@@ -495,7 +496,7 @@ lab.quiz("05")
 # - N ranks are one process with N times the batch: the same losses, and N times fewer steps per epoch.
 # - Linear rule: k times the batch, k times the rate. Square-root rule: √k times. Warm-up: begin at η, grow to k η.
 # - The linear rule has an elbow: on a parabola a rate above 2 (1 + β) / λ diverges.
-# - At this size warm-up has not been shown to help at any batch. For ResNet-50 at batch 8192 it is worth a point.
+# - At this size warm-up has not been shown to help at any batch. For ResNet-50 at batch 8192 it gains a point.
 # - One run proves nothing: pair seeds, and give intervals.
 #
 # Now the [exercises](../exercises/05_large_batches_exercises.ipynb).

@@ -1,4 +1,4 @@
-"""Lesson 05: what is predicted in it, and where the answers come from."""
+"""Lesson 05: the questions that learners predict, and the sources of the answers."""
 
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.training.rates import linear_rule, square_root_rule
@@ -12,7 +12,7 @@ def _by_rule(rate: float, batch: int, base_batch: int) -> dict[str, float]:
 
 
 def _lowest(errors: dict) -> dict[int, str]:
-    """Of a run's test errors, keyed by batch and rule, the rule with the lowest mean; equal numbers of seeds."""
+    """Return for each batch the rule with the lowest mean test error; all rules have equally many seeds."""
     return {batch: min(_RULES, key=lambda rule: sum(errors[batch, rule])) for batch in (256, 512)}
 
 

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 06 ZeRO: exercises
 #
-# Six exercises: *predict* bytes (five minutes), *fix* a stage 2 that saves nothing (five minutes), *find* two leaks (ten
-# minutes), *build* sharded Adam (thirty minutes), *build* a layer that is gathered on demand (fifteen minutes), and
-# *fit* a large model (ten minutes). A check looks at your answer on all ranks: at values, at the bytes sent, and at the memory that is really
-# held. Check again for the next hint.
+# Six exercises: *predict* bytes (five minutes), *fix* a stage 2 that saves nothing (five minutes), *find* two leaks
+# (ten minutes), *build* sharded Adam (thirty minutes), *build* a layer that is gathered on demand (fifteen minutes),
+# and *fit* a large model (ten minutes). A check looks at your answer on all ranks: at values, at the bytes sent, and at
+# the memory in use. Check again for the next hint.
 #
 # **You need** the lecture [06 ZeRO](../lectures/06_zero.ipynb). Answers:
 # [solutions](../solutions/06_zero_exercises.ipynb).
@@ -29,8 +29,8 @@ world = dtlib.init()
 #
 # The net has 64 inputs, 128 hidden units and 10 outputs, with biases, in float32. Three ranks train it with AdamW,
 # which keeps two running means per parameter. How many bytes of parameters, of gradients (between backward and step)
-# and of optimizer states does rank 0 hold at each stage? Stage 0 is data parallelism. Shards are rounded up where a
-# size does not divide evenly: 0.1 % off counts as right.
+# and of optimizer states does rank 0 hold at each stage? Stage 0 is data parallelism. If a size does not divide evenly,
+# its shards are rounded up: an answer 0.1 % off counts as right.
 #
 # Replace each `None`. You may write expressions in `P`.
 
@@ -70,9 +70,9 @@ held_at = [held(stage) for stage in range(4)]
 # %% [markdown]
 # ## Fix: a stage 2 that saves nothing
 #
-# `shard_gradients(comm, module)` sets a hook on each parameter. After `backward()`, the dictionary that it returned has
-# this rank's shard of each averaged gradient: flat, `length` elements, padded with zeros at the end. The values are right.
-# But each rank sends as much as in data parallelism, and holds as much. Fix both: what is sent, and what is held.
+# `shard_gradients(comm, module)` sets a hook on each parameter. The function returns a dictionary. After `backward()`
+# this dictionary has this rank's shard of each averaged gradient: flat, `length` elements, padded with zeros at the
+# end. The values are right. But each rank sends as much as in data parallelism, and holds as much. Reduce both.
 
 # %% tags=["stub"]
 # %%px
@@ -120,15 +120,15 @@ lab.check("zero2-fix")
 
 # %% [markdown]
 # With the bug, `shards` looked small: its tensors have `length` elements each. But a slice is a view, and a view keeps
-# the whole memory behind it. The size of a tensor is not the memory that it holds: look at
+# the whole storage behind it alive. The size of a tensor is not the memory that it keeps: look at
 # `tensor.untyped_storage().nbytes()`.
 
 # %% [markdown]
 # ## Find the leak
 #
-# A run at stage 2 has the right losses, and ends out of memory after an hour. `ShardedSteps` is its step. After
-# `step(x, y)`, which returns the loss, `shards` has this rank's shard of each averaged gradient, and `guesses` the
-# first row of each step's output, for a plot.
+# A run at stage 2 has the right losses, but after an hour it runs out of memory. `ShardedSteps` is its training step.
+# After `step(x, y)`, which returns the loss, `shards` has this rank's shard of each averaged gradient, and `guesses`
+# the first row of each step's output, for a plot.
 
 # %% tags=["stub"]
 # %%px
@@ -175,7 +175,8 @@ class ShardedSteps:
         return loss.item()
 
 # %% [markdown]
-# `Live` counts every tensor that is alive, by the line that allocated its memory: here after one step, and after four.
+# `Live` counts the tensors that are alive, for each line that allocated memory. Here it counts after one step and after
+# four.
 
 # %%
 # %%px
@@ -192,8 +193,9 @@ if world.rank == 0:
     lab.table(lines[:6], ("allocated by", "after 1 step", "after 4 steps"))
 
 # %% [markdown]
-# The first line is the net, which was there before. Which lines grow? Name the attributes that keep their memory, and
-# let step four hold what step one holds, but for one row each. Shards, guesses and losses stay right.
+# The first line is the net, which existed before. Which lines grow? Find the attributes that keep their memory. After
+# your fix, step four may hold as much as step one, plus one row for each step. Shards, guesses and losses must stay
+# right.
 
 # %%
 lab.check("zero-leak")
@@ -201,25 +203,25 @@ lab.check("zero-leak")
 # %% [markdown]
 # ## Build: sharded Adam
 #
-# Stage 1 by hand. Write a class with two methods:
+# You write stage 1 by hand. Write a class with two methods:
 #
-# - `ShardedAdam(comm, parameters, **settings)`: `settings` are those of `torch.optim.AdamW`. The parameters have the
-#   same values on all ranks, and one dtype.
-# - `step()`, called on every rank after `backward()`: afterwards all ranks have the parameters that one process would have
-#   on the mean of all ranks' gradients. Every parameter has a gradient.
+# - `ShardedAdam(comm, parameters, **settings)`: `settings` are the arguments of `torch.optim.AdamW`. The parameters
+#   have the same values on all ranks, and one dtype.
+# - `step()`, called on every rank after `backward()`: afterwards all ranks have the parameters of one process that
+#   steps with the mean of all ranks' gradients. Every parameter has a gradient.
 #
 # 1. Put all parameters into one flat tensor, padded with zeros at the end so that it divides evenly by `comm.size`. Let
-#    each `parameter.data` be a view of it.
-# 2. This rank's shard of the flat tensor is one `nn.Parameter`, and the only one that `torch.optim.AdamW` knows.
-# 3. A step: `dist.reduce_scatter_single(own, flat, group=comm.group)` of gradients, AdamW on this rank's shard,
+#    each `parameter.data` be a view of this tensor.
+# 2. This rank's shard of the flat tensor is one `nn.Parameter`. Pass only this parameter to `torch.optim.AdamW`.
+# 3. A step is `dist.reduce_scatter_single(own, flat, group=comm.group)` of gradients, AdamW on this rank's shard,
 #    `dist.all_gather_single(flat, own, group=comm.group)` of the new values.
 #
 # Example: 535 parameters on 3 ranks make shards of 179 elements; the last 2 elements on rank 2 are padding.
 #
-# Between two steps a rank holds all parameters, once, and for its shard the two running means, the gradient and, if you
-# like, a copy of its values. It holds nothing else that is large: flat gradients are gone when `step()` returns. (Each
-# `parameter.grad` is the training loop's: `zero_grad()` frees it.) The check counts every tensor in the memory of the
-# process, whatever holds it, and your arrays, bytes and lists of floats too.
+# Between two steps a rank holds all parameters once. For its shard it holds the two running means, the gradient and, if
+# you like, a copy of the values. A rank holds nothing else that is large: free flat gradients before `step()` returns.
+# (Each `parameter.grad` belongs to the training loop: `zero_grad()` frees it.) The check counts every tensor in the
+# process, and your arrays, bytes and lists of floats too.
 
 # %% tags=["stub"]
 # %%px
@@ -266,8 +268,8 @@ class ShardedAdam:
 lab.check("sharded-adam")
 
 # %% [markdown]
-# This sends as much as data parallelism: `all_reduce` is `reduce_scatter` and then `all_gather`, and Adam has moved in
-# between. An optimizer that works element by element does not notice that its one parameter begins in the middle of a
+# This sends as much as data parallelism: `all_reduce` is `reduce_scatter` and then `all_gather`, and Adam now steps
+# between the two. An optimizer that works element by element also works if its one parameter begins in the middle of a
 # weight.
 #
 # This is `Stage1` of the lecture. The full `ZeroOptimizer` has buckets, groups, unused parameters, clipping, and master
@@ -275,15 +277,15 @@ lab.check("sharded-adam")
 #
 # ## Build: gather on demand
 #
-# Stage 3 for one layer, forward only: the check calls it under `torch.no_grad()`. Write a class that stands in for an
+# Stage 3 for one layer, forward only: the check calls it under `torch.no_grad()`. Write a class that replaces an
 # `nn.Linear`:
 #
 # - `OnDemand(comm, layer)`: `layer` is the same on all ranks. Keep this rank's shard of its weight and bias, padded as
-#   before, and let go of the rest.
+#   before, and free the rest.
 # - `__call__(x)`, called on every rank, with different samples: gather the parameters, compute, free them, return the
 #   output.
 #
-# The check finds every other large tensor that is there before or after a call.
+# The check finds every other large tensor that exists before or after a call.
 
 # %% tags=["stub"]
 # %%px
@@ -320,10 +322,9 @@ class OnDemand:
 lab.check("gather-on-demand")
 
 # %% [markdown]
-# To free means here that a local name goes out of scope. In training autograd would keep `weight` until the backward
-# pass, and all layers would be whole at the end of the forward pass. So `fully_shard` empties the storage behind the
-# tensor that autograd keeps, and fills it again, with another `all_gather`, when the backward pass returns to the
-# layer.
+# Here a tensor is freed when its local name goes out of scope. In training autograd would keep `weight` until the
+# backward pass, and all layers would be whole at the end of the forward pass. So `fully_shard` frees the storage of
+# this tensor. When the backward pass returns to the layer, another `all_gather` fills the storage again.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Fit it
@@ -349,7 +350,7 @@ lab.check("fit-it")
 
 # %% tags=["statement"]
 # "4 bytes per parameter stay whole, and that is 30 GB. Stage 2 leaves 15 GB whole"
-# "On as many ranks, stage 2 sends a third less than stage 3."
+# "On equally many ranks, stage 2 sends a third less than stage 3."
 ranks, held, sent = found(r"(\d+) ranks at stage 3 hold (\d+) GB each and send ([\d.]+) GB")
 many, sent_2 = found(r"stage 2 needs (\d+) ranks, and sends ([\d.]+) GB")
 assert held <= 16 and many > 10 * ranks and (4 * 7.5, 2 * 7.5) == (30, 15) and abs(sent_2 / (105 - 1) * 105 - 30) < 0.1
@@ -358,13 +359,13 @@ assert abs(2 / 3 - 0.667) < 0.001
 
 # %% [markdown]
 # Stage 1 never fits: 4 bytes per parameter stay whole, and that is 30 GB. Stage 2 leaves 15 GB whole, so the rest has
-# to fit into one gigabyte: that takes many ranks. On as many ranks, stage 2 sends a third less than stage 3. With
+# to fit into one gigabyte: that takes many ranks. On equally many ranks, stage 2 sends a third less than stage 3. With
 # cards of 16 GiB, 7 % more than 16 GB, seven ranks are enough.
 #
 # ## If you have time
 #
 # - Which stages would fit if gradients were kept in float32 (18 bytes per parameter)?
 # - Let `ShardedAdam` reduce in buckets during the backward pass, and free gradients: that is stage 2. How many bytes
-#   does gradient accumulation cost now?
+#   does a rank send for gradient accumulation now?
 # - Make `OnDemand` trainable: a `torch.autograd.Function` that saves `x` alone, gathers again in `backward`, and calls
 #   `reduce_scatter` for the gradients.

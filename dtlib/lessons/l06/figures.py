@@ -1,4 +1,4 @@
-"""The figures of lesson 06, each with its text, and who watches the units of stage 3."""
+"""The figures of lesson 06, each with a text equivalent, and a recorder of stage 3's units."""
 
 import time
 
@@ -8,18 +8,18 @@ from dtlib.lab.tables import Table
 from dtlib.theory.zero import SCHEMES
 
 STAGES = ("data parallelism", "stage 1", "stage 2", "stage 3")
-# What memory is for: the lines of dtlib.memory() that it adds up, and how it is drawn.
+# Kind of memory -> (lines of dtlib.memory() that are added, colour, hatch).
 KINDS = {
     "parameters": (("parameters",), RANK_COLOURS[0], ""),
     "gradients": (("gradients",), RANK_COLOURS[5], "//"),
     "optimizer": (("master_weights", "optimizer_states"), RANK_COLOURS[2], "\\\\"),
-    "beside the states": ((), "0.8", ""),  # up to the peak
+    "beside the states": ((), "0.8", ""),  # the rest of the peak
 }
 
 
 @shown
 def shards(ranks: int = 4):
-    """Who keeps what: at each stage, a row a rank; what it keeps is filled, as wide as its bytes per parameter."""
+    """Draw which states each rank stores in each stage; a filled box is as wide as its bytes per parameter."""
     scheme = SCHEMES["mixed_adam"]
     widths = {"parameters": scheme.parameters, "gradients": scheme.gradients, "optimizer": scheme.optimizer}
     figure, panels = subplots(1, len(STAGES), height=0.42 * ranks + 1.2, sharey=True)
@@ -49,11 +49,11 @@ def shards(ranks: int = 4):
 
 @shown
 def bars(groups: dict, unit: str = "bytes", published: dict | None = None, title: str = ""):
-    """A stacked bar of the model states of one rank for each stage.
+    """Draw the model states of one rank as a stacked bar for each stage.
 
-    ``groups`` maps a stage to lines as of ``dtlib.memory()`` or ``zero_bytes``. If they have a ``peak`` the bar ends
-    there: what is alive beside the states is pale. Above a bar stands its total. ``published`` maps a stage to a total,
-    drawn as a black line.
+    ``groups`` maps a stage to lines as of ``dtlib.memory()`` or ``zero_bytes``. If they have a ``peak``, the bar ends
+    there, and memory other than states is pale. The total is above the bar. ``published`` maps a stage to a published
+    total, drawn as a black line.
     """
     figure, axes = subplots(height=4.2)
     rows = []
@@ -94,7 +94,10 @@ def _legend(figure, kinds, mark: str | None = None) -> None:
 
 
 def watch(model) -> list:
-    """A list that fills while a model of ``fully_shard`` computes: ("gathered" or "freed", a unit's name, seconds)."""
+    """Return a list to which a model of ``fully_shard`` appends events.
+
+    An event is ("gathered" or "freed", name of the unit, seconds).
+    """
     from dtlib.parallel.zero.sharded.unit import unit_of
 
     events = []
@@ -106,7 +109,7 @@ def watch(model) -> list:
 
 
 def note(events: list, what: str, name: str = "") -> None:
-    """One more event of such a list: "forward", "backward" or "end" of a step."""
+    """Append an event: "forward", "backward" or "end" of a step, or an event of a unit."""
     events.append((what, name, time.perf_counter()))
 
 
@@ -127,10 +130,10 @@ def _watch(flat, name: str, events: list) -> None:
 
 @shown
 def units(events: list, elements: dict, itemsize: int, ranks: int, rank: int = 0):
-    """Bytes of parameters that are alive on a rank in the course of a step: its shards, and whole units above them.
+    """Draw the bytes of parameters on a rank during a step: its shards, and whole units above them.
 
-    ``events`` comes from ``watch``; ``elements`` maps a unit's name to how many parameters it has, of ``itemsize``
-    bytes each.
+    ``events`` is from ``watch``; ``elements`` maps the name of a unit to its number of parameters of ``itemsize``
+    bytes.
     """
     shards = sum(elements.values()) * itemsize // ranks
     whole, times, alive, rows = [], [], [], []

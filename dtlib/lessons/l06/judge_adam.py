@@ -1,4 +1,4 @@
-"""Lesson 06: Adam whose states are shared out, judged by values, by bytes sent, and by what is held."""
+"""Lesson 06: check of Adam with sharded states, by values, bytes sent and memory."""
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, factors, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
@@ -7,7 +7,7 @@ from dtlib.lessons.l06.observe_adam import STEPS, flat_of, in_one_process, lengt
 
 
 def judge_adam(observations) -> None:
-    """Every rank has the parameters of one process, no more is sent than needed, and only own states are held."""
+    """Check that parameters equal those of one process, and that bytes sent and stored states are minimal."""
     for cases in zip(*observations, strict=True):
         judge_errors(cases)
         _judge_steps(cases)
@@ -20,6 +20,7 @@ def judge_adam(observations) -> None:
 
 
 def judge_errors(cases) -> None:
+    """Raise ``Wrong`` for the first error of any rank; errors count before timeouts."""
     errors = [(case["waited"], rank, case["error"]) for rank, case in enumerate(cases) if "error" in case]
     if errors:
         _, rank, got = min(errors)
@@ -73,7 +74,7 @@ def _judge_steps(cases) -> None:
 
 
 def _judge_optimizer(after, rank: int, kind: str, step: int, what: str) -> None:
-    """Are they the parameters of another optimizer, or of other settings?"""
+    """Recognise the parameters of another optimizer, or of other settings."""
 
     def are_of(**other):
         return all(same(values, in_one_process(kind, len(after), **other)[0][step]) for values in after)
@@ -93,7 +94,7 @@ def _judge_optimizer(after, rank: int, kind: str, step: int, what: str) -> None:
 
 
 def _judge_gradients(after, rank: int, kind: str, what: str, got: str) -> None:
-    """Are they the parameters after a step with another gradient?"""
+    """Recognise the parameters after a step with another gradient."""
     ranks = len(after)
 
     def on_all_ranks(factor):
@@ -145,11 +146,15 @@ def _judge_sent(cases) -> None:
 
 
 def _judge_held(cases) -> None:
-    """All parameters, three shards, and a fourth for whoever does not update the parameters themselves."""
+    """Check memory: all parameters and three shards.
+
+    A fourth shard is allowed for answers that do not update the parameters in place.
+    """
     ranks, count = len(cases), len(cases[0]["after"][0])
     shard = length_of(count, ranks) * NUMBER
     whole = ranks * shard
     for rank, case in enumerate(cases):
+        # Two shards of moments, one of the gradient, and one of parameters if they are not updated in place.
         if case["held"] <= whole + 4 * shard + SPARE:
             continue
         expected = f"{whole} bytes of parameters; of this rank's shard {2 * shard} of states, {shard} of its gradient"

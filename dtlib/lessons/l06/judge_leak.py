@@ -1,18 +1,19 @@
-"""Lesson 06: a stage 2 with right values that holds more from step to step, judged by bytes."""
+"""Lesson 06: check of a stage 2 with right values and growing memory."""
 
+from dtlib.lab.checks.answer_memory import Snapshot, nbytes
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.exercise import Exercise, rows
-from dtlib.lab.checks.held import Snapshot, nbytes
 from dtlib.lessons.l06.observe_adam import length_of, net_of, own_shard
 
 STEPS = 4
-SAMPLES, WIDTHS = 24, (16, 40, 10)  # a batch's output is larger than the net, and its first row is not
+SAMPLES, WIDTHS = 24, (16, 40, 10)  # the output of a batch is larger than the net, its first row smaller
 ROW = WIDTHS[-1] * NUMBER  # bytes of a guess
 
 # fix: ShardedSteps(comm, model) with step(x, y)
 
 
 def make_batch(rank: int, step: int):
+    """Return samples and labels of a rank in a step."""
     import torch
 
     generator = torch.Generator().manual_seed(100 * step + rank + 1)
@@ -21,19 +22,20 @@ def make_batch(rank: int, step: int):
 
 
 def observe_steps(cls, comm):
-    """After each step: its loss, the shards, the guess, and bytes of all that is new; and the most while it ran."""
+    """Return for each step loss, shards and guess, the bytes of new objects, and the peak during the step."""
     import numpy as np
     import torch
 
     from dtlib.measure.live import Live
 
-    kinds = list, tuple, np.ndarray  # a row for a plot may be one of these, too
+    kinds = list, tuple, np.ndarray  # types that a guess for a plot may have, besides tensors
     net, seen = net_of(*WIDTHS), []
     with Snapshot(cls) as before:
         steps = cls(comm, net)
         for step in range(STEPS):
             with Live() as live:
                 loss = steps.step(*make_batch(comm.rank, step))
+            # Only numbers are kept here, because a reference to the loss or its graph would count as new memory.
             loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
             one = {"loss": float(loss) if isinstance(loss, float | torch.Tensor) else None, "peak": live.peak}
             del loss
@@ -49,7 +51,7 @@ def observe_steps(cls, comm):
 
 
 def _numbers(found, key, *others: type):
-    """A copy of a tensor's numbers, so that it does not count as held; or of what is of another type."""
+    """Return a tensor's numbers as a copy, which does not keep its memory alive; also of ``others``' types."""
     import numpy as np
     import torch
 
@@ -63,7 +65,7 @@ def _numbers(found, key, *others: type):
 
 
 def _behind(found, key) -> int:
-    """Bytes of the memory that a tensor or an array is a view of; of other things none."""
+    """Return the bytes of the memory that a tensor or an array is a view of, 0 for other types."""
     import numpy as np
     import torch
 
@@ -79,7 +81,7 @@ def _behind(found, key) -> int:
 
 
 def expected_of(ranks: int, step: int):
-    """Losses and first guesses by rank, and the averages of gradients."""
+    """Return losses and first guesses by rank, and the averaged gradients."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -97,19 +99,19 @@ def expected_of(ranks: int, step: int):
 
 
 def held_by(ranks: int, step: int) -> int:
-    """Shards of the last step, and a guess of each."""
+    """Return the bytes that a rank must store: shards of the last step, and one guess per step."""
     return NUMBER * sum(length_of(p.numel(), ranks) for p in net_of(*WIDTHS).parameters()) + ROW * (step + 1)
 
 
 def judge_steps(observations) -> None:
-    """Values first; then what is held after each step, and what grows from one to the next."""
+    """Check values, then the memory after each step and its growth."""
     ranks = len(observations)
     for step in range(STEPS):
         _judge_values([seen[step] for seen in observations], step)
     for rank, seen in enumerate(observations):
         first, last, wanted = seen[0]["held"], seen[-1]["held"], held_by(ranks, STEPS - 1)
         grows = (last - first) // (STEPS - 1)
-        # A bucket, with its padding, and the shard that its handle gives.
+        # Bytes of a padded bucket and of the shard that its handle returns.
         sent = sum(length_of(p.numel(), ranks) * (ranks + 1) for p in net_of(*WIDTHS).parameters()) * NUMBER
         output = SAMPLES * ROW
         views = seen[-1]["behind guess"] > ROW + SPARE

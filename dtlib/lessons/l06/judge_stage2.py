@@ -1,19 +1,20 @@
-"""Lesson 06: gradients of which each rank keeps its shard, judged by values, by bytes sent, and by what is held."""
+"""Lesson 06: check of sharded gradients, by values, bytes sent and memory."""
 
 from itertools import pairwise
 
+from dtlib.lab.checks.answer_memory import Snapshot, nbytes
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
-from dtlib.lab.checks.held import Snapshot, nbytes
 from dtlib.lessons.l06.observe_adam import length_of, loss_of, make_batch, own_shard
 
 TWICE = "op=dist.ReduceOp.AVG divides already. Which line divides again?", "Use AVG, or a sum / comm.size."
-SIZES = (16, 13, 12, 12)  # some of its parameters divide by 2, 3 and 4, some do not; two biases are as long
+SIZES = (16, 13, 12, 12)  # sizes: some divide by 2, 3 and 4; two biases have equal lengths
 
 # fix: shard_gradients(comm, module)
 
 
 def make_net():
+    """Return the net, the same on all ranks."""
     import torch
     from torch import nn
 
@@ -23,7 +24,7 @@ def make_net():
 
 
 def observe_sharded(shard_gradients, comm):
-    """After each of two backward passes: the shards of the averages, bytes sent, and bytes of all that is new."""
+    """Return for two backward passes the averaged shards, bytes sent, and bytes of all new objects."""
     from dtlib.comm.watch.recorder import recording
 
     net = make_net()
@@ -44,7 +45,7 @@ def observe_sharded(shard_gradients, comm):
 
 
 def _shard_of(shards, parameter):
-    """A copy, so that it does not count as held."""
+    """Return a shard as a copy, which does not keep its memory alive."""
     import torch
 
     try:
@@ -55,7 +56,7 @@ def _shard_of(shards, parameter):
 
 
 def judge_sharded(observations) -> None:
-    """Each rank has its shard of the averages, sent no more than reduce_scatter does, and holds nothing else."""
+    """Check shards of the averages, bytes of a reduce_scatter, and that only the shards are stored."""
     for step in range(2):
         _judge_shards([seen[step] for seen in observations], step)
     ranks = len(observations)
@@ -85,6 +86,7 @@ def judge_sharded(observations) -> None:
 def _judge_shards(seen, step: int) -> None:
     import torch
 
+    # This process computes the gradients of all ranks, and averages them.
     ranks, net = len(seen), make_net()
     locals_ = []
     for rank in range(ranks):
@@ -122,7 +124,7 @@ def _no_shard(name: str) -> tuple:
 
 
 def _judge_padding(padding, wanted: int, elements: int, rank: int, what: str) -> None:
-    """All shards of a gradient are as long: the last ones end in zeros."""
+    """Check that all shards of a gradient have equal lengths, padded with zeros."""
     wrong = rows(rank)
     wrong("whole-gradient", elements + len(padding) > 2 * (elements + wanted), f"{what}: {elements + wanted} elements",
           f"all {elements + len(padding)}",
@@ -132,7 +134,7 @@ def _judge_padding(padding, wanted: int, elements: int, rank: int, what: str) ->
           f"{elements + len(padding)} elements",
           "The values are right. How long must a shard be on every rank if a size does not divide?",
           "Keep all `length` elements of own: an all_gather needs shards of equal length on all ranks.")
-    if padding.any():  # NaN, too
+    if padding.any():  # also true for NaN
         wrong("padding-not-zero", True, f"{what}: zeros as padding", f"{padding[padding != 0][0]:g} among them",
               "The padding belongs to no parameter, but a norm of this shard includes it. Which value should it have?",
               "flat = torch.zeros(...), not torch.empty(...): no line writes to the padding.")

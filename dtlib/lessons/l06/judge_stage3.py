@@ -1,15 +1,15 @@
-"""Lesson 06: a layer that is whole only while it computes, and a large model that must fit, judged by the formulas."""
+"""Lesson 06: checks of a layer that is gathered on demand, and of a large model that must fit into memory."""
 
+from dtlib.lab.checks.answer_memory import Snapshot, nbytes
 from dtlib.lab.checks.equality import NUMBER, SPARE, factors, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
-from dtlib.lab.checks.held import Snapshot, nbytes
 from dtlib.lessons.l06.judge_adam import judge_errors
 from dtlib.lessons.l06.observe_adam import attempt, length_of
 from dtlib.theory.zero import GB, GIB, STAGES, fewest_ranks, zero_bytes, zero_wire_elements
 
 LAYERS = {"even": (7, 96), "uneven": (4, 115)}  # 768 parameters divide by 2, 3 and 4; 575 by none of them
 CALLS = 3
-ROOM = 128  # bytes, for padding, of rows too, and shapes: a whole bias, beside a shard of the weight, is larger
+ROOM = 128  # bytes allowed for padding and shapes; a whole bias would be larger
 NO_OUTPUT = ("__call__ returns the output: a tensor.",
              "return linear(x, weight, bias), with the gathered weight and bias.")
 BIAS = "The result has no bias. Where is it in the flat tensor?", "The bias follows the weight in the flat tensor."
@@ -22,15 +22,16 @@ PARAMETERS, BUDGET = 7_500_000_000, 16 * GB
 
 
 def make_layer(kind: str):
+    """Return the layer, the same on all ranks."""
     import torch
     from torch import nn
 
     torch.manual_seed(1)
-    return nn.Linear(*LAYERS[kind], dtype=torch.float64)  # made in float64: float32 cannot hold its numbers
+    return nn.Linear(*LAYERS[kind], dtype=torch.float64)  # float64 values that do not fit float32
 
 
 def make_input(kind: str, rank: int, call: int):
-    """Other samples on every rank."""
+    """Return samples, different on every rank."""
     import torch
 
     generator = torch.Generator().manual_seed(100 * call + rank + 1)
@@ -38,7 +39,7 @@ def make_input(kind: str, rank: int, call: int):
 
 
 def observe_on_demand(cls, comm):
-    """For each layer: its outputs, bytes sent, and bytes held before the first call and after each."""
+    """Return for each layer outputs, bytes sent, and bytes stored before the first call and after each."""
     return [attempt(lambda kind=kind: _call(cls, comm, kind), kind) for kind in LAYERS]
 
 
@@ -64,7 +65,7 @@ def _call(cls, comm, kind: str) -> dict:
 
 
 def judge_on_demand(observations) -> None:
-    """The output of the whole layer; no more held than a shard, before and after; each call gathers, and only that."""
+    """Check outputs, memory of one shard between calls, and one gathering in each call."""
     for cases in zip(*observations, strict=True):
         judge_errors(cases)
         for rank, case in enumerate(cases):
@@ -109,7 +110,7 @@ def _judge_output(case, rank: int, ranks: int) -> None:
 
 
 def _explain_output(got, expected, x, layer, rank: int, what: str) -> None:
-    """Of the right size, and wrong."""
+    """Recognise the mistake in a wrong output of the right shape."""
     import torch
 
     weight, bias = layer.weight.detach(), layer.bias.detach()
@@ -165,7 +166,7 @@ def _count(kind: str) -> int:
 
 
 def observe_fit(fit, comm):
-    """The three numbers, or text where they are none."""
+    """Return the three numbers, or text for a value that is no number."""
     return {name: _number(fit, name) for name in ("stage", "ranks", "gigabytes")}
 
 
@@ -178,13 +179,13 @@ def _number(fit, name: str):
 
 
 def held_by(ranks: int, stage: int, scheme="mixed_adam") -> float:
-    """Bytes of model states that a rank holds, without padding."""
+    """Return the bytes of model states on a rank, without padding."""
     held = zero_bytes(PARAMETERS, ranks, stage, scheme)
     return sum(held.values()) - held["padding"]
 
 
 def judge_fit(observations) -> str:
-    """It fits, on as few ranks as any stage needs, and the bytes are right; returns the score."""
+    """Check that the model fits, on the smallest number of ranks of any stage; return the score."""
     for rank, fit in enumerate(observations):
         stage, ranks, gigabytes = fit["stage"], fit["ranks"], fit["gigabytes"]
         if any(isinstance(value, str) for value in fit.values()):

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 06 ZeRO
 #
-# Two hours. Data parallelism keeps the same model, gradients and optimizer states on every rank. You divide them among the
-# ranks, until each keeps 1/N of everything, and count the bytes that a rank holds and sends.
+# Two hours. Data parallelism keeps the same model, gradients and optimizer states on every rank. You divide them among
+# the ranks until each rank keeps 1/N, and count the bytes that a rank holds and sends.
 #
-# **Questions.** What fills the memory? What does it cost to divide it? Which setting makes a model fit?
+# **Questions.** What fills the memory? What does it cost to divide the model states? Which setting makes a model fit?
 #
-# **Afterwards you can** predict a model's memory to the byte; read all three stages; say what each one sends; save on four
-# ranks and load on three; choose a stage.
+# **Afterwards you can** predict a model's memory to the byte; read all three stages; say what each stage sends; save on
+# four ranks and load on three; choose a stage.
 #
 # **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data
 # parallelism](04_data_parallel.ipynb).
@@ -34,9 +34,9 @@ from dtlib.theory.zero import GB, GIB, SCHEMES, fewest_ranks, zero_bytes
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## What fills the memory?
 #
-# In *mixed precision* the model computes in 16 bits. Adam, the usual optimizer, keeps for each weight a running mean of
-# its gradients and one of their squares. Its steps are too small for 16 bits, so there is a *master copy* of the
-# weights in 32 bits as well. Together these are the *model states*:
+# In *mixed precision* the model computes in 16 bits. Adam, the usual optimizer, keeps for each weight running means of
+# its gradients and of their squares. Its steps are too small for 16 bits, so there is a *master copy* of the weights in
+# 32 bits as well. Together these are the *model states*:
 
 # %% tags=["two-hours", "half-day"]
 mixed = SCHEMES["mixed_adam"]
@@ -72,7 +72,7 @@ lab.predict("gigabytes-a-rank", 120)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # More ranks do not help. **ZeRO** (*zero redundancy optimizer*, S. Rajbhandari et al., 2020) removes the N - 1 spare
-# copies: stage 1 shards the optimizer, stage 2 the gradients as well, stage 3 the parameters too. What each rank keeps:
+# copies: stage 1 shards the optimizer, stage 2 the gradients as well, stage 3 the parameters too. Each rank keeps:
 
 # %% tags=["two-hours", "half-day"]
 figures.shards(ranks=4)
@@ -85,15 +85,15 @@ assert kept == [[2, 2, 12], [2, 2, 12, 4], [2, 2, 4, 12, 4], [2, 4, 2, 4, 12, 4]
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Stage 1: each rank updates a quarter
 #
-# In data parallelism every rank takes the same optimizer step, on all parameters. Let each rank update one quarter and send
-# it to the others.
+# In data parallelism every rank takes the same optimizer step, on all parameters. In stage 1 each rank updates one
+# quarter and sends it to the others.
 
 # %%
 lab.read(plain)
 lab.read(plain.Unit, plain.Stage1.__init__, plain.Stage1.gradient_is_ready)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# The parameters of a *unit* travel together: `unit.flat` holds them, padded by `unit.padding`; `unit.shard` is this
+# The parameters of a *unit* are sent together. `unit.flat` holds them, padded by `unit.padding`; `unit.shard` is this
 # rank's slice, or *shard*. In `step`, `reduce` gives each rank its shard of the mean gradient, Adam updates the shard,
 # and `give` gathers all new values on every rank.
 
@@ -101,8 +101,8 @@ lab.read(plain.Unit, plain.Stage1.__init__, plain.Stage1.gradient_is_ready)
 lab.read(plain.Stage1.step, plain.Stage1.reduce, plain.Stage1.give)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# **Predict.** We train by data parallelism, then stage 1, both in float64. How many bytes does stage 1 send, divided by
-# those of data parallelism? Think of the ring.
+# **Predict.** We train by data parallelism, then with stage 1, both in float64. How many bytes does stage 1 send,
+# divided by the bytes of data parallelism? Think of the ring.
 
 # %% tags=["two-hours", "half-day", "stub"]
 lab.predict("bytes-of-stage-1", None)
@@ -146,15 +146,14 @@ assert row("stage 1", "on each of 4 ranks")[-2:] == [12, 4]
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # A ring all-reduce *is* a reduce_scatter followed by an all_gather, and stage 1 puts the optimizer's step between the
-# two. **The same bytes travel, the numbers are the same, and only a quarter of the optimizer is left.**
-# (368 of the bytes are flags.)
+# two. **The same bytes travel, the numbers are the same, and only a quarter of the optimizer is left.** (Of these
+# bytes, 368 are flags.)
 
 # %% [markdown] tags=["half-day"]
 # ## Stages 2 and 3
 #
-# Stage 1 keeps all gradients until the step, though a rank needs only its shard of the mean. So stage 2 reduces them
-# *during* the backward pass, and frees them: autograd calls a *hook*, a function of ours, as soon as a parameter's gradient
-# is complete.
+# Stage 1 keeps all gradients until the step, although a rank needs only its shard of the mean. So stage 2 reduces them
+# *during* the backward pass, and frees them. autograd calls our *hook* as soon as a parameter's gradient is complete.
 
 # %%
 lab.read(plain.Stage2)
@@ -167,7 +166,7 @@ lab.read(plain.Stage2)
 lab.read(plain.Stage3)
 
 # %% [markdown] tags=["half-day"]
-# All three side by side, with one unit for each linear layer:
+# All three stages, with one unit for each linear layer:
 
 # %% tags=["half-day"]
 # %%px
@@ -198,8 +197,8 @@ assert [row(f"Stage{stage}", "all_gathers per step")[1:] for stage in (2, 3)] ==
 assert row("Stage3")[1:] == [2 * 3, 0] and row("Stage2")[1] == 3
 
 # %% [markdown]
-# `Stage3` gathers three units twice per step. torch's stage 3, FSDP2, gathers each once if `reshard_after_forward=False`, and
-# holds more. What our file leaves out:
+# `Stage3` gathers three units twice per step. torch's stage 3, FSDP2, gathers each once if
+# `reshard_after_forward=False`, and holds more. Our file leaves out:
 
 # %%
 lab.read_end(plain)
@@ -207,8 +206,8 @@ lab.read_end(plain)
 # %% [markdown] tags=["half-day"]
 # ## Memory, to the byte
 #
-# `dtlib.memory` counts every storage that a rank holds, once each. The model is in bfloat16, with master weights;
-# `dtlib.initialize` takes the stage from a config, as DeepSpeed does, Microsoft's library.
+# `dtlib.memory` counts each storage of a rank once. The model is in bfloat16, with master weights; `dtlib.initialize`
+# reads the stage from a config, as Microsoft's DeepSpeed does.
 #
 # **Predict.** On four ranks, how many bytes per parameter does a rank hold at stage 2?
 
@@ -247,8 +246,8 @@ assert all(numbers[0] == numbers[-1] for numbers in lines.values())
 assert row("communication", "mixed_adam")[1] < 0.1
 
 # %% [markdown] tags=["half-day"]
-# Count and formula agree in all lines with a formula. *Padding* makes shards equal. *Peak* is the most at any time, and
-# decides. The bars end there:
+# Count and formula agree in all lines with a formula. *Padding* makes shards equal. *Peak* is the most at any time; it
+# must fit. The bars end there:
 
 # %% tags=["half-day"]
 held, sizes = lab.values("lines_of")[0], lab.values("sizes_of")[0]
@@ -271,7 +270,7 @@ assert peaks[0] / peaks[3] < states[0] / states[3]
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## 64 ranks
 #
-# The paper's first figure, 7.5 billion parameters: bars are the formula, lines the published numbers.
+# The paper's first figure has 7.5 billion parameters: bars are the formula, lines the published numbers.
 
 # %% tags=["two-hours", "half-day"]
 P, rows = 7_500_000_000, lab.published("zero_figure1_7p5B_Nd64.csv")
@@ -291,8 +290,8 @@ assert [numbers[-1] for numbers in rows("published", "on each of 64 ranks")][1:]
 # %% [markdown]
 # ## What it costs: bytes on the wire
 #
-# We count what a rank sends in one step, in units of P (N-1)/N, where P is the number of parameters. A reduce_scatter or
-# an all_gather by a ring is 1 unit, an all_reduce 2.
+# We count the numbers that a rank sends in one step, in units of P (N-1)/N; P is the number of parameters. A
+# reduce_scatter or an all_gather by a ring is 1 unit, an all_reduce 2.
 #
 # **Predict.** How many units does stage 3 send?
 
@@ -359,12 +358,12 @@ units_sent = [(figures.STAGES[stage], *row(stage), paper[name]) for stage, name 
 lab.table(units_sent, ("", "bytes sent", "formula", "units", "published"))
 
 # %% tags=["statement"]
-# "Stages 1 and 2 send what data parallelism sends; stage 3 sends 1.5 times as much"
+# "Stages 1 and 2 send as much as data parallelism; stage 3 sends 1.5 times as much"
 units = {name: row(name, "published")[-2] for name in ("data parallelism", "stage 1", "stage 2", "stage 3")}
 assert [round(one, 2) for one in units.values()] == [2, 2, 2, 3]
 
 # %% [markdown]
-# Stages 1 and 2 send what data parallelism sends; stage 3 sends 1.5 times as much, because parameters travel twice.
+# Stages 1 and 2 send as much as data parallelism; stage 3 sends 1.5 times as much, because it sends parameters twice.
 #
 # **Predict.** Now gradients of four *micro-batches* add up before a step. Stage 1 sends them once. Stage 2 frees them, so it
 # sends in every backward pass. How many units does stage 2 send?
@@ -387,19 +386,20 @@ assert [round(row(f"stage {stage}", "4 micro-batches")[-1]) for stage in (1, 2, 
 # %% [markdown]
 # So with many micro-batches stage 1 may be faster than stage 2.
 #
-# **Question 1.** A model has 70 billion parameters, in 16 bits on the wire. How many GB of states does each of 64 GPUs hold
-# at stage 3? How long do its three units take over a card of 50 GB/s?
+# **Question 1.** A model has 70 billion parameters, in 16 bits on the wire. How many GB of states does each of 64 GPUs
+# hold at stage 3? How long does sending its three units take over a card of 50 GB/s?
 #
 # <details><summary>Answer 1</summary>16 x 70 / 64 = 17.5 GB. 3 x 140 GB x 63/64 = 413 GB take 8.3 s.</details>
 #
-# **Question 2.** SGD with momentum in float32 has 4 + 4 + 4 bytes per parameter. How many on each of 8 ranks at stage 1?
+# **Question 2.** SGD with momentum in float32 has 4 + 4 + 4 bytes per parameter. How many bytes are on each of 8 ranks
+# at stage 1?
 #
 # <details><summary>Answer 2</summary>4 + 4 + 4/8 = 8.5.</details>
 #
 # ## Hybrid sharding
 #
-# Links between machines are slow, so let each machine hold all shards (torch's *HSDP*). `Stage3` shards inside a machine;
-# one all-reduce per shard remains, across machines. Let four ranks be two machines of two.
+# Links between machines are slow, so let each machine hold all shards (torch's *HSDP*). `Stage3` shards inside a
+# machine; one all-reduce per shard remains, across machines. Let our four ranks be two machines of two.
 #
 # **Predict.** What does a rank send to the other machine in a step, divided by the bytes of all parameters?
 
@@ -475,7 +475,7 @@ lab.predict("gathered-in-order", "0 2 4 4 2 0")
 # %%
 # %%px
 model, optimizer = at_stage(3)
-cross_entropy(model(x[:24]), y[:24]).backward()  # a first pass tells it the order
+cross_entropy(model(x[:24]), y[:24]).backward()  # the first pass records the order
 dist.barrier(comm.group)
 events = figures.watch(model)
 loss = cross_entropy(model(x[:24]), y[:24])
@@ -497,11 +497,11 @@ assert count(r"(?m)^gathered \d") == count(r"(?m)^gathered (\d) +\1 ") == 6
 #
 # ## Mixed precision, accumulation, recomputation
 #
-# *Activations*, what the forward pass keeps for the backward pass, fill memory too. They get smaller with 16 bits, with
-# micro-batches, and with *recomputation* (activation checkpointing): it keeps only the input of each block, and computes
-# the block again in the backward pass. We measure a perceptron of 13 layers, and a transformer of four blocks.
+# *Activations*, which the forward pass keeps for the backward pass, fill memory too. They shrink with 16 bits, with
+# micro-batches, and with *recomputation* (activation checkpointing), which keeps only the input of each block and
+# computes it again in the backward pass. We measure a perceptron of 13 layers, and a transformer of four blocks.
 #
-# **Predict.** With Adam, float32 takes 4 + 4 + 8 bytes per parameter. By which factor does mixed precision change that?
+# **Predict.** With Adam, float32 takes 4 + 4 + 8 bytes per parameter. By which factor does mixed precision change this?
 
 # %% tags=["stub"]
 lab.predict("factor-on-states", None)
@@ -590,18 +590,18 @@ for at, net in enumerate(("perceptron", "transformer")):
 assert kept["transformer"][0] > 15 and kept["perceptron"][0] < 6 and kept["transformer"][1] > kept["perceptron"][1]
 
 # %% [markdown]
-# **Mixed precision does not make model states smaller**: what 16 bits save, the master weights cost. It halves
+# **Mixed precision does not make model states smaller**: the master weights cost what 16 bits save. It halves
 # activations and messages. Recomputation costs at most one more forward pass: a third more arithmetic. The transformer
 # stores many times its states, the perceptron a few times: there recomputation gains most.
 
 # %% [markdown]
 # ## Checkpoints
 #
-# At stage 3 no rank has the model. With `dtlib.checkpoint` (in torch: `torch.distributed.checkpoint`) every rank writes its
-# shards, and an index says what is where. Four ranks take five steps at stage 3, save, and take five more. Then a rank is
-# gone. The other three load, and continue at stage 1 with the same batches.
+# At stage 3 no rank has the whole model. With `dtlib.checkpoint` (in torch: `torch.distributed.checkpoint`) every rank
+# writes its shards, and an index says where each shard is. Four ranks take five steps at stage 3, save, and take five
+# more. Then one rank is lost. The other three load, and continue at stage 1 with the same batches.
 #
-# **Predict:** how do their losses differ from those of the four?
+# **Predict:** how do their losses differ from the four ranks' losses?
 
 # %%
 # %%px
@@ -619,7 +619,7 @@ def engine_at(stage, comm):
 
 
 def steps(engine, begin, end):
-    """The losses of these steps, on batches of 96 images in all, however many ranks there are."""
+    """The losses of these steps, on batches of 96 images in all, for any number of ranks."""
     rank, ranks = engine.comm.rank, engine.comm.size
     slices = [slice(96 * k + rank, 96 * (k + 1), ranks) for k in range(begin, end)]
     return [engine.train_batch(iter([(x[its], y[its])])).item() for its in slices]
@@ -658,7 +658,7 @@ assert all(len(set(row(f"{step}", "3 ranks, stage 1"))) == 1 for step in range(5
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The config that fits
 #
-# Each stage costs messages, waiting, or extra code. So take **the lowest stage that fits**, and leave room for
+# Each stage costs messages, waiting, or extra code. So take **the lowest stage that fits**, and leave memory for
 # activations.
 #
 # **Predict.** 7.5 billion parameters in mixed precision, on 64 accelerators of 24 GiB each: which stage?
@@ -682,8 +682,8 @@ lab.table(rows, ("", "GiB on 64 ranks", "fewest ranks of 24 GiB"), align="lrr")
 assert found(r"You predicted (\d+), and it came out as (\d+)") == [2, 2]
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# A *config* says how to train, in the keys of DeepSpeed, Microsoft's library: `train_batch_size` counts all ranks,
-# `stage` is ZeRO's. `runtime="torch"` runs the same one on torch's own classes, here FSDP2 (*fully sharded data
+# A *config* describes the training with DeepSpeed's keys (Microsoft's library): `train_batch_size` counts all ranks,
+# `stage` is ZeRO's. `runtime="torch"` runs the same config on torch's own classes, here FSDP2 (*fully sharded data
 # parallel*).
 
 # %% tags=["two-hours", "half-day"]
@@ -718,8 +718,9 @@ assert ours == theirs and by_torch < held
 # %% [markdown]
 # ## The same in torch: FSDP2
 #
-# torch's `fully_shard` sends through our collectives. Its timeline stands below ours. It has the same gathers. FSDP2 sends 1 %
-# more: for equal shards, the last layer's ten rows become twelve. (Our `all_reduce` of 20 bytes compares the ranks.)
+# torch's `fully_shard` sends through our collectives. Its timeline is drawn below ours. It has the same gathers. FSDP2
+# sends 1 % more: for equal shards, the last layer's ten rows become twelve. (Our `all_reduce` of 20 bytes compares the
+# ranks.)
 
 # %%
 # %%px
@@ -727,7 +728,7 @@ import dtlib.backend
 from torch.distributed import fsdp
 
 if dist.is_initialized():
-    dist.destroy_process_group()  # that of runtime="torch"
+    dist.destroy_process_group()  # the process group of runtime="torch"
 dist.init_process_group("dtlib", init_method="dtlib://")
 mesh, fsdp_net = dist.init_device_mesh("cpu", (comm.size,)), fresh_net()
 for module in (*(one for one in fsdp_net if isinstance(one, nn.Linear)), fsdp_net):
@@ -759,10 +760,10 @@ assert (ours, theirs) == (6 * (8320 + 16512 + 1292), 6 * (8320 + 16512 + 12 * 12
 # %% [markdown]
 # ## What holds on GPUs, and what does not
 #
-# Seen here, and true there: the values, the bytes held and sent, the order of the gathers. Not shown: speed. On GPUs
-# use FSDP2 or DeepSpeed, whose gathers hide behind computation.
+# These also hold on GPUs: the values, the bytes held and sent, the order of the gathers. Speed does not. On GPUs use
+# FSDP2 or DeepSpeed: they hide gathers behind computation.
 #
-# **Discuss.** Your model fits at stage 1 with micro-batches of 4, and at stage 3 with 32. Which do you take?
+# **Discuss.** Your model fits at stage 1 with micro-batches of 4, and at stage 3 with 32. Which do you choose?
 
 # %% [markdown]
 # ## Quiz

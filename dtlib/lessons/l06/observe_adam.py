@@ -1,20 +1,22 @@
-"""Lesson 06: Adam whose states are shared out, observed: parameters, bytes sent, and what is held."""
+"""Runs of Adam with sharded states: parameters, bytes sent and memory."""
 
 from functools import cache
 
+from dtlib.lab.checks.answer_memory import Snapshot, nbytes
 from dtlib.lab.checks.equality import NUMBER
-from dtlib.lab.checks.held import Snapshot, nbytes
 
 STEPS = 3
-SETTINGS = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}  # all of them matter
+SETTINGS = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}  # each one changes the result
 WIDTHS = {"even": (15, 24, 12), "uneven": (16, 23, 6)}  # 684 parameters divide by 2, 3 and 4; 535 by none of them
 
 
 def make_net(kind: str):
+    """Return the net of this kind."""
     return net_of(*WIDTHS[kind])
 
 
 def net_of(inside: int, hidden: int, outside: int):
+    """Return a perceptron of these sizes in float64, the same on all ranks."""
     import torch
     from torch import nn
 
@@ -23,7 +25,7 @@ def net_of(inside: int, hidden: int, outside: int):
 
 
 def make_batch(kind: str, rank: int, step: int):
-    """The samples of a rank, the same wherever they are made."""
+    """Return the samples of a rank; every caller gets the same ones."""
     import torch
 
     generator = torch.Generator().manual_seed(100 * step + rank + 1)
@@ -31,27 +33,33 @@ def make_batch(kind: str, rank: int, step: int):
 
 
 def loss_of(net, x):
+    """Return the loss of a net on the samples ``x``."""
     return (net(x) - 1).square().mean()
 
 
 def flat_of(tensors):
+    """Return all tensors as one flat tensor."""
     import torch
 
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 def length_of(elements: int, ranks: int) -> int:
-    """Elements of a rank's shard, padding included."""
+    """Return the number of elements in a rank's shard, padding included."""
     return -(-elements // ranks)
 
 
 def own_shard(flat, rank: int, ranks: int):
+    """Return the shard of a rank, without padding."""
     length = length_of(len(flat), ranks)
     return flat[rank * length : (rank + 1) * length]
 
 
 def attempt(run, kind: str):
-    """What ``run()`` gives; if only sizes that do not divide are too much for it, the error as text."""
+    """Return the result of ``run()``; for sizes that do not divide by the ranks, return an error as text.
+
+    Errors with the size "even" are raised.
+    """
     from mpi4py import MPI
 
     try:
@@ -66,7 +74,7 @@ def attempt(run, kind: str):
 
 
 def observe_adam(cls, comm):
-    """For each net: parameters after each step, bytes sent in it, and what is held in the end."""
+    """Return for each net the parameters after each step, bytes sent, and final memory."""
     return [attempt(lambda kind=kind: _train(cls, comm, kind), kind) for kind in WIDTHS]
 
 
@@ -97,7 +105,7 @@ def _train(cls, comm, kind: str) -> dict:
     return seen
 
 
-@cache  # a judge asks for the same ones for each rank
+@cache  # called with the same arguments for each rank
 def in_one_process(
     kind: str,
     ranks: int,
@@ -108,9 +116,11 @@ def in_one_process(
     but=(),
     **added,
 ):
-    """Parameters after each step on the gradients of all ranks, or ``only`` of one, times ``factor``; the moments.
+    """Return one process's parameters after each step, and its moments.
 
-    Of another ``optimizer``, with torch's own values of the settings ``but``, or with others ``added``."""
+    The gradients are those of all ranks, or of rank ``only``, times ``factor``. ``optimizer`` names the class. The
+    settings ``but`` have torch's defaults, and ``added`` are more settings.
+    """
     import torch
 
     net = make_net(kind)
@@ -128,11 +138,11 @@ def in_one_process(
 
 
 def _has(numbers, memory) -> bool:
-    """Whether this memory is there for these numbers: at least half of what is not zero in it are such."""
+    """Return whether at least half of the nonzero values in ``memory`` are among ``numbers``."""
     import torch
 
     if memory.dtype == torch.uint8 and len(memory) % NUMBER == 0:
-        memory = memory.view(torch.float64)  # an array or bytes
+        memory = memory.view(torch.float64)  # memory of an array or of bytes
     values, known = memory[memory != 0].double(), numbers.sort().values
     places = torch.searchsorted(known, values).clamp(1, len(known) - 1)
     distance = torch.minimum((known[places] - values).abs(), (known[places - 1] - values).abs())

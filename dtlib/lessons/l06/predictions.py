@@ -1,4 +1,4 @@
-"""Lesson 06: what is predicted in it, and where the answers come from."""
+"""Lesson 06: the questions that learners predict, and the sources of the answers."""
 
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.theory.zero import GB, GIB, zero_bytes
@@ -12,7 +12,7 @@ def _states(ranks: int, stage: int) -> int:
 
 
 def _bytes_a_parameter(held: dict, stage: int) -> float:
-    """Of the counted lines of each stage."""
+    """Return the counted bytes of model states per parameter in a stage."""
     parameters = held[0]["parameters"] // 2  # 16 bits each
     states = ("parameters", "gradients", "master_weights", "optimizer_states")
     return sum(held[stage][line] for line in states) / parameters

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 07b Pipelines in earnest
 #
-# Forty minutes, optional: an appendix to lesson 07. There all stages were equal and messages took no time. Here stages
-# and messages are as they are: branches side by side, sends that wait, slow layers, slow messages. Then a published table
-# puts the simulation to the test.
+# Forty minutes, optional: an appendix to lesson 07. There all stages were equal and messages took no time. Here they
+# are as in practice: parallel branches, sends that wait, slow layers, slow messages. Then you test the simulation with
+# a published table.
 #
-# **Questions.** What can run at the same time without micro-batches? Where do you cut a real model? When do the
-# formulas of lesson 07 mislead, and what do you trust then?
+# **Questions.** What can run at the same time without micro-batches? Where do you cut a real model? When are the
+# formulas of lesson 07 wrong, and what can you use then?
 #
 # **Afterwards you can** place branches on ranks; choose cuts by time; simulate a schedule with your own times for
 # stages and messages; name other pipeline systems, and say how they differ.
@@ -35,9 +35,9 @@ from dtlib.schedule import ScheduleError, formulas, gpipe, one_f_one_b, simulate
 # ## Two branches
 #
 # A net has two branches that do not need each other: one reads the upper half of an image, the other the lower half,
-# and a head joins them. What does not wait for each other can run at the same time. Here each branch gets a rank, and
-# rank 0 has the head, too. (Ranks 0 and 1 are a pair; ranks 2 and 3 do the same.) Time is **EMULATED**: a stage computes,
-# then sleeps, like a core that waits for its accelerator.
+# and a head joins them. Independent branches can run at the same time. Here each branch runs on one rank, and rank 0
+# also has the head. (Ranks 0 and 1 are a pair; ranks 2 and 3 do the same.) Time is **EMULATED**: a stage computes, then
+# sleeps, like a core that waits for its accelerator.
 
 # %%
 # %%px
@@ -48,14 +48,15 @@ pair = comm.split(world.rank // 2)  # a communicator for two ranks
 
 
 def block_of(seed, *sizes, seconds=0.05):
-    """A linear layer and tanh. EMULATED: forward takes so long, and backward twice as long."""
+    """A linear layer and tanh. EMULATED: forward takes this time, and backward twice as long."""
     torch.manual_seed(seed)
     layers = nn.Sequential(nn.Linear(*sizes), nn.Tanh()).double()
     return explorer.EmulatedStage(layers, seconds, 2 * seconds)
 
 # %% [markdown]
-# autograd cannot follow a tensor across a message, so you send gradients by hand. In `backward`, rank 0 goes back through
-# the head, and sends rank 1 the gradient of what it received. Then both go back through their branches at the same time.
+# autograd cannot follow a tensor across a message, so you send gradients by hand. In `backward`, rank 0 computes the
+# head's backward pass, and sends rank 1 the gradient of rank 1's output. Then both ranks compute the backward passes of
+# their branches at the same time.
 
 # %%
 # %%px
@@ -89,7 +90,7 @@ class Branches(nn.Module):
 
 # %% [markdown]
 # **Predict.** A block takes 50 ms forward and 100 ms backward: in one process the three blocks take 450 ms. How many
-# milliseconds on two ranks?
+# milliseconds does a step take on two ranks?
 
 # %% tags=["stub"]
 lab.predict("milliseconds-of-branches", None)
@@ -98,7 +99,7 @@ lab.predict("milliseconds-of-branches", None)
 lab.predict("milliseconds-of-branches", 300)
 
 # %% [markdown]
-# Below, a step on ranks; then the same in one process, for comparison:
+# The next cell runs a step on ranks, then the same in one process, for comparison:
 
 # %%
 # %%px
@@ -140,7 +141,7 @@ assert max(lab.values("apart")) < 1e-12
 #
 # If a *send* waits for its receiver, a correct order can hang: rank 0 sends activations down while rank 1 sends
 # gradients up, and neither receives. dtlib posts its receives before they are needed, and does not wait in a send. With
-# `lookahead=0` (no receive is posted ahead) the check of 1F1B finds the circle:
+# `lookahead=0` no receive is posted ahead, and the check of 1F1B finds the circle:
 
 # %%
 try:
@@ -198,15 +199,15 @@ equal, slow = found(r"equal stages (\d+), stage 1 twice as slow (\d+)")
 assert (equal, slow) == (33, 57) and 0.7 < slow / equal - 1 < 0.75
 
 # %% [markdown]
-# That is a quarter more work, and nearly three quarters more time: the other stages wait for the slow one.
+# This is a quarter more work, and nearly three quarters more time: the other stages wait for the slow one.
 #
 # ## When formulas miss
 #
-# The formulas know nothing of messages. With `simulate(..., message=t)` each message takes the time t. A rank that
-# has other work meanwhile loses nothing. A rank that waits for an answer pays twice, there and back.
+# The formulas do not include messages. With `simulate(..., message=t)` each message takes the time t. A rank with other
+# work loses no time meanwhile. A rank that waits for an answer loses 2 t, once for each direction.
 #
-# **Predict.** Which of the four schedules is the fastest if messages take no time, and which if each takes as long as two
-# forward passes?
+# **Predict.** Which of the four schedules is the fastest if messages take no time, and which is the fastest if each
+# message takes as long as two forward passes?
 
 # %% tags=["stub"]
 lab.predict("fastest-with-messages", {"no time": None, "two forward passes": None})  # "GPipe", "1F1B", ...
@@ -232,8 +233,8 @@ grows = [late - early for late, early in zip(slow, none, strict=True)]
 assert grows[0] == min(grows) == 2 * 3 * 2 and grows[2] == max(grows)
 
 # %% [markdown]
-# With slow messages GPipe is the fastest: it pays for them only at its beginning and its end. 1F1B waits for an
-# answer in every round, and interleaved 1F1B sends twice as many messages.
+# With slow messages GPipe is the fastest: it waits for them only at its beginning and its end. 1F1B waits for an answer
+# in every round, and interleaved 1F1B sends twice as many messages.
 #
 # **Question 1.** GPT-3 (175 billion parameters, width 12,288) runs on 8 ranks, a sequence of 2,048 tokens per micro-batch.
 # How long is a message, in forward passes of a stage, over 50 GB/s? A GPU does 250 TFLOP/s.
@@ -248,9 +249,9 @@ assert round(message / 1e6) == 50 and round(forward, 2) == 0.36
 assert round(message / 50e9 / forward, 3) == 0.003 and round(message / 1.25e9 / forward, 2) == 0.11
 
 # %% [markdown]
-# **Predict.** The simulator lets any number of messages travel at once. A real link carries them one after the other. Let
-# an EMULATED one do so, with messages as long as 2 forward passes. Is the measured makespan of GPipe more than a tenth above
-# the simulated one?
+# **Predict.** In the simulator any number of messages can travel at once. A real link carries one message at a time.
+# Now an EMULATED link does the same, with messages as long as 2 forward passes. Is the measured makespan of GPipe more
+# than a tenth above the simulated one?
 
 # %% tags=["stub"]
 lab.predict("above-the-simulated", None)  # True or False
@@ -274,15 +275,15 @@ last = rows[-1]
 assert all(measured > simulated for *_, simulated, measured in rows)
 
 # %% [markdown]
-# If a message takes longer than the work between two messages, the network is the slowest stage. And even without messages,
-# real ranks start each action slightly late. So use formulas to estimate, a simulation with *your* times to choose, and a
-# trace to know.
+# If a message takes longer than the work between two messages, the network is the slowest stage. And even without
+# messages, real ranks start each action slightly late. So use formulas to estimate, a simulation with *your* times to
+# choose, and a trace to be sure.
 #
 # ## GPipe's table 2
 #
-# Does such a simple simulation say anything about real machines? GPipe's table 2 has the throughput with K stages
-# ("partitions") and M micro-batches, as a multiple of the throughput with K = 2 and M = 1. We simulate all nine cells:
-# equal stages, recomputed forward passes, messages that take no time, and one batch, cut into M pieces.
+# Is such a simple simulation right about real machines? GPipe's table 2 has the throughput with K stages ("partitions")
+# and M micro-batches, as a multiple of the throughput with K = 2 and M = 1. We simulate all nine cells: equal stages,
+# recomputed forward passes, messages that take no time, and one batch, cut into M pieces.
 #
 # **Predict.** What does the simulation say for K = 8 and M = 32? (A pipeline takes M + K - 1 turns. In each turn a stage
 # does 1 / (M K) of the work.)
@@ -330,8 +331,8 @@ assert max(number for (_, m), numbers in table.items() if m == 1 for number in n
 # With M = 1 more stages gain little or nothing: 1.38 at most. With M = 32 the Transformer is within 8 % of the simulation,
 # for each K. So the simulation is good where stages are equal and micro-batches many.
 #
-# AmoebaNet's layers are hard to cut into equal stages, as GPipe's authors say themselves. Its 3.48 at K = 8 and M = 32 is
-# about half of the simulation; torchgpipe, which can balance stages by measured times, is closer for M = 4 and M = 32.
+# AmoebaNet's layers are hard to cut into equal stages, as GPipe's authors say. Its 3.48 at K = 8 and M = 32 is about
+# half of the simulation; torchgpipe, which can balance stages by measured times, is closer for M = 4 and M = 32.
 #
 # Five cells of the Transformer are above the simulation, most of all K = 8 and M = 4: 4.80 published, 2.91 simulated. Equal
 # stages cannot gain that much on one batch. The likely reason is that batches differ: "Batch size was adjusted to fit memory
@@ -342,7 +343,8 @@ assert max(number for (_, m), numbers in table.items() if m == 1 for number in n
 #
 # ## Who else?
 #
-# Three questions tell pipeline systems apart: when do the weights change, what does that cost, and who decides on the cuts?
+# Three questions distinguish pipeline systems: when do the weights change, what does this cost, and who chooses the
+# cuts?
 #
 # | system | weights change | the price | cuts |
 # |---|---|---|---|
@@ -354,9 +356,9 @@ assert max(number for (_, m), numbers in table.items() if m == 1 for number in n
 # Since then: interleaved 1F1B (Megatron-LM, 2021), zero bubble (2024), DualPipe (DeepSeek-V3, 2024). torch has them as
 # `ScheduleInterleaved1F1B`, `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` and `ScheduleDualPipeV`.
 #
-# PipeDream's several versions are *weight stashing*. Between the forward and the backward pass of a minibatch its neighbours
-# have changed the weights. So each stage keeps the weights of the forward pass until the backward pass has used them. 1F1B
-# was its schedule; the systems of today run it synchronously, as DAPPLE does.
+# PipeDream's several versions are *weight stashing*. Between the forward and the backward pass of a minibatch its
+# neighbours have changed the weights. So each stage keeps the weights of the forward pass until the backward pass has
+# used them. PipeDream's schedule was 1F1B; today's systems run 1F1B synchronously, as DAPPLE does.
 #
 # ## Quiz
 
@@ -366,10 +368,10 @@ lab.quiz("07b")
 # %% [markdown]
 # ## Summary
 #
-# - Branches run side by side without micro-batches; most models have none.
+# - Branches run at the same time without micro-batches, but most models have no branches.
 # - Cut by time, not by the number of layers: with one of four stages twice as slow, GPipe's makespan is 57 instead of 33.
 # - Slow messages hurt most where a rank waits for an answer in every round.
-# - Simulate with your own times; believe a trace.
+# - Simulate with your own times; trust a trace.
 #
 # The [exercises](../exercises/07_pipelines_exercises.ipynb) are those of lesson 07.
 #

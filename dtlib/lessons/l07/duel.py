@@ -1,10 +1,10 @@
-"""Lesson 07: the schedule duel. Learners paste a line each, the simulator ranks them, and the winner runs on the ranks.
+"""Lesson 07, the schedule duel: learners paste schedules, the simulator ranks them, and the winner runs on the ranks.
 
     duel.line("Ada", puzzle_2)           Ada: F0-3 B0 F4 ... | F0-2 B0 ... | F0-1 ... | F0 B0 ...
     winner = duel.rank(lines)            a table, the fastest first, beside 1F1B and ZB-H1
     duel.run(winner)                     measured on four engines, beside the same two
 
-At a given price of a message nobody knows the best order: try ``rank(lines, message=0.5)``.
+For a given cost of messages no optimal schedule is known: try ``rank(lines, message=0.5)``.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from dtlib.lessons.l07 import judge_puzzle
 from dtlib.lessons.l07.judge_puzzle import HALVES, MICROBATCHES, STAGES, Level
 from dtlib.schedule import one_f_one_b, peak_activations, simulate, zero_bubble_h1
 
-ACTIVATIONS = 4  # what 1F1B and ZB-H1 keep
-BETWEEN = "|"  # ranks, in a line
+ACTIVATIONS = 4  # the peak of 1F1B and ZB-H1
+BETWEEN = "|"  # separates ranks in a line
 HEADERS = ("", "makespan", "bubble", "activations")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A schedule: ``actions`` is a list for each rank; ``message`` and ``backward`` count in forward passes."""
+    """A schedule in the duel; ``message`` and ``backward`` are times in forward passes."""
 
     name: str
     actions: list
@@ -32,13 +32,16 @@ class Entry:
 
     @property
     def makespan(self) -> float:
+        """Simulated time of the step, in forward passes."""
         return self.simulated().makespan
 
     @property
     def activations(self) -> int:
+        """Largest number of stored activations on any rank."""
         return max(peak_activations(self.actions))
 
     def simulated(self):
+        """Return the simulation of the schedule."""
         return simulate(self.actions, 1.0, self.backward, message=self.message)
 
 
@@ -49,7 +52,7 @@ LIBRARYS = {
 
 
 def line(name: str, puzzle) -> None:
-    """Print an order for the puzzle as one line, to be pasted to the class; or why it cannot take part."""
+    """Print the answer to the puzzle as one line for the class, or why it cannot take part."""
     lines = judge_puzzle.observe(puzzle)
     try:
         _admitted(lines)
@@ -59,11 +62,13 @@ def line(name: str, puzzle) -> None:
 
 
 def rank(lines: str, message: float = 0.0, backward: float = 2.0) -> Entry:
-    """Show a table of the orders in ``lines``, one a line, as ``line`` prints them, the fastest first; returns the
-    winner. Among equally fast ones the one that keeps fewer activations wins, then the one that was pasted first.
+    """Show a table of the schedules in ``lines``, the fastest first; return the winner.
+
+    ``lines`` has one schedule per line, as ``line`` prints it. Among equally fast schedules the one with fewer
+    activations wins, then the first in ``lines``.
 
     Raises:
-        DtlibError: where no line can take part.
+        DtlibError: if no line can take part.
     """
     everybody, refused = ranked(lines, message, backward)
     winner = next(each for each in everybody if each.name not in LIBRARYS)
@@ -73,7 +78,7 @@ def rank(lines: str, message: float = 0.0, backward: float = 2.0) -> Entry:
 
 
 def ranked(lines: str, message: float = 0.0, backward: float = 2.0) -> tuple[list[Entry], list[str]]:
-    """The entries of ``rank`` with the library's orders, the best first, and why others take no part."""
+    """Return the entries and the library's schedules, the best first, and the reasons of refused lines."""
     entries, refused = [], []
     for text in filter(str.strip, lines.splitlines()):
         name, _, order = text.partition(":")
@@ -90,12 +95,12 @@ def ranked(lines: str, message: float = 0.0, backward: float = 2.0) -> tuple[lis
 
 
 def rows_of(entries: list[Entry]) -> list[tuple]:
-    """With ``HEADERS``."""
+    """Return the rows of the table with ``HEADERS``."""
     return [(each.name, each.makespan, f"{each.simulated().bubble:.1%}", each.activations) for each in entries]
 
 
 def run(winner: Entry) -> None:
-    """Run the winner on four engines, beside 1F1B and ZB-H1, and draw what was measured. Stages are EMULATED."""
+    """Run the winner, 1F1B and ZB-H1 on four engines, and draw the measurements. Stages are EMULATED."""
     from dtlib.lessons.l07 import explorer
     from dtlib.lessons.l07.figures import picture
 
@@ -113,7 +118,7 @@ def _rank(entry: Entry) -> tuple:
 
 
 def _admitted(lines) -> list:
-    """The schedule of an order that ranks can carry out, or Wrong."""
+    """Return the schedule of a line, or raise ``Wrong`` if ranks cannot run it or it is not allowed."""
     halves = not isinstance(lines, str) and any(kind in " ".join(lines).upper() for kind in "IW")
     level = Level("duel", ACTIVATIONS, 0, HALVES if halves else ("F", "B"))
     schedule = judge_puzzle.schedule_of(level, lines)

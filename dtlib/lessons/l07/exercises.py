@@ -2,10 +2,10 @@
 # # 07 Pipelines: exercises
 #
 # Five exercises: *predict* bubble and activations (ten minutes), *fix* a pipeline whose gradients are too small (five
-# minutes), *build* the GPipe clock (thirty minutes), *build* 1F1B from it (twenty minutes), and *find the leak* in a step
-# that holds too much memory (ten minutes). A check runs your function on all ranks, with micro-batches that are equal,
-# unequal, few, and large. It looks at values, at who does what when, at messages, at what autograd keeps, and at bytes.
-# Check again for the next hint. The schedule puzzle has [a notebook of its
+# minutes), *build* the GPipe clock (thirty minutes), *build* 1F1B from it (twenty minutes), and *find the leak* in a
+# step that holds too much memory (ten minutes). A check runs your function on all ranks, with micro-batches that are
+# equal, unequal, few, and large. The check looks at values, at the order of the actions, at messages, at the tensors
+# that autograd keeps, and at bytes. Check again for the next hint. The schedule puzzle has [a notebook of its
 # own](07_schedule_puzzle_exercises.ipynb), and needs no engines.
 #
 # **You need** the lecture [07 Pipelines](../lectures/07_pipelines.ipynb). Answers:
@@ -31,8 +31,9 @@ group = world.comm.group
 # %% [markdown]
 # ## Predict: bubble and activations
 #
-# Three stages, one per rank, and six micro-batches; a backward pass takes twice as long as a forward pass. What fraction of
-# the step is a rank idle, with GPipe and with 1F1B? And of how many micro-batches does each rank keep activations, at most?
+# There are three stages, one per rank, and six micro-batches. A backward pass takes twice as long as a forward pass.
+# What fraction of the step is a rank idle, with GPipe and with 1F1B? And for how many micro-batches does each rank keep
+# activations, at most?
 #
 # Replace each `None`: a fraction between 0 and 1, and a list with a number for each rank.
 
@@ -49,7 +50,7 @@ lab.predict("idle-of-three-stages", {
 lab.predict("activations-of-three-stages", {"GPipe": [6, 6, 6], "1F1B": [3, 2, 1]})
 
 # %% [markdown]
-# First, the simulation.
+# First comes the simulation.
 
 # %%
 from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
@@ -59,8 +60,8 @@ for name, step in simulated.items():
     print(f"{name}\n{draw(step)}")
 
 # %% [markdown]
-# Then the library's schedules, on the ranks. The stages are EMULATED: they sleep. Measured bubbles are larger, as each action
-# starts a little late.
+# Then the library's schedules run on the ranks. The stages are EMULATED: they sleep. Measured bubbles are larger,
+# because each action starts a little late.
 
 # %%
 # %%px
@@ -114,9 +115,9 @@ for name, held in (("GPipe", [6, 6, 6]), ("1F1B", [3, 2, 1])):
 # %% [markdown]
 # ## Fix: gradients that are too small
 #
-# `train_step` computes the gradients of a batch with the library's GPipe. Rank 0 has `x`, the last rank has `target`. The
-# gradients should be those of the mean over the batch. They point in the right direction, and a larger learning rate would
-# hide the mistake, but something is divided once too often. Fix it, and keep the four micro-batches.
+# `train_step` computes the gradients of a batch with the library's GPipe. Rank 0 has `x`, the last rank has `target`.
+# They should be the gradients of the mean loss over the batch. They have the right direction, so a larger learning rate
+# would hide the mistake. But one division is too many. Remove it, and keep the four micro-batches.
 
 # %% tags=["stub"]
 # %%px
@@ -153,32 +154,33 @@ lab.check("pipeline-fix")
 
 # %% [markdown]
 # The schedule scales the loss of a micro-batch by its weight, the fraction of samples in it, because gradients of
-# micro-batches add up. If you accumulate gradients by hand, you have to divide yourself. If a library runs the loop, know
-# that it divides.
+# micro-batches add up. If you accumulate gradients by hand, you have to divide yourself. If a library runs the loop, it
+# divides for you.
 
 # %% [markdown]
 # ## Build: the GPipe clock
 #
-# One step of GPipe, with nothing but `dist.send(tensor, group_dst=..., group=comm.group)` and `dist.recv(tensor,
-# group_src=..., group=comm.group)` of `torch.distributed`. Write `my_gpipe(comm, stage, inputs, targets, loss_fn)`, which
-# every rank calls:
+# You write one step of GPipe with nothing but `dist.send(tensor, group_dst=..., group=comm.group)` and
+# `dist.recv(tensor, group_src=..., group=comm.group)` of `torch.distributed`. Write `my_gpipe(comm, stage, inputs,
+# targets, loss_fn)`, which every rank calls:
 #
 # - `stage` is this rank's stage of the model, an `nn.Module`; stage r is on rank r.
-# - `inputs` is a list with a tensor for each micro-batch. On rank 0 these are the samples. On the others they are buffers
-#   for what the stage before gives: receive into them. They differ in length if the last micro-batch is smaller.
-# - `targets` is a list with a tensor for each micro-batch. Only the last rank needs them, and only there is
-#   `loss_fn(output, target)` called; it gives the mean over the samples of a micro-batch.
+# - `inputs` is a list with a tensor for each micro-batch. On rank 0 these are the samples. On the other ranks they are
+#   buffers for the output of the previous stage: receive into them. They differ in length if the last micro-batch is
+#   smaller.
+# - `targets` is a list with a tensor for each micro-batch. Only the last rank needs them, and only the last rank calls
+#   `loss_fn(output, target)`; it returns the mean over the samples of a micro-batch.
 # - Afterwards the parameters of each stage have the gradient of the mean loss over the whole batch, and the last rank
 #   returns that loss.
 #
-# 1. Forward, for each micro-batch: receive, compute, send the output on. Keep what the backward pass needs.
+# 1. Forward, for each micro-batch: receive, compute, send the output on. Keep the tensors that the backward pass needs.
 # 2. Backward, for each micro-batch: receive the gradient of the output, call `backward`, send the gradient of the input back.
 #
 # Example: 3 ranks and micro-batches of 3, 3 and 1 samples. The last rank scales the three losses by 3/7, 3/7 and 1/7.
 #
-# A message carries values, but no autograd graph. So call `x.requires_grad_()` on what arrives, before `stage(x)`; after
-# the backward pass `x.grad` is what the rank before waits for. And send `output.detach()`. A gradient has the shape of its
-# output: receive it into `torch.empty_like(output)`.
+# A message carries values, but no autograd graph. So call `x.requires_grad_()` on the received tensor, before
+# `stage(x)`. After the backward pass, send `x.grad` to the previous rank, which waits for it. And send
+# `output.detach()`. A gradient has the shape of its output: receive it into `torch.empty_like(output)`.
 
 # %% tags=["stub"]
 # %%px
@@ -221,24 +223,24 @@ def my_gpipe(comm, stage, inputs, targets, loss_fn):
 lab.check("gpipe-build")
 
 # %% [markdown]
-# Each send waits until its message is on its way, and ranks never wait in a circle: first all messages go down the
-# pipeline, then all go up. All micro-batches are in `outputs` when the first backward pass begins: that is GPipe's memory.
+# A send may wait for its receiver, but ranks never wait in a circle: first all messages move down the pipeline, then
+# all move up. All micro-batches are in `outputs` when the first backward pass begins. So GPipe needs much memory.
 #
 # ## Build: 1F1B
 #
-# The same arguments, the same values, less memory: `my_1f1b(comm, stage, inputs, targets, loss_fn)`. Rank r of N holds the
-# activations of at most N - r micro-batches, their outputs among them, computes nothing twice, and the bubble is no larger
-# than before.
+# Write `my_1f1b(comm, stage, inputs, targets, loss_fn)`. The function has the same arguments as `my_gpipe`, and
+# computes the same values with less memory. Rank r of N holds the activations and outputs of at most N - r
+# micro-batches. No rank computes anything twice, and the bubble is no larger than before.
 #
-# 1. Some forward passes to warm up: as many as there are ranks after this one, but not more than there are micro-batches.
-# 2. One forward, one backward, until there is no forward pass left.
-# 3. The backward passes that are left.
+# 1. Warm up with forward passes: one for each rank after this one, but not more than there are micro-batches.
+# 2. Alternate one forward and one backward, until no forward pass is left.
+# 3. Do the remaining backward passes.
 #
 # Example: rank 0 of 3 with four micro-batches works in the order `F0 F1 F2 B0 F3 B1 B2 B3`, and rank 2 in the order
 # `F0 B0 F1 B1 F2 B2 F3 B3`.
 #
-# Now messages go both ways at once. Two ranks that both wait in a send to each other wait forever, if messages are large.
-# `dist.isend` starts a send and returns a work, which has `wait()`.
+# Now messages move in both directions at once. If two ranks both wait in a large send to each other, they wait forever.
+# `dist.isend` starts a send and returns a *work* object with a method `wait()`.
 
 # %% tags=["stub"]
 # %%px
@@ -306,17 +308,18 @@ def my_1f1b(comm, stage, inputs, targets, loss_fn):
 lab.check("1f1b-build")
 
 # %% [markdown]
-# Both functions do the same to a micro-batch; only the order differs. So `dtlib/parallel/pipeline/plain.py` has one `step`,
-# and `order` is data: compare your loops with both. The full forms are `dtlib.schedule.one_f_one_b` and `stage.py`.
+# Both functions process a micro-batch in the same way; only the order differs. So `dtlib/parallel/pipeline/plain.py`
+# has one `step`, and `order` is data: compare your loops with both. The full forms are `dtlib.schedule.one_f_one_b` and
+# `stage.py`.
 #
 # ## Fix: find the leak
 #
-# `lean_step` is a step of 1F1B, too, and its gradients are right. Besides the loss it returns a log: for each micro-batch
-# the mean absolute output of this rank's stage. With a few micro-batches all is well. With many, memory grows, as if it
-# were GPipe. Something refers to tensors whose backward pass is long over.
+# `lean_step` is also a step of 1F1B, and its gradients are right. Besides the loss it returns a log: for each
+# micro-batch the mean absolute output of this rank's stage. But with many micro-batches its memory grows as in GPipe.
+# Some object still refers to tensors after their backward pass.
 #
-# - `microbatches` is a list of pairs. On rank 0 their first elements are inputs, on the last rank their second ones are
-#   targets; others are None. `like` has the shape and dtype of everything that travels.
+# - `microbatches` is a list of pairs. On rank 0 their first elements are inputs, and on the last rank their second
+#   elements are targets; the other elements are None. `like` has the shape and dtype of every message.
 
 # %%
 # %%px
@@ -392,9 +395,9 @@ def lean_step(comm, stage, microbatches, like, loss_fn):
     return sum(losses), means
 
 # %% [markdown]
-# `Live` counts the bytes that are alive, and knows the line that allocated them. Here are the three largest lines at the
-# peak, on the first and on the last rank, with 4 and with 32 micro-batches of 64 kB. Before you run it, read the function.
-# **Predict** which names of the function as it was handed to you still refer to a tensor after its backward pass.
+# `Live` counts the bytes that are alive, for each line that allocated them. Here are the three largest lines at the
+# peak, on the first and on the last rank, with 4 and with 32 micro-batches of 64 kB. Read the original function before
+# you run the cell. **Predict** which names of that function still refer to a tensor after its backward pass.
 
 # %% tags=["stub"]
 lab.predict("holders-of-memory", {"output": None, "x.grad": None})
@@ -431,14 +434,15 @@ for rank in (0, 2):
 lab.check("leak-fix")
 
 # %% [markdown]
-# The line that allocates a tensor says what it is, not who keeps it. A handle keeps the tensor that it sends, and a function
-# keeps everything that it names. One holder is enough: after the first repair the same bytes are still there.
+# The line that allocates a tensor does not show which object keeps it alive. A handle keeps the tensor that it sends,
+# and a function keeps every object that it names. One such object is enough: after the first repair the same bytes are
+# still alive.
 #
 # ## If you have time
 #
-# - Write `my_schedule(actions, comm, stage, inputs, targets, loss_fn)`, where `actions` is this rank's list of a schedule of
-#   `dtlib.schedule`. Two of the four schedules run with it as they are.
-# - Ask for activations before they are needed: `comm.recv(..., async_op=True)`. Which receives can a rank post when the
-#   step begins?
+# - Write `my_schedule(actions, comm, stage, inputs, targets, loss_fn)`. `actions` is this rank's list from a schedule
+#   of `dtlib.schedule`. Two of the four schedules run without changes.
+# - Post the receives of activations before they are needed: `comm.recv(..., async_op=True)`. Which receives can a rank
+#   post when the step begins?
 # - Keep only the inputs, and compute the forward pass again before each backward pass. What does it save, and what does it
 #   cost? (The check of 1F1B refuses it.)

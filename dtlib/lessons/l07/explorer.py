@@ -1,7 +1,7 @@
-"""The schedule explorer: sliders, what the simulation says, and the same schedule on the engines.
+"""The schedule explorer: sliders, a simulated schedule, and the same schedule on the engines.
 
-The stages are EMULATED: each computes a small layer and then sleeps for as long as its action is to take, so that more
-ranks than cores can work at the same time. The schedule, its messages and the gradients are real.
+The stages are EMULATED: each computes a small layer and then sleeps for the time of its action. So more ranks than
+cores can work at the same time. The schedule, its messages and the gradients are real.
 """
 
 import time
@@ -19,21 +19,22 @@ from dtlib.measure.trace import Timeline
 from dtlib.parallel import pipeline
 from dtlib.parallel.pipeline.linear import defer
 
-SECONDS = 0.02  # of a forward pass of a rank
-STAGES_A_RANK = 2  # of the interleaved schedule
-ROWS, ELEMENTS = 16, 64  # of a micro-batch of float32
+SECONDS = 0.02  # time of a forward pass on a rank
+STAGES_A_RANK = 2  # in the interleaved schedule
+ROWS, ELEMENTS = 16, 64  # shape of a micro-batch in float32
 MESSAGE_BYTES = 4 * ROWS * ELEMENTS
 
 
 @dataclass(frozen=True)
 class Order:
-    """A schedule by its name: the lists of actions, the class that runs them, and stages a rank."""
+    """A schedule by name: its name in ``formulas``, the class that runs it, and stages per rank."""
 
     formulas: str
     runs: type
     chunks: int = 1
 
     def actions(self, ranks: int, microbatches: int) -> list:
+        """Return the actions of all ranks."""
         return self.runs.order(ranks, microbatches, ranks * self.chunks)
 
 
@@ -46,7 +47,7 @@ ORDERS = {
 
 
 def given(actions: list) -> Order:
-    """An order of one's own: the lists of actions of all ranks, with a stage on each."""
+    """Return an order from actions of all ranks, with one stage per rank."""
 
     class Given(pipeline.ScheduleGPipe):
         order = staticmethod(lambda ranks, microbatches, stages: actions)
@@ -70,9 +71,9 @@ class _Sleep(torch.autograd.Function):
 
 
 class EmulatedStage(nn.Module):
-    """A module on an EMULATED accelerator: its values are real, then it sleeps, and leaves the core to others.
+    """A module on an EMULATED accelerator: it computes real values, then sleeps and leaves the core free.
 
-    ``forward`` and ``backward`` are the seconds that its passes take.
+    ``forward`` and ``backward`` are the seconds of its passes.
     """
 
     def __init__(self, module: nn.Module, forward: float, backward: float):
@@ -80,11 +81,12 @@ class EmulatedStage(nn.Module):
         self.module, self.forward_seconds, self.backward_seconds = module, forward, backward
 
     def forward(self, x):
+        """Apply the module, and sleep."""
         return _Sleep.apply(self.module(x), self)
 
 
 def simulate(name: str, ranks: int, microbatches: int, backward: float = 2.0, message: float = 0.0):
-    """Simulation of an entry of ``ORDERS``; times in forward passes of a rank, all its stages together."""
+    """Simulate an entry of ``ORDERS``; times are in forward passes of a rank over all its stages."""
     order = ORDERS[name]
     actions = order.actions(ranks, microbatches)
     return schedules.simulate(actions, 1 / order.chunks, backward / order.chunks, message=message)
@@ -92,12 +94,14 @@ def simulate(name: str, ranks: int, microbatches: int, backward: float = 2.0, me
 
 def run(name: str | list, ranks: int, microbatches: int, backward: float = 2.0, message: float = 0.0,
         one_by_one: bool = False, thread: bool = True) -> tuple:  # fmt: skip
-    """One step on the first ``ranks`` ranks; all ranks call it. Returns this rank's trace, and how many activations it
-    held at most. ``name`` is an entry of ``ORDERS``, or a list of actions for each rank.
+    """Run one step on the first ``ranks`` ranks; return this rank's trace and its peak number of activations.
 
-    ``backward`` and ``message`` count in forward passes, of ``SECONDS``. A message takes ``message`` on an EMULATED
-    network: as latency, so that many can be under way, or, if ``one_by_one``, for lack of bandwidth, so that they leave
-    one after the other. ``thread`` moves messages on while the rank sleeps.
+    All ranks call this function. ``name`` is an entry of ``ORDERS``, or a list of actions for each rank.
+
+    ``backward`` and ``message`` are times in forward passes of ``SECONDS``. A message takes ``message`` on an EMULATED
+    network. By default this is latency, so that many messages can be in flight. With ``one_by_one`` it is limited
+    bandwidth, so that messages leave one after another. With ``thread`` a thread advances pending messages while the
+    rank sleeps.
     """
     world, order = dtlib.init(), ORDERS[name] if isinstance(name, str) else given(name)
     comm = world.comm.split(0 if world.rank < ranks else None)
@@ -121,7 +125,7 @@ def run(name: str | list, ranks: int, microbatches: int, backward: float = 2.0, 
 
 
 def _schedule(order: Order, comm, microbatches: int):
-    """A schedule of stages that do not sleep yet."""
+    """Return a schedule of stages that do not sleep yet."""
     stages = comm.size * order.chunks
     own = [
         pipeline.PipelineStage(EmulatedStage(_Scale(), 0, 0), index, stages, comm)
@@ -131,19 +135,20 @@ def _schedule(order: Order, comm, microbatches: int):
 
 
 class _Scale(nn.Module):
-    """As little computing as a layer can do."""
+    """A layer that computes as little as possible."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(ELEMENTS))
 
     def forward(self, x):
+        """Return ``x`` times the weight."""
         return x * self.weight
 
 
 @dataclass
 class Measured:
-    """A step on the engines: ``simulation`` in forward passes, and the most activations that each rank held."""
+    """A step on the engines: ``simulation`` in forward passes, and each rank's peak number of activations."""
 
     simulation: schedules.Simulation
     peaks: list[int]
@@ -152,19 +157,19 @@ class Measured:
 def measure(
     name: str | list, ranks: int, microbatches: int, backward: float = 2.0, message: float = 0.0, **other
 ) -> Measured:
-    """``run`` on the engines of this notebook. For ``other`` see there."""
+    """Call ``run`` on the engines of this notebook; ``other`` are further arguments of ``run``."""
     from dtlib.lab.engines.engine_set import current
 
     answers = current().view.apply_async(run, name, ranks, microbatches, backward, message, **other)
     while not answers.done():
-        answers.wait(0.1)  # so that Stop gets through
+        answers.wait(0.1)  # short, so that Stop can interrupt it
     traces, peaks = zip(*answers.get()[:ranks], strict=True)
     return Measured(measured(Timeline(list(traces)), SECONDS), list(peaks))
 
 
 def show(name: str, ranks: int, microbatches: int, backward: float = 2.0, message: float = 0.0,
          found: Measured | None = None) -> None:  # fmt: skip
-    """The simulated schedule, and below it the one that was measured."""
+    """Draw the simulated schedule, and the measured one below it."""
     order = ORDERS[name]
     panels = {f"{name}, simulated": simulate(name, ranks, microbatches, backward, message)}
     if found:
@@ -177,7 +182,7 @@ def show(name: str, ranks: int, microbatches: int, backward: float = 2.0, messag
 
 
 class Explorer:
-    """The sliders; ``box`` is the widget. Where widgets are not shown, ``show`` draws the same."""
+    """The sliders; ``box`` is the widget. ``show`` draws the same without widgets."""
 
     def __init__(self, engines: int):
         import ipywidgets
@@ -205,7 +210,7 @@ class Explorer:
         self.draw()
 
     def draw(self, run: bool = False) -> None:
-        """Simulate, and run on the engines if asked to; what is impossible is said in a sentence."""
+        """Simulate, and run on the engines if ``run`` is set; print an error if the schedule is impossible."""
         arguments = [setting.value for setting in self.settings]
         self._label("runs on the engines", False)
         self.output.clear_output(wait=True)
@@ -224,7 +229,7 @@ class Explorer:
 
 
 def explore():
-    """Sliders for ranks, micro-batches, schedule and times; a button runs the schedule on the engines."""
+    """Show sliders for ranks, micro-batches, schedule and times; a button runs the schedule on the engines."""
     from dtlib.lab.drawing import show_widget
     from dtlib.lab.engines.engine_set import current
 

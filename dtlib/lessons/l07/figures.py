@@ -1,11 +1,11 @@
-"""The figures of lesson 07, each with its text: schedules that were simulated, and schedules that ran."""
+"""The figures of lesson 07, each with a text equivalent: simulated and measured schedules."""
 
 from dtlib.lab.colours import ink, rank_colour
 from dtlib.lab.drawing import WIDTH, shown, subplots, text_width
 from dtlib.lab.tables import WIDEST, Table
 from dtlib.schedule import Action, Simulation, draw
 
-# The hatch and shade of an action, and what it is called in the legend.
+# Kind of action -> (hatch, shade, name in the legend).
 KINDS = {
     "F": ("", 0.35, "forward"),
     "B": ("", 1.0, "backward"),
@@ -15,10 +15,10 @@ KINDS = {
 
 
 def measured(timeline, unit: float = 1.0) -> Simulation:
-    """A step that ran, in the form of one that was simulated: when each action computed, in units of ``unit`` seconds.
+    """Return a measured step in the form of a simulation, with times in units of ``unit`` seconds.
 
-    ``timeline`` has the events of the ranks 0, 1, ... of one pipeline. The phase of an action begins with waiting for
-    what it needs:
+    ``timeline`` has the events of ranks 0, 1, ... of one pipeline. The phase of an action begins with waits for its
+    inputs, which do not count:
 
         phase 1F0   |---------------------|
         waits        |----|  |---|               for the header, for the tensor
@@ -26,6 +26,7 @@ def measured(timeline, unit: float = 1.0) -> Simulation:
     """
     phases = [event for event in timeline.events if event.action is not None]
     schedule, start, end = [[] for _ in {event.rank for event in phases}], {}, {}
+    # An action starts to compute when the last wait in its phase has ended.
     for phase in phases:
         action = Action(*phase.action)
         waited = [
@@ -44,10 +45,10 @@ def measured(timeline, unit: float = 1.0) -> Simulation:
 
 @shown
 def picture(panels: dict):
-    """Time across, ranks down, one panel a schedule; the grey that shows through is idle time, the bubble.
+    """Draw one panel per schedule, with time from left to right and ranks as rows; grey is idle time, the bubble.
 
-    ``panels`` maps titles to simulations, of the simulator or of ``measured``, in forward passes. A number is a
-    micro-batch; where a rank has several stages, a later one is paler.
+    ``panels`` maps titles to simulations, from the simulator or from ``measured``, in forward passes. A number is a
+    micro-batch. If a rank has several stages, later stages are paler.
     """
     longest = max(simulation.makespan for simulation in panels.values())
     rows = [len(simulation.schedule) for simulation in panels.values()]
@@ -64,13 +65,13 @@ def picture(panels: dict):
 
 
 def _as_text(simulation) -> str:
-    """The schedule drawn as text, a column for half a forward pass or a whole one, in pieces that fit on a page."""
+    """Return the schedule as text, with one column per forward pass or half of one, in pieces that fit on a page."""
     shortest = min(simulation.end[action] - simulation.start[action] for action in simulation.end)
     return draw(simulation, 0.5 if shortest < 0.75 else 1.0, WIDEST)
 
 
 def summary(panels: dict) -> Table:
-    """Makespan, both bubbles, and the most activations that each rank holds, of each entry of ``panels``."""
+    """Return a table of makespan, both bubbles and peak activations of each rank, for each entry of ``panels``."""
     rows = [
         (title, f"{found.makespan:.1f}", f"{found.bubble:.1%}", f"{found.idle_over_ideal:.1%}",
          " ".join(map(str, found.peak_activations)))
@@ -80,6 +81,7 @@ def summary(panels: dict) -> Table:
 
 
 def draw_schedule(axes, simulation, longest: float) -> None:
+    """Draw a simulation into ``axes``; ``longest`` is the makespan that fills the width."""
     from matplotlib.colors import to_rgb
 
     ranks = len(simulation.schedule)
@@ -90,7 +92,7 @@ def draw_schedule(axes, simulation, longest: float) -> None:
             begin, took = simulation.start[action], simulation.end[action] - simulation.start[action]
             paler = 0.5 if action.stage >= ranks else 1
             style = {"hatch": hatch, "edgecolor": "white", "lw": 0.8}
-            # Mixed with white, and not transparent: there is grey below.
+            # Mixed with white instead of transparent, because there is grey below.
             shade = [1 - alpha * paler * (1 - part) for part in to_rgb(rank_colour(rank))]
             axes.barh(rank, took, left=begin, height=0.84, color=shade, **style)
             if text_width(action.microbatch) + 0.02 < 0.88 * WIDTH * took / longest:
@@ -117,7 +119,7 @@ def _legend(axes, simulations) -> None:
 
 @shown
 def in_flight(panels: dict):
-    """How many activations each rank holds, over time: one panel a simulation, one line and mark a rank."""
+    """Draw each rank's stored activations over time: one panel per simulation, one line per rank."""
     most = max(max(simulation.peak_activations) for simulation in panels.values())
     figure, grid = subplots(1, len(panels), height=3.4, sharey=True, squeeze=False)
     for axes, (title, simulation) in zip(grid[0], panels.items(), strict=True):
@@ -136,7 +138,7 @@ def in_flight(panels: dict):
 
 
 def _held(simulation, actions) -> tuple[list, list]:
-    """When the number of activations changes, and what it is from then on."""
+    """Return the times at which the number of activations changes, and the numbers from then on."""
     times, counts = [0.0], [0]
     for action in actions:
         if action.kind == "I":

@@ -1,4 +1,4 @@
-"""The gradient of a stage as a sum of those of the micro-batches: how much of each is in it, and how much should be."""
+"""Check of a stage's gradient as a weighted sum of the micro-batches' gradients."""
 
 from dtlib.lab.checks.exercise import Wrong, rows
 from dtlib.lessons.l07.observe_stages import Reference, reference
@@ -9,10 +9,10 @@ ONCE = ("Run one backward pass for each micro-batch.",
 
 
 def judge_values(cases: dict) -> None:
-    """Each stage has the gradient of the mean over all samples. ``cases``: of one kind, by rank."""
+    """Check that each stage has the gradient of the mean loss. ``cases`` has one kind of batch, by rank."""
     size, kind = len(cases), cases[0]["kind"]
     truth = reference(kind, size)
-    # Gradients go from the last rank to the first: the first mistake on their way is the cause.
+    # Gradients travel from the last rank to the first, so the mistake closest to the last rank is the cause.
     for rank in reversed(range(size)):
         gradient = cases[rank]["gradient"]
         what = f"on stage {rank} the gradient of the mean over the batch, {cases[rank]['M']} micro-batches"
@@ -25,7 +25,7 @@ def judge_values(cases: dict) -> None:
 
 
 def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> None:
-    """The gradient as a sum of those of the micro-batches: how much of each is in it?"""
+    """Find the weight of each micro-batch's gradient in ``gradient``, and recognise mistakes from the weights."""
     import torch
 
     each = torch.stack([gradients[rank] for gradients in truth.gradients], dim=1)
@@ -34,13 +34,14 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
         return
     if not got.isfinite().all():
         _tell_mixed_up(rank, what, cases)
+    # Least squares: with which weights do the micro-batches' gradients add up to this gradient?
     found = torch.linalg.lstsq(each, got.unsqueeze(1), driver="gelsd").solution.flatten()
     if not _same(each @ found, got, each):
         _tell_mixed_up(rank, what, cases)
     count, times = len(weights), (found / weights).tolist()
     near = [[abs(value - wanted) < 1e-6 for value in times] for wanted in (0, 1, 2, count, 1 / count)]
     zero, ones, two, all_of_them, fraction = near
-    if all(ones):  # a weight may have been a float32
+    if all(ones):  # right within the precision of float32 weights
         return
     wrong = rows(rank, what)
     wrong("no-gradient", all(zero), "zeros", "What does the next rank send back?", BACK)
@@ -97,6 +98,7 @@ def _same(a, b, each) -> bool:
 
 
 def backwards_of(case) -> list:
+    """Return the micro-batches of the backward passes, in order."""
     return [which for kind, which, *_ in case["log"] if kind == "B"]
 
 

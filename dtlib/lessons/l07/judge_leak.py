@@ -1,4 +1,4 @@
-"""Lesson 07: a step of 1F1B with right values that holds too much memory, judged by bytes and by what is alive."""
+"""Lesson 07: check of a step of 1F1B with right values but too much memory, by bytes and live tensors."""
 
 import weakref
 from collections.abc import Iterator
@@ -7,17 +7,18 @@ from contextlib import contextmanager
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l07.observe_stages import stage_of
 
-WIDTH, ROWS, LONG = 8, 8, 2000  # features; samples of a micro-batch, and of one that waits for its receive
-# Micro-batches, and samples of each; in the last two, what is kept in other memory than torch's is counted.
+# Features; samples of a micro-batch; samples of one so long that its send waits for the receive.
+WIDTH, ROWS, LONG = 8, 8, 2000
+# (micro-batches, samples of each). In the last two cases memory outside of torch is counted.
 CASES = {"few": (6, ROWS), "many": (24, ROWS), "long": (4, LONG), "longer": (12, LONG)}
 NUMBER = 8  # bytes
 BORDER = NUMBER * ROWS * WIDTH
-FRAMES = 3  # tensors of finished micro-batches that names of a running function may still refer to
-NUMBERS = 4  # that may be kept of each micro-batch: its loss, its mean, and two more
+FRAMES = 3  # tensors of finished micro-batches to which local variables may still refer
+NUMBERS = 4  # numbers that may be kept for each micro-batch: loss, mean, and two more
 
 
 def make_batch(kind: str) -> list[tuple]:
-    """Input and target of each micro-batch."""
+    """Return input and target of each micro-batch."""
     import torch
 
     count, samples = CASES[kind]
@@ -27,7 +28,7 @@ def make_batch(kind: str) -> list[tuple]:
 
 
 def reference(kind: str, ranks: int) -> dict:
-    """The model in one piece: gradients and mean absolute outputs by stage, and the loss."""
+    """Return gradients and mean absolute outputs by stage, and the loss, computed in one process."""
     from torch.nn.functional import mse_loss
 
     stages, loss, means = [stage_of(index, WIDTH, WIDTH) for index in range(ranks)], 0.0, [[] for _ in range(ranks)]
@@ -47,13 +48,14 @@ def _gradient(stage) -> list:
 
 
 class Watch:
-    """What has passed a stage, without keeping it alive."""
+    """A record of the tensors that passed a stage, as weak references."""
 
     def __init__(self):
         self.finished, self.in_flight, self.alive = [], 0, {}
         self.outputs, self.memory, self.inputs, self.gradients = [], [], [], []
 
     def passes(self, x, output) -> None:
+        """Record the input and output of a forward pass."""
         import torch
 
         number = len(self.outputs)
@@ -71,7 +73,7 @@ class Watch:
             self.alive = self.look()
 
     def look(self) -> dict[str, int]:
-        """How many tensors of finished micro-batches are alive."""
+        """Return the number of live tensors of finished micro-batches, by kind."""
         done = set(self.finished)
         kinds = {"outputs": self.outputs, "memory": self.memory, "inputs": self.inputs}
         alive = {name: sum(some[m]() is not None for m in done if m < len(some)) for name, some in kinds.items()}
@@ -79,7 +81,7 @@ class Watch:
 
 
 def tracked(inner, watch: Watch):
-    """A module like ``inner`` that tells ``watch``; it has no attributes that an answer's could take the place of."""
+    """Return a module like ``inner`` that reports to ``watch``, without further attributes."""
     from torch import nn
 
     class Tracked(nn.Module):
@@ -97,7 +99,7 @@ def tracked(inner, watch: Watch):
 
 @contextmanager
 def other_memory() -> Iterator[list[int]]:
-    """The most bytes of Python's and numpy's memory that come meanwhile; torch's are none of it."""
+    """Return a context whose list gets the peak bytes of Python's and numpy's memory; torch's do not count."""
     import tracemalloc
 
     ours, found = not tracemalloc.is_tracing(), [0]
@@ -114,14 +116,15 @@ def other_memory() -> Iterator[list[int]]:
 
 
 def observe(step, comm) -> list[dict]:
-    """``step(comm, stage, microbatches, like, loss_fn)``: values and sends of each case, then bytes of each."""
+    """Observe ``step(comm, stage, microbatches, like, loss_fn)``: values and sends, then bytes, in each case."""
     from mpi4py import MPI
 
     from dtlib.errors import WaitTimeout
-    from dtlib.lab.checks.sends import not_waited_for, watched_handles
+    from dtlib.lab.checks.pending_handles import count_unfinished, watched_handles
     from dtlib.measure.live import Live
 
     found = []
+    # Each case runs twice: first for values and sends, then with instruments for memory.
     for kind, measured in [(kind, measured) for measured in (False, True) for kind in CASES]:
         case = {"kind": kind, "measured": measured, "count": CASES[kind][0]}
         found.append(case)
@@ -133,6 +136,7 @@ def observe(step, comm) -> list[dict]:
                     step(comm, inner, *arguments)
                 case["other"] = most[0]
             elif measured:
+                # Gradients exist before, so that the step does not count them as new memory.
                 for parameter in inner.parameters():
                     parameter.grad = parameter.detach() * 0
                 stage = tracked(inner, watch := Watch())
@@ -144,7 +148,7 @@ def observe(step, comm) -> list[dict]:
             else:
                 with watched_handles(comm) as handles:
                     got = step(comm, inner, *_arguments(kind, comm))
-                    case["sends"] = not_waited_for(handles)
+                    case["sends"] = count_unfinished(handles)
                 case["loss"], case["means"] = _numbers(got)
                 case["gradient"] = _gradient(inner)
         except (WaitTimeout, MPI.Exception) as error:
@@ -152,12 +156,12 @@ def observe(step, comm) -> list[dict]:
         except Exception as error:
             case.update(error=f"{type(error).__name__}: {error}", waited=False)
         if "error" in case:
-            break  # this communicator is of no use any more
+            break  # after an error the communicator cannot be used again
     return found
 
 
 def _arguments(kind, comm) -> tuple:
-    """Inputs on rank 0 alone, targets on the last rank alone."""
+    """Return the arguments: inputs on rank 0 only, targets on the last rank only."""
     import torch
     from torch.nn.functional import mse_loss
 
@@ -167,7 +171,7 @@ def _arguments(kind, comm) -> tuple:
 
 
 def _numbers(got) -> tuple:
-    """The loss and the means of an answer, as far as they are numbers."""
+    """Return loss and means of an answer as floats, or None for a value that is no number."""
     try:
         loss, means = got
     except (TypeError, ValueError):
@@ -183,7 +187,7 @@ def _as_floats(values):
 
 
 def judge(observations) -> None:
-    """Values first; then what is alive of finished micro-batches; then bytes, which may not grow with micro-batches."""
+    """Check values, then live tensors of finished micro-batches, then bytes, which must not grow with their number."""
     size = len(observations)
     for number in range(max(map(len, observations))):
         cases = {rank: seen[number] for rank, seen in enumerate(observations) if number < len(seen)}
@@ -201,7 +205,7 @@ def _judge_errors(cases) -> None:
     failed = [(case["waited"], rank) for rank, case in cases.items() if "error" in case]
     if not failed:
         return
-    waited, rank = min(failed)  # who raised before who waited for it
+    waited, rank = min(failed)  # errors are causes, timeouts are effects
     case = cases[rank]
     wrong = rows(rank, "no error", f"{case['error']} ({case['count']} micro-batches, case {case['kind']!r})")
     wrong("long-messages", waited and CASES[case["kind"]][1] == LONG,
@@ -279,6 +283,7 @@ def _judge_bytes(rank: int, size: int, few: dict, many: dict, of_last: dict) -> 
           f"{alive['gradients']} gradients of inputs exist after they were sent",
           "The stage before receives x.grad. What still keeps this tensor after the send?",
           "Remove handles of both directions when handle.done(), also the handles of gradients.")
+    # The peak may grow by a few numbers per micro-batch, and by tensors that local variables still refer to.
     most = few["peak"] + more * NUMBERS * NUMBER + FRAMES * BORDER
     lines = "; ".join(f"{count:,} of `{text}`" for count, text in many["lines"])
     wrong("grows", many["peak"] > most,

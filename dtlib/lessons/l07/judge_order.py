@@ -1,25 +1,26 @@
-"""A step of a pipeline, judged by its order: what is sent when, how much is kept, and how long it takes."""
+"""Checks of a pipeline step by its order: messages, stored activations, and makespan."""
 
 from dtlib.lab.checks.exercise import Wrong, rows
 from dtlib.lessons.l07.observe_stages import make_batch, width
 from dtlib.schedule import Action, one_f_one_b, peak_activations, simulate
 
 NUMBER = 8  # bytes of a float64
-SPARE = 128  # bytes of a message, for what may travel beside the tensor
+SPARE = 128  # bytes that a message may have in addition to the tensor
 
 
 def actions_of(case) -> list[tuple]:
+    """Return the forward and backward passes of a rank as (kind, micro-batch), in order."""
     return [entry for entry in case["log"] if entry[0] in ("F", "B")]
 
 
 def words_of(case) -> str:
-    """``F0 F1 B0``; ``F?`` where the input belongs to no micro-batch."""
+    """Return the actions as text, such as ``F0 F1 B0``; ``F?`` has the input of no micro-batch."""
     names = (f"{kind}{'?' if microbatch is None else microbatch}" for kind, microbatch in actions_of(case))
     return " ".join(names) or "nothing"
 
 
 def judge_messages(cases) -> None:
-    """One message for each micro-batch and direction, sent before anything else is begun."""
+    """Check for one message per micro-batch and direction, sent before the next action begins."""
     size = len(cases)
     samples = sum(len(x) for x in make_batch(cases[0]["kind"], size)[0])
     for rank, case in cases.items():
@@ -41,7 +42,10 @@ def judge_messages(cases) -> None:
 
 
 def _judge_promptness(case, kind: str, rank: int, dest: int) -> None:
-    """Results of F, or of B, have left when the next F or B begins: the simulation takes that for granted."""
+    """Check that the result of an F (or B) has been sent when the next F (or B) begins.
+
+    The simulation assumes this.
+    """
     begun = sent = 0
     for entry in case["log"]:
         sent += entry[:2] == ("send", dest)
@@ -55,6 +59,7 @@ def _judge_promptness(case, kind: str, rank: int, dest: int) -> None:
 
 
 def judge_recomputation(cases) -> None:
+    """Check that no forward pass runs twice."""
     for rank, case in cases.items():
         again = [microbatch for kind, microbatch, *_ in case["log"] if kind == "R"]
         if again:
@@ -66,6 +71,7 @@ def judge_recomputation(cases) -> None:
 
 
 def judge_in_flight(cases) -> None:
+    """Check the peak number of micro-batches in flight, and of stored tensors."""
     size = len(cases)
     for rank, case in cases.items():
         most = min(size - rank, case["M"])
@@ -79,7 +85,7 @@ def judge_in_flight(cases) -> None:
               f"autograd keeps activations of {case['peak']}: {words_of(case)}",
               "The order is right. What still keeps activations after their backward pass?",
               "Without retain_graph=True a backward pass frees them.")
-        # one may be the last value of a variable
+        # One more is allowed, because a local variable may refer to it.
         wrong("outputs-kept", case["outputs"] > most + 1,
               f"{case['outputs']} outputs of the stage exist at the same time",
               "The order is right, and backward() frees the graph. But the output is an activation too.",
@@ -87,7 +93,7 @@ def judge_in_flight(cases) -> None:
 
 
 def judge_makespan(cases) -> None:
-    """The order that was observed, timed by ``simulate``: with B = 2 F it takes no longer than 1F1B."""
+    """Check that the observed order, simulated with B = 2 F, is no slower than 1F1B."""
     size, count = len(cases), cases[0]["M"]
     observed = simulate([[Action(rank, *action) for action in actions_of(cases[rank])] for rank in range(size)])
     best = simulate(one_f_one_b(size, count))

@@ -1,4 +1,4 @@
-"""Lesson 07: steps of a pipeline, judged by values, by who does what when, by messages, and by what autograd keeps."""
+"""Lesson 07: checks of pipeline steps by values, order of actions, messages, and memory of autograd."""
 
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l07 import judge_order as order
@@ -11,7 +11,7 @@ ONE_EACH = ("Call backward once for each micro-batch.", "Call it on each scaled 
 
 
 def judge_loss(observations) -> None:
-    """Gradients of the mean over the batch on every stage, in four micro-batches."""
+    """Check the gradients of the mean loss on every stage, with four micro-batches."""
     cases = _of_number(observations, 0)
     _judge_errors(cases)
     _judge_forwards(cases)
@@ -19,7 +19,7 @@ def judge_loss(observations) -> None:
 
 
 def judge_gpipe(observations) -> None:
-    """All forward passes, then all backward passes; each result is sent on before the next micro-batch."""
+    """Check for all forward passes, then all backward passes, and for prompt messages."""
     for number in range(max(map(len, observations))):
         cases = _of_number(observations, number)
         _judge_step(cases)
@@ -33,7 +33,7 @@ def judge_gpipe(observations) -> None:
 
 
 def judge_1f1b(observations) -> None:
-    """No more micro-batches in flight than there are ranks from here to the last, and no slower than 1F1B."""
+    """Check that rank r has at most p - r micro-batches in flight, and that the step is no slower than 1F1B."""
     for number in range(max(map(len, observations))):
         cases = _of_number(observations, number)
         _judge_step(cases)
@@ -44,7 +44,7 @@ def judge_1f1b(observations) -> None:
 
 
 def _of_number(observations, number: int) -> dict:
-    """What ranks saw in one case, by rank; who had given up before is left out."""
+    """Return the observations of one case by rank, without ranks that stopped earlier."""
     return {rank: seen[number] for rank, seen in enumerate(observations) if number < len(seen)}
 
 
@@ -59,7 +59,7 @@ def _judge_step(cases) -> None:
 
 
 def _judge_places(cases) -> None:
-    """What no rank should do, whether it ended well or not."""
+    """Check for actions that no rank may do, whether the step ended or not."""
     last = max(cases)
     for rank, case in cases.items():
         others = {entry[0] for entry in case["log"] if len(entry) == 3} - {"send", "recv"}
@@ -87,7 +87,7 @@ def _judge_errors(cases) -> None:
     failed = [(case["waited"], rank) for rank, case in cases.items() if "error" in case]
     if not failed:
         return
-    waited, rank = min(failed)  # who raised before who waited for it
+    waited, rank = min(failed)  # errors are causes, timeouts are effects
     case = cases[rank]
     kind, got = case["kind"], f"{case['error']} ({_described(case)}; so far: {words_of(case)})"
     wrong = rows(rank)
@@ -123,7 +123,7 @@ def _described(case) -> str:
 
 
 def _judge_forwards(cases) -> None:
-    """Each micro-batch goes forward once on every stage, with the values that the stage before gave."""
+    """Check that each micro-batch passes each stage forward once, with the values of the previous stage."""
     for rank, case in sorted(cases.items()):
         forwards = [microbatch for kind, microbatch in actions_of(case) if kind == "F"]
         expected = f"{case['M']} forward passes through the stage, one for each micro-batch"
@@ -156,7 +156,7 @@ def _judge_loss(cases) -> None:
     what = f"{expected:.6g}, the mean loss of the batch, returned on the last rank"
     wrong = rows(last, what)
     wrong("no-loss", got is None, "no number", *NO_LOSS)
-    # NaN is wrong, too
+    # "not <=" is also true for NaN.
     wrong("other-loss", not abs(got - expected) <= 1e-6 * abs(expected), f"{got:.6g}",
           "The gradients are right. The loss of the batch is the sum of the same scaled losses. What do you return?",
           "losses.append(loss * len(x) / samples), then return sum(losses), on the last rank.")

@@ -1,5 +1,7 @@
-"""Lesson 07, without ranks: the schedule puzzle. Orders typed by hand are judged by ``validate`` and scored by
-``simulate`` against par, the shortest time that there is."""
+"""Lesson 07, the schedule puzzle, without ranks: check and score of schedules typed by hand.
+
+``validate`` checks a schedule, and ``simulate`` scores it against par, the shortest possible time.
+"""
 
 import re
 from collections import Counter
@@ -22,7 +24,7 @@ COUNTED = ("Micro-batches are counted from 0.", "Eight micro-batches are 0 to 7:
 
 @dataclass(frozen=True)
 class Level:
-    """At most ``activations`` on any rank; ``kinds`` are F and B, or F, I and W. ``par`` is proven in the tests."""
+    """A level of the puzzle: at most ``activations`` per rank. ``par`` is proven optimal in the tests."""
 
     name: str
     activations: int
@@ -53,11 +55,11 @@ LEVELS = {
 }
 
 
-# What is observed
+# Observation
 
 
 def observe(answer, comm=None):
-    """The answer as lines of text, one a rank; a description where it is neither text nor lists."""
+    """Return the answer as one line of text per rank, or a description if it is no schedule."""
     if isinstance(answer, str):
         lines = answer.splitlines()
     elif isinstance(answer, dict):
@@ -77,12 +79,15 @@ def observe(answer, comm=None):
 
 
 def _words(line: str) -> str:
-    """The actions alone, without comments and without what ``draw`` puts between them: a drawing may be pasted."""
+    """Return the actions without comments and drawing characters, so that a drawing may be pasted."""
     return " ".join(word for word in re.split(r"[\s,;]+", re.sub(r"#.*", "", line)) if word.strip("-."))
 
 
 def actions_of(lines: list[str]) -> list[list[Action]]:
-    """``["F0-1 B0 B1", ...]`` as a schedule: rank r has stage r. Raises ``Wrong`` for what cannot be read."""
+    """Return ``["F0-1 B0 B1", ...]`` as a schedule in which rank r has stage r.
+
+    Raises ``Wrong`` for text that cannot be read.
+    """
     schedule = []
     for rank, line in enumerate(lines):
         actions = []
@@ -98,18 +103,18 @@ def actions_of(lines: list[str]) -> list[list[Action]]:
                   "Line r is the line of rank r, and rank r has stage r: write F3, not 1F3 of another rank.")
             first, last = int(first), int(last or first)
             step = 1 if last >= first else -1
-            # Whoever writes F0-999999999 shall be told so, and not wait for it.
+            # Limited, so that F0-999999999 gives an error at once.
             for microbatch in range(first, last + step, step)[: 2 * MICROBATCHES]:
                 actions.append(Action(rank, kind, microbatch))
         schedule.append(actions)
     return schedule
 
 
-# How it is judged
+# Checks
 
 
 def picture(observations):
-    """What was typed, drawn, wherever ranks could carry it out."""
+    """Return a drawing of the answer if ranks can run it, else an empty text."""
     try:
         return Drawn(simulate(actions_of(observations[0])))
     except (Wrong, ScheduleError):
@@ -118,7 +123,7 @@ def picture(observations):
 
 @dataclass(frozen=True)
 class Drawn:
-    """A schedule as text, and on a page as the figure that the lecture has of it."""
+    """A schedule as text, or as the figure of the lecture on a page."""
 
     simulation: Simulation
 
@@ -132,18 +137,18 @@ class Drawn:
 
 
 def exercise(level: int) -> Exercise:
-    """The exercise for a level; it needs no ranks."""
+    """Return the exercise for a level; it needs no ranks."""
     rules = LEVELS[level]
     return Exercise(rules.name, observe, lambda seen: _judge(rules, seen[0]), picture, needs_ranks=False)
 
 
 def _judge(level: Level, lines) -> Score:
-    """Complete, in order, free of deadlock, within memory, and as fast as can be; the score."""
+    """Check completeness, order, deadlock, memory and time; return the score."""
     return _judge_score(level, schedule_of(level, lines))
 
 
 def schedule_of(level: Level, lines) -> list[list[Action]]:
-    """The schedule that ``lines`` are, complete, in order and free of deadlock; raises ``Wrong`` for any other."""
+    """Return the schedule of ``lines``; raise ``Wrong`` if it is incomplete, out of order or deadlocks."""
     wrong = rows(None)
     wrong("unreadable", isinstance(lines, str), f"{level.name}: text with one line per rank, or a list of lines", lines,
           HOW, FOUR)
@@ -155,7 +160,7 @@ def schedule_of(level: Level, lines) -> list[list[Action]]:
 
 
 def _judge_complete(level: Level, schedule) -> None:
-    """Every rank does each kind of each micro-batch once."""
+    """Check that every rank runs each kind of action once for each micro-batch."""
     for rank, actions in enumerate(schedule):
         times = Counter(actions)
         other = next((action for action in times if action.kind not in level.kinds), None)
@@ -180,7 +185,7 @@ def _judge_complete(level: Level, schedule) -> None:
 
 
 def _judge_order(schedule) -> None:
-    """``validate`` says what is wrong with an order; here it only gets its name."""
+    """Turn an error of ``validate`` into a named mistake."""
     said = _said_of(schedule)
     if not said:
         return
@@ -219,7 +224,7 @@ def _judge_score(level: Level, schedule) -> Score:
 
 
 def _orders_that_differ(schedule) -> list[str]:
-    """A hint where two neighbours take the micro-batches in different orders, so that one waits for the other."""
+    """Return a hint if two neighbours run micro-batches in different orders, so that they deadlock."""
     for rank in range(STAGES - 1):
         for kind in ("F", "B", "I"):
             mine, next_ones = (

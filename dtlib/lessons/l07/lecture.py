@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 07 Pipelines
 #
-# Ninety minutes. You cut a model between its layers and put the pieces, the *stages*, on different ranks. At
-# first all ranks but one wait. So you cut the batch too, and count the time that is still lost. The order of work, the
+# Ninety minutes. You cut a model between its layers and put the pieces, the *stages*, on different ranks. At first only
+# one rank works at a time. So you cut the batch too, and count the time that is still lost. The order of work, the
 # *schedule*, is a list: you draw it, check it, and run it.
 #
 # **Questions.** How much time does a pipeline lose, and how many activations does it keep? Which order of work is best?
@@ -42,8 +42,8 @@ from dtlib.schedule import draw, formulas, gpipe, parse, simulate, validate
 # With a rank for each GPU, `.to()` becomes a send and a receive. autograd, torch's backward pass, cannot follow a
 # tensor across a message, so gradients have to be sent back.
 #
-# **Predict.** The whole batch goes through two such ranks, forward and back. What percentage of the time does each one
-# compute?
+# **Predict.** The whole batch passes through two such ranks, forward and back. What percentage of the time does each
+# rank compute?
 
 # %% tags=["two-hours", "half-day", "stub"]
 lab.predict("percentage-of-two", None)
@@ -52,7 +52,8 @@ lab.predict("percentage-of-two", None)
 lab.predict("percentage-of-two", 50)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Messages are real here, computing is **EMULATED**: a stage sleeps. A backward pass takes twice as long as a forward pass.
+# Messages are real here, but computing is **EMULATED**: a stage sleeps. A backward pass takes twice as long as a
+# forward pass.
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 two = explorer.measure("GPipe", ranks=2, microbatches=1).simulation
@@ -63,7 +64,7 @@ figures.picture({"two ranks, one piece (EMULATED)": two})
 assert abs(found(r"two ranks, one piece [\d.]+ ([\d.]+)%")[0] - 50) < 10
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# **At every moment one of the two waits.** The model fits now, but no time is saved.
+# **At every moment one of the two waits.** Now the model fits, but no time is saved.
 #
 # ## Micro-batches
 #
@@ -78,11 +79,12 @@ for rank, actions in enumerate(schedule):
 print(f"\n{draw(schedule)}")
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# `--` continues a backward pass; `..` is idle time, the *bubble*. With p ranks and m micro-batches a rank works m times F and
-# B. It waits for the first micro-batch and for the last gradient: p - 1 times F and B. Papers divide it by one of two times:
+# `--` continues a backward pass; `..` is idle time, the *bubble*. With p ranks and m micro-batches a rank works m times
+# F and B. A rank waits for the first micro-batch and for the last gradient: p - 1 times F and B. Papers divide this by
+# one of two times:
 #
-# - idle time / **makespan** (how long the step takes): (p-1) / (m+p-1);
-# - idle time / **ideal time** (how long it would take if nobody waited): (p-1) / m.
+# - idle time / **makespan** (the time of the step): (p-1) / (m+p-1);
+# - idle time / **ideal time** (the time without waiting): (p-1) / m.
 #
 # **Predict** for 4 ranks. What percentage of the makespan is lost with 1, with 8 and with 32 micro-batches?
 
@@ -98,24 +100,24 @@ got = [found(f"{m}: you predicted [\\d.]+, and it came out as ([\\d.]+)")[0] for
 assert got == sorted(got, reverse=True)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# More micro-batches, smaller bubble. Why not a thousand? Small ones keep an accelerator less busy. And however finely the
-# batch is cut, GPipe keeps the *activations* of all of it: what a forward pass leaves for its backward pass. Eight
+# More micro-batches, smaller bubble. Why not a thousand? Small micro-batches keep an accelerator less busy. And GPipe
+# keeps the *activations* of the whole batch: values that a forward pass stores for its backward pass. Eight
 # micro-batches, simulated and measured:
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 eight = explorer.measure("GPipe", ranks=4, microbatches=8).simulation
 figures.picture({"GPipe, simulated": simulate(gpipe(4, 8)), "measured (EMULATED)": eight})
 # %% tags=["two-hours", "half-day", "claim"]
-# "The pattern is the simulated one. The extra time is overhead."
+# "Both patterns are the same. The extra time is overhead."
 assert eight.makespan > simulate(gpipe(4, 8)).makespan  # no sleep is too short
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# The pattern is the simulated one. The extra time is overhead.
+# Both patterns are the same. The extra time is overhead.
 
 # %% [markdown]
 # ## Will it hang?
 #
-# A schedule is a list, so you can write a wrong one, with which all ranks wait forever. `validate` finds that out without
+# A schedule is a list, so you can write a wrong one that makes all ranks wait forever. `validate` finds this without
 # ranks. **Predict:** which of these two orders for 2 ranks hangs?
 
 # %% tags=["stub"]
@@ -151,9 +153,9 @@ assert count("A can run") == 1 and count("B: Ranks wait for each other in a circ
 #
 # ## 1F1B: the same time, less memory
 #
-# The usual order of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021): backward passes begin as soon as they can, and then
-# it is *one forward, one backward* in turn. **Predict** for 8 ranks and 32 micro-batches: of how many micro-batches
-# does rank 0 hold activations at most? And rank 7?
+# The usual order of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021): backward passes begin as soon as possible, and
+# then each rank alternates *one forward, one backward*. **Predict** for 8 ranks and 32 micro-batches: for how many
+# micro-batches does rank 0 hold activations at most? And rank 7?
 
 # %% tags=["stub"]
 lab.predict("held-with-1f1b", {"rank 0": None, "rank 7": None})
@@ -181,8 +183,8 @@ assert gpipe[:3] == eager[:3] and gpipe[3:] == [8] * 4 and eager[3:] == [4, 3, 2
 figures.in_flight(both)
 
 # %% [markdown]
-# Do bytes follow? Every tensor is counted until it is freed (EMULATED stages). **Predict:** with 16 micro-batches instead
-# of 8 of the same size, by what factor do rank 1's live bytes grow?
+# Is the same true for bytes? Every tensor is counted until it is freed (EMULATED stages). **Predict:** with 16
+# micro-batches instead of 8 of the same size, by what factor do rank 1's live bytes grow?
 
 # %% tags=["stub"]
 lab.predict("growth-of-live-bytes", {"GPipe": None, "1F1B": None})
@@ -207,15 +209,14 @@ for rank in range(4):
     assert most["1F1B", 16][rank] < 1.3 * most["1F1B", 8][rank]
 
 # %% [markdown]
-# With GPipe live bytes grow with micro-batches. With 1F1B they stay where they are. (1.78: messages in flight
-# do not grow.)
+# With GPipe live bytes grow with micro-batches. With 1F1B they stay the same. (1.78: messages in flight do not grow.)
 
 # %% [markdown] tags=["half-day"]
 # ## The engine
 #
-# Now real training. A `LayerSpec` describes a layer that is built later, on the rank that gets it; `PipelineModule`
-# cuts the list into stages, with about equally many parameters in each, as in DeepSpeed, Microsoft's training library. With
-# fewer stages than ranks, several pipelines run side by side, each on its slice of the batch.
+# Now train a real model. A `LayerSpec` describes a layer that is built later, on its own rank. `PipelineModule` cuts
+# the list into stages with about equally many parameters, as in DeepSpeed, Microsoft's training library. With fewer
+# stages than ranks, several pipelines run at once, each on its slice of the batch.
 
 # %% tags=["half-day"]
 # %%px
@@ -257,7 +258,7 @@ assert count(one) == 4 and len({*rows(one)[0], *rows(four)[0]}) == 1
 # %% [markdown]
 # ## What runs
 #
-# This is the plain core, from its beginning. `order` says who does what when:
+# This is the plain core, from its beginning. `order` lists each rank's actions:
 
 # %%
 from dtlib.parallel.pipeline import plain
@@ -266,13 +267,13 @@ lab.read(plain)
 lab.read(plain.order)
 
 # %% [markdown]
-# A header tells the next rank the shape and type of what will arrive. A rank asks for the next message while it computes:
+# A header gives the next rank the shape and type of a tensor. A rank posts the next receive while it computes:
 
 # %%
 lab.read(plain.announce, plain.announced, plain.arriving)
 
 # %% [markdown]
-# And one step. Look where ranks talk, and where `detach()` cuts autograd's graph:
+# This is one step. Find the lines that exchange messages, and the `detach()` that cuts autograd's graph:
 
 # %%
 lab.read(plain.step)
@@ -306,8 +307,8 @@ if comm.rank == 3:
     print(f"last loss: the pipeline {loss:.10f}, one process {loss_alone:.10f}")
 
 # %% [markdown]
-# The full classes have what the plain core leaves out. Their names are those of torch's own, which runs on the same ranks and gives
-# the same:
+# The full classes have what the plain core leaves out. They have the names of torch's own classes, which run on the
+# same ranks and compute the same:
 
 # %%
 # %%px
@@ -332,7 +333,7 @@ if comm.rank == 3:
 dist.destroy_process_group()
 
 # %% tags=["statement"]
-# "Their names are those of torch's own, which runs on the same ranks and gives the same:"
+# "They have the names of torch's own classes, which run on the same ranks and compute the same:"
 assert len(set(found(r"loss, torch: ([\d.]+), ours: ([\d.]+)"))) == 1
 
 # %% [markdown]
@@ -341,16 +342,17 @@ assert len(set(found(r"loss, torch: ([\d.]+), ours: ([\d.]+)"))) == 1
 # *Recomputation* keeps only the input of a layer or a stage, and runs its forward pass again. For a transformer's layer,
 # with batch b, s tokens, width h and a heads, V. Korthikanti et al. (2022) count in 16 bits
 #
-# - s b h (34 + 5 a s / h) bytes; the second term is the scores of attention;
+# - s b h (34 + 5 a s / h) bytes; the second term counts the attention scores;
 # - 2 s b h, the input, if the layer is recomputed.
 #
-# **Question 1.** GPT-3 (96 layers, s = 2,048, h = 12,288, a = 96) runs by 1F1B on 8 ranks, one sequence per micro-batch. How
-# many GB of activations does rank 0 hold? And if each layer is recomputed?
+# **Question 1.** GPT-3 (96 layers, s = 2,048, h = 12,288, a = 96) runs by 1F1B on 8 ranks, one sequence per
+# micro-batch. How many GB of activations does rank 0 hold? And with recomputed layers?
 #
 # <details><summary>Answer 1</summary>12 layers of 8 micro-batches, 2.87 GB each: 275 GB. Recomputed: 50 MB each, 4.8 GB.</details>
 #
-# Now count: our perceptron, and four transformer blocks (b = 8, s = h = 64, a = 4), one per rank. They have no dropout
-# (2 bytes less), torch's attention keeps no scores, and numbers have 32 bits: so 64 s b h, or 4 s b h.
+# Now count the bytes of our perceptron, and of four transformer blocks (b = 8, s = h = 64, a = 4), one per rank. They
+# have no dropout (2 bytes less), torch's attention keeps no scores, and numbers have 32 bits. So a block keeps 64 s b
+# h, or 4 s b h.
 
 # %% tags=["claim"]
 # "12 layers of 8 micro-batches, 2.87 GB each: 275 GB. Recomputed: 50 MB each, 4.8 GB"
@@ -385,7 +387,7 @@ def kept_by(net, kind, recompute=False):
     """Micro-batches in flight, and bytes of activations, at most in a step."""
     specs, cuts, inputs, target, loss_fn = NETS[net]
     inputs = inputs.clone()  # memory of its own
-    gc.collect()  # what earlier cells have left behind
+    gc.collect()  # tensors of earlier cells
     module = PipelineModule(specs, num_stages=4, partition_method=cuts)
     stage = PipelineStage(module, comm.rank, 4, comm)
     schedule = kind(stage, 8, loss_fn, recompute=recompute)
@@ -422,10 +424,10 @@ assert again / gpipe > 1 / 2
 # ## Other orders
 #
 # - **Interleaved 1F1B** (D. Narayanan et al., 2021): each rank has v small stages that are not neighbours, so a
-#   micro-batch goes around v times (below v is 2, and a rank's second stage is paler). m must be a multiple of p. 1/v of the
-#   idle time, but v times as many messages.
-# - **ZB-H1**, zero bubble (P. Qi et al., 2024): a backward pass is split in two. The stage before waits for the
-#   gradient of the input (`I`). Nobody waits for the gradients of the weights (`W`), so they fill idle time.
+#   micro-batch goes around v times (below v is 2, and a rank's second stage is paler). m must be a multiple of p. This
+#   has 1/v of the idle time, but v times as many messages.
+# - **ZB-H1**, zero bubble (P. Qi et al., 2024): a backward pass is split in two. The previous stage waits for the
+#   gradient of the input (`I`). No stage waits for the gradients of the weights (`W`), so they fill idle time.
 #
 # **Predict:** which of the four has the smallest bubble, and which holds the most bytes of activations on rank 0?
 # (Stages of interleaved 1F1B are half as large: two of its activations count as one.)
@@ -467,8 +469,8 @@ assert abs(ideal["interleaved 1F1B"] - 37.5 / 2) < 0.1 and abs(ideal["ZB-H1"] - 
 #
 # ## Explore
 #
-# The button runs what you see on the ranks. Try fewer micro-batches than ranks. Then let messages
-# take as long as a forward pass: which order suffers most?
+# The button runs the drawn schedule on the ranks. Try fewer micro-batches than ranks. Then let messages take as long as
+# a forward pass: which order suffers most?
 
 # %% tags=["nbval-ignore-output"]
 explorer.explore()
@@ -476,8 +478,8 @@ explorer.explore()
 # %% [markdown]
 # ## What holds on GPUs, and what does not
 #
-# Also true on GPUs: values, schedules, activations in flight, waits, and the bubble with your own times. Not shown here:
-# speed, as stages slept. There use `torch.distributed.pipelining`, Megatron-LM or DeepSpeed.
+# Also true on GPUs: values, schedules, activations in flight, waits, and the bubble with your own times. Speed was not
+# shown, because stages slept. On GPUs use `torch.distributed.pipelining`, Megatron-LM or DeepSpeed.
 #
 # **Discuss.** You have two machines of eight GPUs, a slow network between them, and a model too large for one GPU. Where do
 # you cut, and why there?

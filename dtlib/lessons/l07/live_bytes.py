@@ -1,4 +1,4 @@
-"""Live bytes of each rank over time, beside the schedule that ran: stages sleep (EMULATED), bytes are counted."""
+"""Live bytes of each rank over time, beside the measured schedule. Stages sleep (EMULATED), bytes are counted."""
 
 import time
 from typing import NamedTuple
@@ -18,24 +18,25 @@ from dtlib.measure.trace import Timeline
 from dtlib.parallel.pipeline import PipelineStage
 from dtlib.schedule import Simulation
 
-ROWS, WIDTH = 128, 64  # of a micro-batch of float32: 32 kB
+ROWS, WIDTH = 128, 64  # shape of a micro-batch in float32: 32 kB
 
 
 class Found(NamedTuple):
-    """When each action ran, and of each rank when its live bytes changed and to what."""
+    """A measured schedule, and for each rank the changes of its live bytes as (time, bytes)."""
 
     simulation: Simulation
     curves: list[list[tuple[float, int]]]
 
     @property
     def peaks(self) -> list[int]:
+        """Peak live bytes of each rank."""
         return [max(count for _, count in curve) for curve in self.curves]
 
 
 def run(name: str, ranks: int, microbatches: int) -> tuple:
-    """One step on the first ``ranks`` ranks; all ranks call it. Returns this rank's trace, and times and bytes.
+    """Run one step on the first ``ranks`` ranks; return this rank's trace, and times and live bytes.
 
-    What was there before the step does not count: parameters, their gradients, and the batch.
+    All ranks call this function. Memory from before the step does not count: parameters, gradients and the batch.
     """
     world = dtlib.init()
     comm = world.comm.split(0 if world.rank < ranks else None)
@@ -58,12 +59,12 @@ def run(name: str, ranks: int, microbatches: int) -> tuple:
 
 
 def measure(name: str, ranks: int, microbatches: int) -> Found:
-    """``run`` on the engines of this notebook; times are in forward passes."""
+    """Call ``run`` on the engines of this notebook; times are in forward passes."""
     from dtlib.lab.engines.engine_set import current
 
     answers = current().view.apply_async(run, name, ranks, microbatches)
     while not answers.done():
-        answers.wait(0.1)  # so that Stop gets through
+        answers.wait(0.1)  # short, so that Stop can interrupt it
     traces, curves = zip(*answers.get()[:ranks], strict=True)
     timeline = Timeline(list(traces))
     begin = min(event.start for trace in traces for event in trace.events if event.action is not None)
@@ -74,7 +75,7 @@ def measure(name: str, ranks: int, microbatches: int) -> Found:
 
 @shown
 def picture(panels: dict):
-    """For each entry of ``panels``, title -> ``Found``: ranks at work, and below it their live bytes, over time."""
+    """Draw for each entry of ``panels`` (title -> ``Found``) the schedule, and live bytes below it."""
     heights = [1, 1.5] * len(panels)
     figure, grid = subplots(len(heights), height=3.2 * len(panels) + 0.6, sharex=True, height_ratios=heights)
     longest = max(found.simulation.makespan for found in panels.values())
@@ -94,7 +95,7 @@ def picture(panels: dict):
 
 
 def peaks(panels: dict) -> Table:
-    """The most live bytes of each rank."""
+    """Return a table of the peak live bytes of each rank."""
     ranks = max(len(found.curves) for found in panels.values())
     rows = [(title, *found.peaks) for title, found in panels.items()]
     return Table(rows, ("live bytes at most", *(f"rank {rank}" for rank in range(ranks))))

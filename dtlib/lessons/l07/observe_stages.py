@@ -1,4 +1,4 @@
-"""One step of a pipeline, watched: which micro-batch passes a stage when, what is sent, and what autograd keeps."""
+"""Observation of one pipeline step: order of micro-batches on a stage, messages, and memory of autograd."""
 
 import gc
 import weakref
@@ -7,16 +7,19 @@ from typing import NamedTuple
 from dtlib.lessons.l03.observe_ring import let_messages_leave
 
 SMALL = 3  # samples of a micro-batch
-LONG = 2000  # so many that a message waits for its receive (MPI sends short ones ahead)
+LONG = 2000  # samples of a message so long that MPI sends it only after the receive is posted
 
 
 def width(edge: int) -> int:
-    """Features between stage ``edge - 1`` and stage ``edge``: other ones on each side of a stage."""
+    """Return the number of features between stages ``edge - 1`` and ``edge``, which differs from edge to edge."""
     return 6 + edge % 4
 
 
 def sizes_of(kind: str, ranks: int) -> list[int]:
-    """Samples of each micro-batch: as many everywhere; fewer in the last; fewer micro-batches than ranks; long ones."""
+    """Return the number of samples of each micro-batch.
+
+    Cases: equal sizes, a short last one, fewer micro-batches than ranks, and long ones.
+    """
     return {
         "even": [SMALL] * (ranks + 2),
         "uneven": [SMALL] * (ranks + 1) + [1],
@@ -27,11 +30,12 @@ def sizes_of(kind: str, ranks: int) -> list[int]:
 
 
 def make_stage(index: int):
+    """Return stage ``index`` of the model."""
     return stage_of(index, width(index), width(index + 1))
 
 
 def stage_of(index: int, inputs: int, outputs: int):
-    """Stage ``index`` of the model, the same wherever it is made."""
+    """Return a stage with these numbers of features; the same index gives the same parameters."""
     import torch
     from torch import nn
 
@@ -41,7 +45,7 @@ def stage_of(index: int, inputs: int, outputs: int):
 
 
 def make_batch(kind: str, ranks: int):
-    """Inputs and targets, a tensor for each micro-batch."""
+    """Return inputs and targets, one tensor per micro-batch."""
     import torch
 
     generator = torch.Generator().manual_seed(len(kind))
@@ -52,12 +56,16 @@ def make_batch(kind: str, ranks: int):
 
 
 def mean_square(output, target):
+    """Return the mean squared error."""
     return (output - target).square().mean()
 
 
 class Reference(NamedTuple):
-    """The model in one piece: ``inputs[stage][m]``; ``gradients[m][stage]`` of the mean over micro-batch m, flat;
-    ``losses[m]``; and ``weights[m]``, of its samples in the batch."""
+    """Results of one process.
+
+    ``inputs[stage][m]`` are inputs, ``gradients[m][stage]`` flat gradients of the mean loss of micro-batch m,
+    ``losses[m]`` its loss, and ``weights[m]`` its part of the batch's samples.
+    """
 
     inputs: list
     gradients: list
@@ -66,6 +74,7 @@ class Reference(NamedTuple):
 
 
 def reference(kind: str, ranks: int) -> Reference:
+    """Run the model in one process."""
     import torch
 
     stages = [make_stage(index) for index in range(ranks)]
@@ -84,22 +93,25 @@ def reference(kind: str, ranks: int) -> Reference:
 
 
 class Acted(NamedTuple):
-    """An entry among the operations of a record: a forward pass begins (F), or begins once more, so that it can go
-    backward (R, recomputation); a backward pass begins (B); a loss (L)."""
+    """An entry in the record of operations.
+
+    ``kind`` is the start of a forward pass (F), of its recomputation for the backward pass (R) or of a backward pass
+    (B), or a loss (L).
+    """
 
     kind: str
-    microbatch: int | str | None  # "all": the whole batch at once; None: values that no micro-batch has here
+    microbatch: int | str | None  # "all": the whole batch; None: unknown input
 
 
 class _Kept:
-    """What autograd holds on to instead of a tensor, so that one can see how long it does."""
+    """A wrapper that autograd stores instead of a tensor, so that its lifetime can be observed."""
 
     def __init__(self, tensor):
         self.tensor = tensor
 
 
 def _copies(outputs: list, values: set) -> int:
-    """How many tensors have values of outputs, and are none of these ``outputs``."""
+    """Return the number of tensors that equal some output, but are not among ``outputs``."""
     import torch
 
     own, like = {output.untyped_storage().data_ptr() for output in outputs}, outputs[-1]
@@ -110,9 +122,12 @@ def _copies(outputs: list, values: set) -> int:
 
 
 def watched(inner, expected: list, events: list, last: bool = False):
-    """A module like ``inner``, that writes into ``events`` when a micro-batch passes; ``expected`` are the inputs that
-    belong to each. Its ``peak`` is the largest number of micro-batches for which autograd kept tensors at a time, and
-    ``outputs`` that of outputs which somebody had; in the last stage, which sends none, copies count as well."""
+    """Return a module like ``inner`` that appends to ``events`` when a micro-batch passes.
+
+    ``expected`` are the inputs of the micro-batches. ``peak`` of the module is the largest number of micro-batches for
+    which autograd stored tensors. ``outputs`` is the largest number of live outputs; on the last stage, which sends
+    none, copies count as well.
+    """
     import torch
     from torch import nn
     from torch.autograd.graph import saved_tensors_hooks
@@ -127,12 +142,13 @@ def watched(inner, expected: list, events: list, last: bool = False):
         def __init__(self):
             super().__init__()
             self.inner, self.peak, self._kept = inner, 0, []
-            self.outputs, self._made = 0, []  # outputs that somebody has, most at a time
-            self._values = set()  # of all outputs
-            self._without_graph = set()  # micro-batches that have passed, and of which nothing was kept
+            self.outputs, self._made = 0, []  # peak number of live outputs
+            self._values = set()  # values of all outputs, as bytes
+            self._without_graph = set()  # micro-batches that passed without a graph
 
         def forward(self, x):
             microbatch, kept = which(x.detach()), weakref.WeakSet()
+            # With checkpointing, a micro-batch passes first without a graph, and later again with one.
             again = torch.is_grad_enabled() and microbatch in self._without_graph
             events.append(Acted("R" if again else "F", microbatch))
             if again:
@@ -140,6 +156,7 @@ def watched(inner, expected: list, events: list, last: bool = False):
             elif not torch.is_grad_enabled():
                 self._without_graph.add(microbatch)
 
+            # autograd stores these wrappers, and frees them with the graph, so ``kept`` shows how long it lives.
             def keep(tensor):
                 one = _Kept(tensor)
                 kept.add(one)
@@ -161,21 +178,21 @@ def watched(inner, expected: list, events: list, last: bool = False):
     return Watched()
 
 
-# What is observed
+# Observation
 
 
 def observe_microbatches(step, comm):
-    """``step(comm, stage, inputs, targets, loss_fn)`` gets a list of micro-batches, and gives the loss of the batch."""
+    """Observe ``step(comm, stage, inputs, targets, loss_fn)``, which returns the loss of the batch."""
     return _observe(step, comm, ("even", "uneven", "few", "long"), _as_microbatches)
 
 
 def observe_batch(step, comm):
-    """``step(comm, stage, x, target)`` gets the whole batch, and cuts it itself."""
+    """Observe ``step(comm, stage, x, target)``, which splits the batch itself."""
     return _observe(step, comm, ("split",), _as_a_batch)
 
 
 def _as_microbatches(kind, comm, events):
-    """Inputs on rank 0, elsewhere room for what will arrive: with values that nobody can take for others."""
+    """Return the arguments: inputs on rank 0, on other ranks receive buffers full of NaN."""
     import torch
 
     inputs, targets = make_batch(kind, comm.size)
@@ -190,6 +207,7 @@ def _as_microbatches(kind, comm, events):
 
 
 def _as_a_batch(kind, comm, events):
+    """Return the arguments with the whole batch."""
     import torch
 
     x, target = (torch.cat(batches) for batches in make_batch(kind, comm.size))
@@ -197,12 +215,12 @@ def _as_a_batch(kind, comm, events):
 
 
 def _observe(step, comm, kinds, arguments_for) -> list[dict]:
-    """For each kind of batch what this rank did, in order, and the outcome; no more after an error."""
+    """Return for each kind of batch this rank's operations in order, and the result; stop after an error."""
     from mpi4py import MPI
 
     from dtlib.comm.watch.recorder import recording
     from dtlib.errors import WaitTimeout
-    from dtlib.lab.checks.sends import not_waited_for, watched_handles
+    from dtlib.lab.checks.pending_handles import count_unfinished, watched_handles
 
     cases, inner = [], make_stage(comm.rank)
     _get_ready(comm)
@@ -214,7 +232,7 @@ def _observe(step, comm, kinds, arguments_for) -> list[dict]:
             stage = watched(inner, expected, events, last=comm.rank == comm.size - 1)
             try:
                 got = step(comm, stage, *arguments_for(kind, comm, events))
-                case["sends"] = not_waited_for(handles)
+                case["sends"] = count_unfinished(handles)
                 let_messages_leave(event for event in events if not isinstance(event, Acted))
                 case["loss"] = _as_number(got)
             except (WaitTimeout, MPI.Exception) as error:
@@ -226,24 +244,24 @@ def _observe(step, comm, kinds, arguments_for) -> list[dict]:
         case["gradient"] = [None if p.grad is None else p.grad.flatten().tolist() for p in inner.parameters()]
         cases.append(case)
         if "error" in case:
-            break  # this communicator is of no use any more
+            break  # after an error the communicator cannot be used again
     return cases
 
 
-def _get_ready(comm, patience: int = 4) -> None:
-    """The first backward pass from a given gradient imports much of torch: let it be no part of a wait."""
+def _get_ready(comm, load_factor: int = 4) -> None:
+    """Run a first backward pass, which imports much of torch, so that no rank times out while waiting for it."""
     import torch
 
     x = torch.ones(1, requires_grad=True)
     (2 * x).backward(torch.ones(1))
     limit = comm.time_limit
-    comm.time_limit = patience * limit
+    comm.time_limit = load_factor * limit
     comm.barrier()
     comm.time_limit = limit
 
 
 def _entry(event):
-    """(F, R, B or L, micro-batch), or (operation, destination, bytes); None for what does not count."""
+    """Return (F, R, B or L, micro-batch), or (operation, destination, bytes); None for other events."""
     if isinstance(event, Acted):
         return tuple(event)
     if event.kind != "operation":

@@ -1,11 +1,11 @@
-"""Lesson 07: what is predicted in it, and where the answers come from."""
+"""Lesson 07: the questions that learners predict, and the sources of the answers."""
 
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.schedule import gpipe, one_f_one_b, simulate
 
 
 def _simulated() -> dict:
-    """Of three stages and six micro-batches."""
+    """Return simulations with three stages and six micro-batches."""
     return {"GPipe": simulate(gpipe(3, 6)), "1F1B": simulate(one_f_one_b(3, 6))}
 
 

@@ -2,9 +2,9 @@
 # # 07 The schedule puzzle
 #
 # Order the work of a pipeline by hand: 4 stages, one per rank, and 8 micro-batches. Levels 1 and 2 take fifteen minutes
-# in all; level 3 is for a quiet evening. You need no engines before the duel at the end: a check simulates your order,
-# draws it, and compares its time with par, the shortest time possible. At par it passes; above it you see your score.
-# Check again for the next hint. The same in a web page: `dtlib browser`.
+# in all; level 3 takes longer. You need no engines before the duel at the end: a check simulates your order, draws it,
+# and compares its time with par, the shortest possible time. At par your order passes; above par you see your score.
+# Check again for the next hint. `dtlib browser` shows the same puzzle in a web page.
 #
 # **You need** the lecture [07 Pipelines](../lectures/07_pipelines.ipynb), up to GPipe's picture. Answers:
 # [solutions](../solutions/07_schedule_puzzle_exercises.ipynb).
@@ -19,15 +19,15 @@ from dtlib.schedule import draw, gpipe, simulate
 # ## The puzzle's rules
 #
 # - `F3` is the forward pass of micro-batch 3 and takes 1; `B3` is its backward pass and takes 2. Messages take no time.
-# - A rank does one thing at a time, in the order of its line, each as early as possible.
-# - F needs F of the same micro-batch on the rank before; B needs F on the same rank, and B on the next rank.
-# - A rank keeps the activations from F to the end of B. How many it may keep depends on the level.
+# - A rank does one action at a time, in the order of its line, each as early as possible.
+# - F needs F of the same micro-batch on the previous rank; B needs F on the same rank, and B on the next rank.
+# - A rank keeps the activations from F to the end of B. The level limits the number of activations on a rank.
 
 # %% [markdown]
 # ## Predict: two stages, three micro-batches
 #
-# All forward passes first, then all backward passes. When is the last action over? Of how many micro-batches does rank 0
-# keep activations, at most? Take paper, then replace each `None`.
+# All forward passes run first, then all backward passes. When does the last action end? For how many micro-batches does
+# rank 0 keep activations, at most? Use paper, then replace each `None`.
 
 # %% tags=["stub"]
 lab.predict("makespan-of-two-stages", None)
@@ -70,9 +70,9 @@ lab.check("schedule-puzzle")
 assert found(r"Makespan (\d+), par (\d+); bubble \d+%; (\d+) activations") == [33, 3 + 24 + 6, 8]
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# GPipe's order has this makespan. Why can no order be faster? The last rank has nothing to do before the first
-# micro-batch has passed three stages. Then it is busy for 8 times F and B. After that the last micro-batch has three
-# more backward passes to go: 3 + 24 + 6.
+# GPipe's order has this makespan. Why can no order be faster? The last rank has no work until the first micro-batch has
+# passed three stages. Then it is busy for 8 times F and B. After that the last micro-batch needs three more backward
+# passes: 3 + 24 + 6.
 #
 # ## Level 2: at most 4 activations
 #
@@ -118,9 +118,9 @@ assert found(r"peak activations (\d), (\d), (\d), (\d)") == [4, 3, 2, 1]
 # %% [markdown]
 # ## Level 3: at most 3 activations
 #
-# On rank 0 an activation is kept from F0 until B0 is over: that takes four F and four B, 12 in all. Three activations do
-# not give a rank enough work for that time. How short can it be? (1F1B with at most 3 activations takes 48. Par is
-# 39.)
+# Rank 0 keeps an activation from F0 to the end of B0. This takes four F and four B, 12 in all. With three activations a
+# rank does not have enough work for that time. How short can the makespan be? (1F1B with at most 3 activations takes
+# 48. Par is 39.)
 
 # %% tags=["stub"]
 puzzle_3 = """
@@ -157,12 +157,12 @@ for stage in range(4):
 assert simulate(capped).makespan == 48
 
 # %% [markdown]
-# No formula from a paper gives 39. A search over all orders does, and a test of the library repeats it.
+# No formula from a paper gives 39. A search over all orders finds it, and a test of the library repeats the search.
 #
 # ## Level 4: the backward pass in two halves
 #
-# `I3` gives the gradient of the input, `W3` the gradients of the weights; each takes 1, and together they replace `B3`. The
-# rank before waits only for I. An activation is kept from F to the end of W. At most 4 activations.
+# `I3` gives the gradient of the input, `W3` the gradients of the weights; each takes 1, and together they replace `B3`.
+# The previous rank waits only for I. An activation is kept from F to the end of W. At most 4 activations.
 
 # %% tags=["stub"]
 puzzle_4 = """
@@ -197,8 +197,8 @@ assert abs(3 / 27 - 0.111) < 0.001 and (27 - 24) / (33 - 24) == 1 / 3
 #
 # ## If you have time
 #
-# - Write an order in which ranks wait for each other in a circle, although each line looks right by itself. What does the
-#   check say?
+# - Write an order in which ranks wait for each other in a circle, although each line looks right by itself. What does
+#   the check report?
 # - What is the shortest time with one activation? With two it is 51: can you find that order?
 # - Let the backward pass take three times as long as the forward pass: `simulate(one_f_one_b(4, 8), backward=3)`. Is 1F1B
 #   still as fast as GPipe? Is any order faster?
@@ -206,9 +206,9 @@ assert abs(3 / 27 - 0.111) < 0.001 and (27 - 24) / (33 - 24) == 1 / 3
 # %% [markdown]
 # ## The duel
 #
-# Now messages cost time: each takes half a forward pass, and no par is known. At most 4 activations; use `F` and `B`, or
-# `F`, `I` and `W`. `duel.line` writes an order as one line, for the class to collect. (`lab.scores()` shows your best at
-# the levels above.)
+# Now each message takes half a forward pass, and nobody knows par. At most 4 activations; use `F` and `B`, or `F`, `I`
+# and `W`. `duel.line` writes an order as one line, for the class to collect. (`lab.scores()` shows your best at the
+# levels above.)
 
 # %%
 from dtlib.lessons.l07 import duel
@@ -231,8 +231,8 @@ winner = duel.rank(lines, message=0.5)
 assert row("Ann", "A message takes 0.5")[-1] == 4 and row("Ben", "A message takes 0.5")[-1] == 2
 
 # %% [markdown]
-# The winner beats the other player, and is behind the library's two. Is the ranking the same on ranks? Here they run, with
-# EMULATED stages and network:
+# The winner beats the other player, but the library's two orders are faster. Is the ranking the same on ranks? Here the
+# orders run, with EMULATED stages and network:
 
 # %% tags=["nbval-ignore-output"]
 lab.engines(4)

@@ -1,18 +1,18 @@
 # %% [markdown]
 # # 08b TF-Replicator's model
 #
-# Thirty minutes, optional. So far each program knew its rank: who sends, who receives, who prints. Here you write the step of
-# *one* replica, without a rank in it, and a library runs it on many processes, or as one graph. TF-Replicator did so in 2019.
-# The library is gone; the way to program has stayed, in TensorFlow 2 and JAX.
+# Thirty minutes, optional. So far each program used its rank to decide who sends, receives and prints. Here you write
+# the step of *one* replica, without any rank. A library runs this step on many processes, or as one graph.
+# TF-Replicator did this in 2019. The library is gone, but TensorFlow 2 and JAX are still programmed in this way.
 #
-# **Questions.** Can code that knows nothing of ranks train on many of them? How do four replicas become one graph? What can
-# such a graph not hold?
+# **Questions.** Can code without ranks train on many ranks? How do four replicas become one graph? What can such a
+# graph not contain?
 #
-# **Afterwards you can** write a step for many replicas without a rank in it; say what is exchanged in a step; say which
-# Python a captured graph refuses, and why; recognise the same calls in TensorFlow 2 and JAX.
+# **Afterwards you can** write a step for many replicas without a rank in it; name the exchanges of a step; say which
+# Python code a captured graph refuses, and why; recognise the same calls in TensorFlow 2 and JAX.
 #
 # **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data
-# parallelism](04_data_parallel.ipynb); nothing of lesson 08.
+# parallelism](04_data_parallel.ipynb); you do not need lesson 08.
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -32,14 +32,14 @@ from dtlib.parallel.replicator import Replicator
 # %% [markdown]
 # ## The step of one replica
 #
-# A *replica* trains the model on its own slice of the data. You write two functions: `input_fn`, what one replica reads, and
-# `step_fn`, what it does with it. `optimizer.minimize(loss)` computes gradients, averages them over replicas, and makes the
-# step.
+# A *replica* trains the model on its own slice of the data. You write two functions. `input_fn` returns the data of one
+# replica, and `step_fn` trains on them. `optimizer.minimize(loss)` computes gradients, averages them over replicas, and
+# takes the step.
 #
-# Some steps need more than an average of gradients. `map_reduce` combines the tensors of all replicas: below, it counts what
-# all of them got right. `map_gather` puts the tensors one after the other. Gradients flow back through both, to every
-# replica. As with collectives on ranks, all replicas must call them in the same order. **Look** for a rank in `step_fn`:
-# there is none.
+# Some steps need more than an average of gradients. `map_reduce` combines the tensors of all replicas: in the next cell
+# it counts the right answers of all replicas. `map_gather` concatenates the tensors. Gradients flow back through both,
+# to every replica. As with collectives on ranks, all replicas must call these functions in the same order. **Look** for
+# a rank in `step_fn`: there is none.
 
 # %%
 # %%px --local
@@ -82,10 +82,10 @@ if comm.rank == 0:
 
 # %% [markdown]
 # The second is **in-graph replication**: one process, this notebook's own, holds all four replicas. The engines do
-# nothing. Why would one want that? A library that has the whole step as one graph can plan it: order operations, fuse
-# them, place each replica on a device. Each replica's step is *captured* as a graph, gradients included (by torch's
-# `make_fx`). In a captured graph an exchange is only marked. *Rewiring* joins the four graphs: each mark becomes one exchange
-# between them.
+# nothing. Why is this useful? If a library has the whole step as one graph, it can plan the step: order operations,
+# fuse them, place each replica on a device. Each replica's step is *captured* as a graph, gradients included (by
+# torch's `make_fx`). In a captured graph an exchange is only marked. *Rewiring* joins the four graphs: each mark
+# becomes one exchange between them.
 #
 # **Predict.** How many `all_reduce`s does the rewired graph of the four replicas have, for one step?
 
@@ -108,13 +108,14 @@ headers = ("step", "4 processes: loss", "1 graph: loss", "right of 96")
 lab.table(rows, headers)
 
 # %% tags=["statement"]
-# "Each replica has the same losses both ways, to 1e-12."
+# "Each replica has the same losses in both ways, to 1e-12."
 assert all(len(set(row(f"{step}", "right of 96")[:2])) == 1 for step in (0, 1, 4, 9))
 
 # %% [markdown]
-# Each replica has the same losses both ways, to 1e-12. (Right answers rise and fall: ten steps are few.) Here is the rewired graph, from top to bottom. Look at the
-# grey bars across all four columns: an `all_reduce` is an exchange, `apply_gradients` the step of the optimizer.
-# (Operations that only give a tensor another shape or name are left out; `print(replicator.graph())` counts all of them.)
+# Each replica has the same losses in both ways, to 1e-12. (The number of right answers rises and falls, because ten
+# steps are few.) Here is the rewired graph, from top to bottom. Look at the grey bars across all four columns: an
+# `all_reduce` is an exchange, `apply_gradients` the step of the optimizer. (The figure leaves out operations that only
+# change a tensor's shape or name; `print(replicator.graph())` counts all operations.)
 
 # %%
 figures.rewired(replicator.graph())
@@ -125,7 +126,7 @@ exchanges = [node.meta["exchange"] for node in replicator.graph().exchanges]
 assert count(r"==== all_reduce") == 2
 
 # %% [markdown]
-# And what did the four processes exchange?
+# And which messages did the four processes exchange?
 
 # %%
 exchanged = lab.values("exchanged")[0]
@@ -133,15 +134,16 @@ first = exchanged[: len(exchanged) // 10]
 print(f"{len(exchanged)} in 10 steps; in the first:", *first, sep="\n    ")
 
 # %% tags=["statement"]
-# "The gradients of a step travel as one message: 650 gradients and two flags, one for each parameter (was it used?). The hits follow."
+# "The gradients of a step travel as one message: 650 gradients and two flags, one for each parameter (was it used?). The hits (right answers) follow."
 assert found(r"(\d+) in 10 steps")[0] == 20
 assert found(r"all_reduce\(mean\) of \((\d+),\) float64 all_reduce\(sum\)") == [64 * 10 + 10 + 2]
 
 # %% [markdown]
-# The same two. The gradients of a step travel as one message: 650 gradients and two flags, one for each parameter (was it
-# used?). The hits follow.
+# They made the same two exchanges. The gradients of a step travel as one message: 650 gradients and two flags, one for
+# each parameter (was it used?). The hits (right answers) follow.
 #
-# **Predict.** The hits are reduced after `apply_gradients`. Do they belong to the parameters "before" or "after" the step?
+# **Predict.** The hits are reduced after `apply_gradients`. Were they computed with the parameters "before" or "after"
+# the step?
 
 # %% tags=["stub"]
 lab.predict("hits-belong-to", None)
@@ -160,15 +162,15 @@ print(f"right of 96 in step 0: {hits[0]}; by the parameters before any step: {hi
 assert len(set(found(r"right of 96 in step 0: (\d+); by the parameters before any step: (\d+)"))) == 1
 
 # %% [markdown]
-# The scores were computed before the step. Replicas go from exchange to exchange together: when `apply_gradients` changes the
-# shared parameters, every replica has read the old ones, and none has read the new ones.
+# The scores were computed before the step. Replicas move from exchange to exchange together: when `apply_gradients`
+# changes the shared parameters, every replica has read the old ones, and none has read the new ones.
 
 # %% [markdown]
 # ## What a graph cannot hold
 #
-# A graph holds operations on tensors, and no values: it is captured before anything is computed. So a Python `if` on a
-# value cannot be captured. Random numbers could be, but replicas in one process would draw from one generator.
-# Both are refused, and the message names the line:
+# A graph contains operations on tensors, but no values: it is captured before anything is computed. So a Python `if` on
+# a value cannot be captured. Random numbers could be captured, but replicas in one process would draw from one
+# generator. The library refuses both, and the message names the line:
 
 # %%
 def step_with_a_branch(x):
@@ -192,15 +194,16 @@ for step_fn in (step_with_a_branch, step_with_a_coin):
 assert count(r"cannot capture") == 2 and found(r"in 'line (\d): if x.mean") == [2]
 
 # %% [markdown]
-# Both work with one process per replica, because there Python runs on real numbers. Our graph shows what happens, but is no
-# faster: its replicas take turns on one device, and it is captured again in each step. TF-Replicator's graph was built once. A
-# counter, or a rate that Python computes, then stays as it was at capture, without a word. A library that captures once must
-# guard the values that it has read, as `torch.compile` does.
+# Both functions work with one process per replica, because there Python runs on real numbers. Our graph shows the idea,
+# but it is not faster: its replicas take turns on one device, and it is captured again in each step. TF-Replicator's
+# graph was built once. Then a counter, or a rate that Python computes, silently keeps its value from the capture. A
+# library that captures once must check later whether these values have changed, as `torch.compile` does with its
+# *guards*.
 #
 # ## Where it comes from
 #
-# TF-Replicator (P. Buchlovsky et al., 2019) had these two functions, for TensorFlow 1. We wrote this sketch from the paper; it
-# has not been run. The wrapped optimizer in line 14 averages before it steps:
+# TF-Replicator (P. Buchlovsky et al., 2019) had these two functions, for TensorFlow 1. We wrote this sketch from the
+# paper, and have not run it. The wrapped optimizer in line 14 averages before it steps:
 #
 # ```python
 #  1   replicator = MultiGpuReplicator(num_gpus=4)
@@ -228,7 +231,7 @@ assert count(r"cannot capture") == 2 and found(r"in 'line (\d): if x.mean") == [
 # | line | here | |
 # |---|---|---|
 # | 1 | `Replicator(comm)` or `Replicator(replicas=4)` | a process per replica, or all in this process |
-# | 5 | `replicator.wrap_optimizer(torch.optim.SGD(...))` | from now on gradients are averaged over replicas |
+# | 5 | `replicator.wrap_optimizer(torch.optim.SGD(...))` | averages gradients over replicas |
 # | 17 to 20 | `replicator.run(step_fn, input_fn).mean(1)` | the sketch builds a graph, then runs it; ours runs at once |
 #
 # ## Where you meet it today
@@ -239,15 +242,15 @@ assert count(r"cannot capture") == 2 and found(r"in 'line (\d): if x.mean") == [
 # | `input_fn(replica_id)` | `strategy.distribute_datasets_from_function` | arrays cut along an axis of the mesh |
 # | `map_reduce(x)` | `ReplicaContext.all_reduce(op, x)` | `jax.lax.psum(x, axis)` |
 # | `map_gather(x)` | `ReplicaContext.all_gather(x, axis)` | `jax.lax.all_gather(x, axis)` |
-# | `wrap_optimizer` | `apply_gradients`, which *adds* gradients: divide the loss by the batch of all replicas | `jax.grad`, which adds up the gradients of what all share |
+# | `wrap_optimizer` | `apply_gradients`, which *adds* gradients: divide the loss by the batch of all replicas | `jax.grad`, which adds up the gradients of shared parameters |
 # | captured in each step | `tf.function`, once for each shape | `jax.jit`, once for each shape |
 # | an `if` on a value: refused | rewritten into the graph by AutoGraph | refused: use `jnp.where` or `lax.cond` |
 #
 # PyTorch has no `step_fn`: `DistributedDataParallel` puts the average into `backward`, and
-# `torch.distributed.nn.functional.all_reduce` is a `map_reduce` with gradients. `torch.compile` captures what it can: at such
-# an `if` it ends the graph, lets Python decide, and begins another one.
+# `torch.distributed.nn.functional.all_reduce` is a `map_reduce` with gradients. `torch.compile` captures as much as
+# possible: at such an `if` it ends the graph, lets Python decide, and begins another graph.
 #
-# **Discuss.** Where else, outside of these libraries, is something captured once and then run again and again?
+# **Discuss.** Which other programs capture something once, and then run it again and again?
 
 # %% [markdown]
 # ## Quiz
@@ -261,7 +264,7 @@ lab.quiz("08b")
 # - `input_fn`, `step_fn`, `wrap_optimizer`, `map_reduce`, `map_gather`: a step of one replica, and no rank in it.
 # - Between graphs: a process per replica, and each exchange is a collective. In one graph: captured, then rewired.
 # - The losses are equal, to 1e-12. A graph has no values, so a branch on a value is refused.
-# - TensorFlow 2 and JAX have the same model of programming; torch hides the exchange in `backward`.
+# - TensorFlow 2 and JAX have the same programming model; torch hides the exchange in `backward`.
 #
 # Now the last of the [exercises](../exercises/08_tensor_and_hybrid_exercises.ipynb).
 #

@@ -28,10 +28,10 @@ world = dtlib.init()
 # %% [markdown]
 # ## Predict: what a pair of layers sends
 #
-# Three ranks, and x of 1,536 tokens with 64 features in float64: B = 786,432 bytes. First comes a `ColumnParallelLinear(64,
-# 256)` whose output stays in slices, then a `RowParallelLinear(256, 64)` that takes slices. Which collective does each of them
-# call, forward and backward: `"all_reduce"`, `"all_gather"` or `"nothing"`? And how many bytes does a rank send for it, with
-# the ring? Run the cell, then the next one: it marks all four.
+# Three ranks have x, with 1,536 tokens of 64 features in float64: B = 786,432 bytes. First comes a
+# `ColumnParallelLinear(64, 256)`; its output stays in slices. Then a `RowParallelLinear(256, 64)` takes these slices.
+# Which collective does each layer call, forward and backward: `"all_reduce"`, `"all_gather"` or `"nothing"`? And how
+# many bytes does a rank send for it, with the ring? Run the cell, then the next one: it checks all four answers.
 
 # %% tags=["stub"]
 lab.predict("column-forward", {"column, forward": None, "bytes": None})
@@ -51,7 +51,7 @@ lab.predict("row-backward", {"row, backward": "nothing", "bytes": 0})
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 def sent(run):
-    """What a run gives; the collectives it calls, and the bytes that this rank sends for them."""
+    """The result of a run; its collectives, and the bytes that this rank sends for them."""
     with dtlib.trace() as trace:
         value = run()
     return value, (" ".join(event.name for event in trace.events) or "nothing", trace.sent()[1])
@@ -72,8 +72,8 @@ assert 1536 * 64 * 8 == 786_432 and count("came out as nothing: right") == 2 and
 # %% [markdown]
 # ## Predict: the groups of a mesh
 #
-# Twelve ranks: `world.mesh(data=2, pipe=2, tensor=3)`. The last axis varies fastest. Write the ranks of the three groups that
-# rank 7 belongs to, with rank 7, in ascending order.
+# Twelve ranks form `world.mesh(data=2, pipe=2, tensor=3)`. The last axis varies fastest. Write the ranks of rank 7's
+# three groups, with rank 7, in ascending order.
 
 # %% tags=["stub"]
 lab.predict("groups-of-7", {"data": None, "pipe": None, "tensor": None})
@@ -89,12 +89,13 @@ figures.mesh(data=2, pipe=2, tensor=3)
 # %% [markdown]
 # ## Fix: a layer cut by rows
 #
-# `RowParallel(whole, comm)` keeps this rank's shard of an `nn.Linear` that is the same on all ranks. It is called with this
-# rank's features of the input, and should give all ranks the output of the whole layer. It does not: find out what it gives
-# instead, and fix it.
+# `RowParallel(whole, comm)` keeps this rank's shard of an `nn.Linear` that is the same on all ranks. Each rank passes
+# it this rank's features of the input, and all ranks should get the output of the whole layer. They do not: find out
+# what they get instead, and fix it.
 #
-# `AddUp` is g, written with `torch.distributed`: autograd needs to know that the gradient goes back as it is. The check looks at
-# the output, at the gradients of input, weight and bias, and at what is sent: one `all_reduce` forward, and nothing backward.
+# `AddUp` is g, written with `torch.distributed`: its `backward` returns the gradient unchanged. The check looks at the
+# output, at the gradients of input, weight and bias, and at the collectives: one `all_reduce` forward, and none
+# backward.
 
 # %% tags=["stub"]
 # %%px
@@ -150,25 +151,27 @@ class RowParallel(nn.Module):
 lab.check("row-fix")
 
 # %% [markdown]
-# Two other ways give the right output and are still wrong. With `self.bias / comm.size` on every rank, the bias has a gradient
-# that is 1/N of the right one. And if rank 0 alone adds the bias, the others get no gradient for it, so their copies
-# stay as they were.
+# Two other ways give the right output and are still wrong. With `self.bias / comm.size` on every rank, the gradient of
+# the bias is 1/N of the right one. And if only rank 0 adds the bias, the other ranks get no gradient for it, so their
+# copies do not change.
 #
 # ## Build: a perceptron in shards
 #
-# `MyMLP(linear1, linear2, comm)` replaces `linear2(gelu(linear1(x)))`. The two whole layers are the same on all ranks. The
-# number of hidden features is a multiple of the number of ranks, and rank r has slice r of them, in order. `forward(x)` takes
-# the whole x on every rank, with any number of dimensions before the last, and gives the whole output on every rank.
+# `MyMLP(linear1, linear2, comm)` replaces `linear2(gelu(linear1(x)))`. The two whole layers are the same on all ranks.
+# The number of hidden features is a multiple of the number of ranks, and rank r has slice r of the features, in order.
+# `forward(x)` takes the whole x on every rank, with any number of dimensions before the last, and returns the whole
+# output on every rank.
 #
-# 1. Keep this rank's hidden features: rows of `linear1.weight` (which are columns of A), elements of `linear1.bias`, columns of
-#    `linear2.weight` (rows of B). Keep all of `linear2.bias`. Make each an `nn.Parameter` with memory of its own; call them
-#    what you like.
+# 1. Keep this rank's hidden features: rows of `linear1.weight` (which are columns of A), elements of `linear1.bias`,
+#    columns of `linear2.weight` (rows of B). Keep all of `linear2.bias`. Make each an `nn.Parameter` with its own
+#    memory, with any name.
 # 2. Then in `forward`: f, the first product, gelu, the second product, g, the bias.
 #
 # Example: width 6, 48 hidden features, 3 ranks: 16 x 6, 16, 6 x 16 and 6 numbers per rank.
 #
-# The check looks at the output, at the gradients of x and of all parameters, at bytes held, and at bytes sent: one `all_reduce` of as
-# many numbers as x has, each way. `copy_to_ranks(x, comm)` is f, and `reduce_from_ranks(x, comm)` is g.
+# The check looks at the output, at the gradients of x and of all parameters, at bytes held, and at bytes sent: one
+# `all_reduce` forward and one backward, each with as many numbers as x. `copy_to_ranks(x, comm)` is f, and
+# `reduce_from_ranks(x, comm)` is g.
 
 # %% tags=["stub"]
 # %%px
@@ -202,9 +205,10 @@ class MyMLP(nn.Module):
 lab.check("mlp-build")
 
 # %% [markdown]
-# The lecture's `ParallelMLP` is the same, made of two layers; the full layers also take numbers of hidden features that are no
-# multiple of the ranks. Without f the output is still right, and so are the gradients of all parameters here. Only the layers
-# *before* this block get a wrong gradient. A test that looks at outputs alone would not see it.
+# The lecture's `ParallelMLP` is the same, made of two layers; the full layers also allow a number of hidden features
+# that is not a multiple of the number of ranks. Without f the output is still right, and so are the gradients of all
+# parameters here. Only the layers *before* this block get a wrong gradient. A test that looks at outputs alone would
+# not see it.
 #
 # ## Build: a step for the Replicator
 #
@@ -212,12 +216,12 @@ lab.check("mlp-build")
 #
 # - `inputs` are x and y, this replica's samples; the loss is the mean cross-entropy of `model(x)` and y;
 # - the optimizer is `torch.optim.SGD` with a learning rate of 0.5, and all replicas train as one on all samples;
-# - it returns `{"loss": ..., "accuracy": ...}`: the loss of this replica's samples, and the fraction of right answers among the
-#   samples of *all* replicas, from the same scores. All replicas have equally many samples.
+# - it returns `{"loss": ..., "accuracy": ...}`: the loss of this replica's samples, and the fraction of right answers
+#   among the samples of *all* replicas, computed from the same scores. All replicas have equally many samples.
 #
-# Make what stays (the optimizer) in `build_step`; do in `step_fn` what happens in every step. The check runs your code on the
-# three engines, one process per replica, and then in one process, where it is captured as a graph. The lecture's example counts
-# hits; here you return a fraction.
+# Create permanent objects (the optimizer) in `build_step`; `step_fn` runs in every step. The check runs your code on
+# the three engines, one process per replica, and then in one process, where it is captured as a graph. The lecture's
+# example counts right answers; here you return a fraction.
 
 # %% tags=["stub"]
 # %%px
@@ -250,14 +254,14 @@ def build_step(replicator, model):
 lab.check("step-build")
 
 # %% [markdown]
-# There is no rank in this code, no communicator, and no number of replicas. Whoever runs it chooses: `Replicator(comm)`, or
-# `Replicator(replicas=3)`.
+# This code contains no rank, no communicator, and no number of replicas. The caller chooses them: `Replicator(comm)`,
+# or `Replicator(replicas=3)`.
 #
 # ## If you have time
 #
-# - Cut an `nn.Embedding` by words: which rows does a rank look up, what does it give for the others, and where is g?
-# - Let `MyMLP` take numbers of hidden features that are no multiple of the ranks (`slice_of` in
-#   `dtlib.parallel.tensor.functions`).
+# - Cut an `nn.Embedding` by words: which rows does a rank look up, which values does it return for the other rows, and
+#   where is g?
+# - Let `MyMLP` allow any number of hidden features (`slice_of` in `dtlib.parallel.tensor.functions`).
 # - Put `MyMLP` on `world.mesh(data=..., tensor=...)["tensor"]`, inside `DataParallel` on the other axis. Which ranks must begin with
 #   the same slices?
 # - Give `step_fn` a loss in which each sample is compared with the samples of all replicas: `replicator.map_gather(model(x))`.

@@ -1,4 +1,4 @@
-"""The figures of lesson 08, each with its text."""
+"""The figures of lesson 08, each with a text equivalent."""
 
 from itertools import groupby
 
@@ -12,7 +12,7 @@ _HATCHES = ("//", "\\\\", "--", "xx", "||", "++", "///", "---")
 
 @shown
 def cuts(ranks: int = 4):
-    """Y = X A by columns and by rows: who has what of X, A and Y."""
+    """Draw Y = X A with A split by columns and by rows, with each rank's parts of X, A and Y."""
     figure, rows = subplots(2, height=5.6)
     drawn = {
         "by columns": (("whole", "on every rank"), ("columns", "slice r of the columns"), ("columns", "slice r of Y")),
@@ -39,7 +39,7 @@ def cuts(ranks: int = 4):
 
 
 def _matrix(axes, left, width, height, cut, ranks) -> None:
-    """A rectangle around y = 0: whole, in slices of one colour and hatch a rank, or one behind the other."""
+    """Draw a matrix around y = 0: whole, in slices with the colour and hatch of their rank, or stacked summands."""
     outline = {"edgecolor": "white", "lw": 1}
     if cut == "whole":
         axes.add_patch(_box(left, -height / 2, width, height, facecolor="lightgrey", **outline))
@@ -67,7 +67,7 @@ def _box(x, y, width, height, **style):
 
 
 def groups_of(axis: str, shape: dict[str, int]) -> list[list[int]]:
-    """The ranks that talk with each other along an axis of a mesh, group by group."""
+    """Return the groups of ranks that communicate along an axis of a mesh."""
     ranks = 1
     for size in shape.values():
         ranks *= size
@@ -76,16 +76,16 @@ def groups_of(axis: str, shape: dict[str, int]) -> list[list[int]]:
     return [[rank_of(coordinates_of(first, shape) | {axis: place}, shape) for place in along] for first in firsts]
 
 
-# How the axes of a mesh are drawn, from the last to the first: to the right, down, to the back.
+# Directions of the axes of a mesh, from the last axis to the first: right, down, back.
 _STEPS = ((1.5, 0), (0, -1.6), (0.65, 0.7))
 _LINES = ((7, "-", "0.6"), (2.5, "-", "black"), (2.5, ":", "black"))
 
 
 @shown
 def mesh(**axes: int):
-    """Ranks on a grid of three axes at most, joined with those that they talk with, with another line for each axis.
+    """Draw ranks on a mesh of at most three axes, with a different line between neighbours along each axis.
 
-    A box is a machine: it has a group along ``tensor``.
+    A box is a machine, which has one group along ``tensor``.
     """
     import numpy as np
     from matplotlib.patches import FancyBboxPatch
@@ -117,7 +117,7 @@ def mesh(**axes: int):
 
 @shown
 def bytes_of_axes(sent: dict[str, int], title: str = ""):
-    """Bytes that a rank sends in a step along each axis, as bars; ``sent`` maps an axis to bytes."""
+    """Draw the bytes that a rank sends per step along each axis; ``sent`` maps an axis to bytes."""
     figure, axes = subplots(height=0.5 * len(sent) + 1.1)
     style = {"color": RANK_COLOURS[: len(sent)], "hatch": _HATCHES[: len(sent)], "edgecolor": "white", "lw": 0}
     axes.bar_label(axes.barh(list(sent), list(sent.values()), 0.6, **style), fmt=_readable, padding=4)
@@ -139,7 +139,7 @@ def _readable(count: float) -> str:
 
 # The rewired graph of a Replicator
 
-# Operations that compute nothing: other views of a tensor, other names for it.
+# Operations that compute nothing: views and aliases of a tensor.
 _VIEWS = {
     "t", "view", "detach", "slice", "split_with_sizes", "unbind", "alias", "expand", "_to_copy", "reshape",
     "transpose", "unsqueeze", "squeeze", "full_like", "ones_like", "clone", "stack", "lift_fresh_copy",
@@ -147,9 +147,10 @@ _VIEWS = {
 
 
 def steps_of(graph) -> list[tuple]:
-    """What a rewired graph does, in order: ("replica", number, operation), ("exchange", text) or ("variables", n).
+    """Return the operations of a rewired graph in order.
 
-    Operations that only give a tensor another shape or name are left out.
+    They are ("replica", number, operation), ("exchange", text) or ("variables", n). Operations that only change a
+    tensor's shape or name are left out.
     """
     variables = {node.target for node in graph.module.graph.nodes if node.op == "get_attr" and node.users}
     trained = {name for name in variables if getattr(graph.module, name).requires_grad}
@@ -166,7 +167,7 @@ def steps_of(graph) -> list[tuple]:
 
 @shown
 def rewired(graph):
-    """The graph of all replicas from top to bottom: a column a replica, and bars where they exchange."""
+    """Draw the graph of all replicas from top to bottom: one column per replica, and bars for exchanges."""
     steps = steps_of(graph)
     replicas = graph.replicas
     bands = [list(band) for _, band in groupby(steps, key=lambda step: step[0])]
@@ -197,12 +198,12 @@ def _names(band, replica: int) -> list[str]:
 
 
 def _height(band, replicas: int) -> int:
-    """Lines that it takes: of the replica that does most, or one an exchange."""
+    """Return the number of lines of a band: those of its longest replica, or one per exchange."""
     return max(len(_names(band, r)) for r in range(replicas)) if band[0][0] == "replica" else len(band)
 
 
 def _cut(name: str, inches: float) -> str:
-    """As much of a name as there is room for."""
+    """Return as much of a name as fits."""
     while len(name) > 1 and not fits(name, inches):
         name = f"{name.removesuffix('…')[:-1]}…"
     return name
@@ -220,7 +221,7 @@ def _bar(axes, replicas: int, y: float, text: str, colour: str) -> None:
 
 
 def _as_text(bands, replicas: int) -> str:
-    """Replicas do the same between two exchanges, so it is told once."""
+    """Return the graph as text; operations that are equal on all replicas are listed once."""
     lines = []
     for band in bands:
         if band[0][0] == "replica":

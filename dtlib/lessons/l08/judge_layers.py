@@ -1,19 +1,19 @@
-"""Lesson 08: layers cut over ranks, judged by values, by gradients, by bytes sent, and by what is held."""
+"""Lesson 08: checks of layers that are split over ranks, by outputs, gradients, bytes sent and memory."""
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, as_tensor, factors, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l08.observe_layers import PASSES, expected, make_input, observe_mlp, observe_row
 
-FLAGS = 64  # bytes that may travel beside
+FLAGS = 64  # bytes allowed for small additional messages
 
 
 def judge_row(observations) -> None:
-    """The output of the whole layer and its gradients, from shards, for one all_reduce forward and nothing backward."""
+    """Check output and gradients of the layer, with one all_reduce in the forward pass and none backward."""
     _judge(observations, "row")
 
 
 def judge_mlp(observations) -> None:
-    """The same for the perceptron, with one all_reduce more, backward."""
+    """Check the perceptron in the same way, with one more all_reduce in the backward pass."""
     _judge(observations, "mlp")
 
 
@@ -44,7 +44,7 @@ def _judge(observations, kind: str) -> None:
             x, out = make_input(kind, step)
             counts = out.numel(), x.numel() if kind == "mlp" else 0
             _judge_sent(one["sent"], counts, rank, ranks)
-            # what has been reduced is gathered by less
+            # A gather of reduced shards needs fewer bytes.
             wrong("summands-gathered", one.get("gathered", 0) >= out.nbytes,
                   "a sum over ranks by one all_reduce", f"all_gather, of {one.get('gathered')} bytes",
                   "With 3 ranks the cost is the same. What does each rank send and store with 64 ranks?",
@@ -98,6 +98,7 @@ def _judge_input_gradient(one, ways, rank: int, ranks: int, step: int) -> None:
     got = as_tensor(one["x"])
     if same(got, right):
         return
+    # If the gradient of the first weight is right, the second sum comes after it in the backward pass, in f.
     weight, of_weight = next(iter(ways["parameters"][rank].values()))
     weight_is_right = any(
         same(as_tensor(g), of_weight) for p, g in one["parameters"] if g is not None and same(as_tensor(p), weight)
@@ -162,7 +163,7 @@ def _judge_parameters(one, ways, rank: int, ranks: int) -> None:
 
 
 def _gradient_of(parameters, value, name: str, rank: int, of_all_ranks):
-    """The gradient of the parameter with these values, whatever its name; it may be kept transposed."""
+    """Return the gradient of the parameter with these values, under any name, also if stored transposed."""
     for found, gradient in parameters:
         found = as_tensor(found)
         for turned in (lambda tensor: tensor, lambda tensor: tensor.t()):
@@ -204,7 +205,7 @@ def _judge_sent(sent, counts, rank: int, ranks: int) -> None:
 
 
 def most_sent(count: int, ranks: int) -> int:
-    """Bytes that a rank sends at most for an all_reduce of so many numbers, by any good algorithm."""
+    """Return the bytes that a rank may send for an all_reduce of ``count`` numbers with any good algorithm."""
     from dtlib.theory.collectives import elements_sent_by_the_busiest
 
     algorithms = ("ring", "recursive_doubling", "tree")

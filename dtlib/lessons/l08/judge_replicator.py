@@ -1,4 +1,4 @@
-"""Lesson 08: a step function for Replicator, in a process per replica and in one graph, judged by what it trains."""
+"""Lesson 08: check of a step function for Replicator, with one process per replica and in one graph."""
 
 import functools
 
@@ -6,11 +6,12 @@ from dtlib.errors import DtlibError
 from dtlib.lab.checks.equality import as_tensor, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
-SAMPLES, PIXELS, DIGITS, STEPS = 7, 6, 3, 4  # samples of a replica in a step
+SAMPLES, PIXELS, DIGITS, STEPS = 7, 6, 3, 4  # SAMPLES is per replica and step
 RATE = 0.5
 
 
 def make_model():
+    """Return the model, the same on all ranks."""
     import torch
     from torch import nn
 
@@ -19,7 +20,7 @@ def make_model():
 
 
 def make_batch(replica: int, step: int):
-    """The samples of a replica, the same wherever they are made; a digit has something to do with its pixels."""
+    """Return the samples of a replica; every caller gets the same ones. Labels depend on the pixels."""
     import torch
 
     generator = torch.Generator().manual_seed(100 * step + replica + 1)
@@ -31,7 +32,7 @@ def make_batch(replica: int, step: int):
 
 
 def observe_step(build_step, comm) -> dict:
-    """What it gives and trains, a process per replica; then the same in one graph of as many replicas."""
+    """Return results of training with one process per replica, then in one graph of as many replicas."""
     from dtlib.parallel.replicator import Replicator
 
     seen = {"between": _train(build_step, Replicator(comm))}
@@ -66,7 +67,7 @@ def _kind(given) -> str:
 
 
 def judge_step(observations) -> None:
-    """Losses of each replica, parameters and accuracies of one process with all samples; the same in one graph."""
+    """Check losses, parameters and accuracies against one process with all samples, for both ways."""
     ranks = len(observations)
     for rank, seen in enumerate(observations):
         for way in ("between", "in-graph"):
@@ -92,7 +93,7 @@ def judge_step(observations) -> None:
 
 @functools.cache
 def in_one_process(replicas: int, factor: float = 1, only: int | None = None, steps: int = STEPS) -> dict:
-    """Training on the mean gradient of all replicas' samples, or of ``only`` one's, times ``factor``."""
+    """Train on the mean gradient of all replicas' samples, or of replica ``only``, times ``factor``."""
     import torch
 
     model = make_model()
@@ -113,6 +114,7 @@ def in_one_process(replicas: int, factor: float = 1, only: int | None = None, st
 
 
 def accuracy(model, x, y) -> float:
+    """Return the fraction of samples whose label is predicted."""
     return (model(x).argmax(1) == y).double().mean().item()
 
 
@@ -123,7 +125,7 @@ def _flat(model):
 
 
 def _judge_first_losses(between, reference) -> None:
-    """In the first step nothing has been trained yet: is the loss that of this replica's samples?"""
+    """Check the losses of the first step, before any training: each must be of the replica's own samples."""
     first = reference["loss"][0]
     for rank, one in enumerate(between):
         got = as_tensor(one["loss"][0])
@@ -174,7 +176,7 @@ def _judge_parameters(between, reference) -> None:
 def _judge_accuracy(one, reference, rank: int, ranks: int) -> None:
     got, own = as_tensor(one["accuracy"]), reference["accuracy"]
     expected = own.mean(1, keepdim=True).expand_as(own)
-    got = got if (got - expected).abs().max() > 1e-6 else expected  # hits / samples is a float32
+    got = got if (got - expected).abs().max() > 1e-6 else expected  # tolerates accuracies in float32
     what = "the fraction of right answers among all replicas' samples, the same on all replicas"
     if same(got, expected):
         return
@@ -200,7 +202,7 @@ def _judge_graph(seen, rank: int) -> None:
     for name in ("loss", "accuracy", "after"):
         got, wanted = as_tensor(seen["in-graph"][name]), as_tensor(seen["between"][name])
         if name == "accuracy" and got.shape == wanted.shape and (got - wanted).abs().max() <= 1e-6:
-            continue  # a fraction of hits may be a float32
+            continue  # tolerates accuracies in float32
         wrong("graph-differs", not same(got, wanted), f"the same {name} in a graph as a process per replica",
               "something else", "One process captures all replicas. Which value do you read for only one replica?",
               "Read replicator.replica_id and replicator.replicas inside step_fn, not before.")

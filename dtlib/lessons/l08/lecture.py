@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 08 Tensor and hybrid parallelism
 #
-# Ninety minutes. You cut single layers over ranks, count what travels, and combine data, pipeline and tensor
+# Ninety minutes. You cut single layers over ranks, count the bytes sent, and combine data, pipeline and tensor
 # parallelism on one grid of ranks, the *mesh*.
 #
 # **Questions.** What if one layer is too large for a rank? Which kind of parallelism belongs inside a machine?
@@ -35,17 +35,17 @@ from dtlib.theory.collectives import elements_sent
 # %% [markdown] tags=["half-day"]
 # ## A layer too large for one rank
 #
-# Data parallelism, ZeRO and pipelines need a whole layer on a rank while it computes. If that is too much, cut the layer:
-# *tensor parallelism*. **All ranks then work on the same samples.**
+# Data parallelism, ZeRO and pipelines need a whole layer on a rank while it computes. If the layer is too large, cut
+# it: *tensor parallelism*. **All ranks then work on the same samples.**
 #
 # A linear layer is a product Y = X A, with X of shape (samples, inputs) and A of shape (inputs, outputs). There are two
 # ways to cut A among N ranks:
 #
 # - **by columns**: rank r has slice r of the columns, and computes X Aᵣ;
-# - **by rows**: rank r has slice r of the rows, and the columns of X that meet them; it computes Xᵣ Aᵣ.
+# - **by rows**: rank r has slice r of the rows, and the matching columns of X; it computes Xᵣ Aᵣ.
 
 # %% [markdown]
-# **Predict.** After which of the two does Y need an `all_reduce`: `"columns"` or `"rows"`?
+# **Predict.** After which cut does Y need an `all_reduce`: `"columns"` or `"rows"`?
 
 # %% tags=["stub"]
 lab.predict("needs-all-reduce", None)
@@ -77,15 +77,14 @@ assert equal(total, Y)
 print("complete without an all_reduce:", complete)
 
 # %% tags=["statement"]
-# "Cut by columns, a rank has some outputs, complete. Cut by rows, it has a summand of every output."
+# "With a cut by columns, a rank has some complete outputs. With a cut by rows, it has a summand of every output."
 assert count(r"complete without an all_reduce: \{'columns': True, 'rows': False\}") == 1
 
 # %% [markdown]
-# Cut by columns, a rank has some outputs, complete. Cut by rows, it has a summand of every output.
+# With a cut by columns, a rank has some complete outputs. With a cut by rows, it has a summand of every output.
 #
-# Now the backward pass. The gradient G of Y arrives, and each rank computes the gradient of its shard of A by
-# itself. The layer before needs the gradient of X, which is G Aᵀ. **Predict:** for which cut does *that* need an
-# `all_reduce`?
+# Now the backward pass. The gradient G of Y arrives, and each rank computes the gradient of its shard of A alone. The
+# previous layer needs the gradient of X, which is G Aᵀ. **Predict:** for which cut does *this* need an `all_reduce`?
 
 # %% tags=["stub"]
 lab.predict("needs-it-backward", None)
@@ -109,11 +108,11 @@ print("complete without an all_reduce:", complete_backward)
 tensor_figures.cuts(ranks=4)
 
 # %% tags=["statement"]
-# "Nothing travels for the gradient of a cut weight"
+# "Ranks exchange nothing for the gradient of a cut weight"
 assert count(r"complete without an all_reduce: \{'columns': False, 'rows': True\}") == 1
 
 # %% [markdown]
-# Nothing travels for the gradient of a cut *weight*: it is complete where the weight is.
+# Ranks exchange nothing for the gradient of a cut *weight*: it is complete on the weight's rank.
 #
 # ## f and g
 #
@@ -121,21 +120,21 @@ assert count(r"complete without an all_reduce: \{'columns': False, 'rows': True\
 #
 # | | forward | backward | where |
 # |---|---|---|---|
-# | **f** | x as it is | `all_reduce` of the gradient | before a cut by columns |
-# | **g** | `all_reduce` | the gradient as it is | after a cut by rows |
+# | **f** | x, unchanged | `all_reduce` of the gradient | before a cut by columns |
+# | **g** | `all_reduce` | the gradient, unchanged | after a cut by rows |
 #
-# f and g tell autograd, torch's backward pass, what to do with gradients. Then a layer cut by columns, and one cut by rows.
-# **Find** the place where the second adds its bias. Why there?
+# f and g change the gradients in autograd, torch's backward pass. The two layers follow below. **Find** the line where
+# the second layer adds its bias. Why there?
 
 # %%
 lab.read(plain.CopyToRanks, plain.ReduceFromRanks)
 lab.read(plain.slice_of, plain.ColumnParallelLinear, plain.RowParallelLinear)
 
 # %% [markdown] tags=["half-day"]
-# Most transformer blocks have two layers with an activation between them: gelu(X A) B. (Gated ones have three: two by columns, one
-# by rows.) Cut the first **by columns, then the second by rows**: a rank's columns of gelu(X A) are exactly those that its
-# rows of B need, so nothing travels in between. The other order does not work: the activation of a sum is not the sum of
-# the activations.
+# Most transformer blocks have two layers with an activation between them: gelu(X A) B. (Gated ones have three: two by
+# columns, one by rows.) Cut the first **by columns, then the second by rows**: a rank's columns of gelu(X A) match its
+# rows of B, so ranks exchange nothing in between. The other order does not work: the activation of a sum is not the sum
+# of the activations.
 
 # %% [markdown]
 # **Predict.** How many `all_reduce`s does a rank call for such a pair, forward and backward together?
@@ -160,7 +159,7 @@ assert abs(one - two) > 0.1
 # Does it compute the same as one process, gradients included? X has 1,024 rows (tokens) of 128 numbers in float64, and
 # there are 512 hidden features.
 #
-# **Compute.** How many bytes does g send from each of four ranks, by the ring? And with twice as many hidden features?
+# **Compute.** How many bytes does each of four ranks send for g, by the ring? And with twice as many hidden features?
 #
 # <details><summary>Answer</summary>B = 1,024 x 128 x 8 = 1,048,576 bytes, and 2 B (N-1)/N = 1,572,864. Hidden features never
 # travel.</details>
@@ -245,14 +244,14 @@ if comm.rank == 0:
 assert count("wrong: X$") == 1 or count("wrong: X\n") == 1
 
 # %% [markdown]
-# No error, and this layer learns. But the layers before it get one summand of their gradient.
+# This layer learns, without an error. But earlier layers get only one summand of their gradient.
 #
 # ## A transformer in shards
 #
 # - **the two layers** (a *perceptron*) are cut by hidden features, as above;
-# - **attention** by heads: the first product by columns, head by head, the last by rows;
-# - **the embedding** by words: a rank looks up its own words, gives zeros for the others, and g adds up;
-# - **the output layer and the loss** by words too: the logits (scores of all words) are never put together.
+# - **attention** is cut by heads: the first product by columns, head by head, the last by rows;
+# - **the embedding** is cut by words: a rank looks up its own words and returns zeros for the others; g adds these;
+# - **the output layer and the loss** also by words: no rank has the logits (scores) of all words.
 #
 # A small language model:
 
@@ -291,7 +290,7 @@ if comm.rank == 0:
     print("parameters:", *(f"{name} {count:,}" for name, count in whole.items()), sep="\n    ")
 
 # %% [markdown]
-# The same in shards: `from_linear` takes an existing layer, and keeps this rank's shard.
+# The model in shards: `from_linear` takes an existing layer and keeps this rank's shard.
 #
 # **Predict.** What percentage of the model's parameters does rank 0 of 4 hold?
 
@@ -357,11 +356,11 @@ assert row("norm", "rank 0 of 4")[-1] == 100 and 25 < row("together", "rank 0 of
 assert len(set(found(r"one process ([\d.]+), 4 ranks ([\d.]+)"))) == 1
 
 # %% [markdown]
-# The norm, and biases that are added after g, are whole on all ranks. They stay equal without messages: each rank computes the
-# same gradient from the same activations.
+# The norm, and biases that are added after g, are whole on all ranks. They stay equal without messages: each rank
+# computes the same gradient from the same activations.
 #
-# **Predict.** The loss needs the softmax over all 50 words, and a rank has 12 or 13 of them. How many numbers *per
-# token* does a rank give to `all_reduce`?
+# **Predict.** The loss needs the softmax over all 50 words, and a rank has 12 or 13 words. How many numbers *per token*
+# does a rank pass to `all_reduce`?
 
 # %% tags=["stub"]
 lab.predict("numbers-a-token", None)
@@ -376,18 +375,19 @@ with dtlib.trace() as trace:
     tensor.vocab_parallel_cross_entropy(logits, targets, comm, "mean")
 tokens, given = 16 * 12, 0
 for event in trace.events:
-    given += event.bytes // 8 // 2  # by recursive doubling on 4 ranks: all of it goes twice
+    given += event.bytes // 8 // 2  # by recursive doubling on 4 ranks: sent twice
     if comm.rank == 0:
         print(f"{event.what}: {event.bytes:,} bytes sent")
 
 # %% [markdown]
-# Three numbers for each of 192 tokens: the largest logit, the sum of exponentials, the target's logit. (The first message has
-# four more: how many words each rank has.) All logits would be 50 numbers; real vocabularies have 100,000 words.
+# Three numbers for each of 192 tokens: the largest logit, the sum of exponentials, the target's logit. (The first
+# message has four more: each rank's number of words.) All logits would be 50 numbers; real vocabularies have 100,000
+# words.
 #
 # ## Sequence parallelism
 #
-# Between the cut layers every rank has all of x: norms and dropout are computed, and kept, N times. They work token by
-# token, so cut them by tokens. f becomes an `all_gather`, g a `reduce_scatter`.
+# Between the cut layers every rank has all of x. So ranks compute norms and dropout, and keep the results, N times.
+# Both work token by token, so cut them by tokens. f becomes an `all_gather`, g a `reduce_scatter`.
 #
 # **Predict.** Without it the pair of layers sends 1.57 MB forward. How many MB with it? (An `all_reduce` by the ring is a
 # `reduce_scatter`, then an `all_gather`.)
@@ -420,21 +420,21 @@ rows = [(name, f"{kept:.2f}", f"{sent:.2f}") for name, (kept, sent) in found.ite
 lab.table(rows, ("cut", "MB kept between", "MB sent forward"))
 
 # %% tags=["statement"]
-# "As many bytes are sent, and between the blocks a quarter is kept."
+# "Ranks send equally many bytes, and between the blocks each keeps a quarter."
 whole, cut = row("tensor", "MB kept"), row("tensor and sequence", "MB kept")
 assert whole[1] == cut[1] == 1.57 and abs(cut[0] - whole[0] / 4) < 0.01
 
 # %% [markdown]
-# As many bytes are sent, and between the blocks a quarter is kept.
+# Ranks send equally many bytes, and between the blocks each keeps a quarter.
 #
-# What is whole on all ranks needs the *same* random numbers (initial values, dropout on a whole x). What is cut needs
-# *different* ones (dropout on a rank's own tokens). That takes two generators.
+# Whole tensors need the *same* random numbers on all ranks (initial values, dropout on a whole x). Cut tensors need
+# *different* ones (dropout on a rank's own tokens). So a rank has two generators.
 
 # %% [markdown] tags=["half-day"]
 # ## A mesh of axes
 #
-# Tensor parallelism pays inside a machine, data parallelism up to the largest useful batch. So ranks stand on a grid, the
-# *mesh*, whose axes have names. Along `tensor`, ranks share layers; along `data`, the batch.
+# Tensor parallelism pays inside a machine, data parallelism up to the largest useful batch. So ranks form a grid, the
+# *mesh*, with named axes. Along `tensor`, ranks divide layers; along `data`, the batch.
 
 # %% [markdown]
 # `world.mesh(data=2, tensor=2)` makes a communicator for every line of that grid. The last axis varies fastest.
@@ -460,7 +460,7 @@ for axis in mesh.shape:
 tensor_figures.mesh(data=2, tensor=2)
 
 # %% [markdown]
-# A perceptron for the digits is cut along `tensor`; around it is the plain class of lesson 04 along `data`.
+# A perceptron for the digits is cut along `tensor`. The plain class of lesson 04 wraps it along `data`.
 
 # %%
 # %%px
@@ -482,7 +482,7 @@ assert equal(of_one_process, of_the_mesh)
 print(f"last loss: one process {of_one_process[-1]:.10f}, the mesh {of_the_mesh[-1]:.10f}")
 
 # %% [markdown]
-# What does each axis send in a step?
+# How many bytes does each axis send in a step?
 
 # %%
 # %%px
@@ -512,16 +512,16 @@ assert all(row[1] == row[2] for row in rows)
 assert row("data", "what travels")[0] > row("tensor", "what travels")[0]
 
 # %% [markdown]
-# Here `data` sends more, because a step has only 48 samples: what `tensor` sends grows with the tokens of a step, what `data`
-# sends with the parameters.
+# Here `data` sends more, because a step has only 48 samples. The bytes along `tensor` grow with the tokens of a step,
+# those along `data` with the parameters.
 
 # %% [markdown] tags=["half-day"]
-# And what does each axis send for a large model? Take the shape of GPT-3 (96 layers of width 12,288) on 512 ranks,
-# with a pipeline on a third axis: data=8, pipe=8, tensor=8. Each pipeline takes 32 micro-batches of one text of 2,048 tokens, in
-# 16 bits per number. These are formulas, not measurements.
+# How many bytes does each axis send for a large model? Take the shape of GPT-3 (96 layers of width 12,288) on 512
+# ranks, with a pipeline on a third axis: data=8, pipe=8, tensor=8. Each pipeline takes 32 micro-batches of one text of
+# 2,048 tokens, in 16 bits per number. These are formulas, not measurements.
 #
-# **Predict.** Along which axis does a rank send most: `"data"`, `"pipe"` or `"tensor"`? And how many times as much as along the
-# least?
+# **Predict.** Along which axis does a rank send most: `"data"`, `"pipe"` or `"tensor"`? And how many times as much as
+# along the axis with the least?
 
 # %% tags=["half-day", "stub"]
 lab.predict("busiest-axis", None)
@@ -536,7 +536,7 @@ activations = 2 * tokens * width  # bytes
 in_a_step = {
     # a gradient once a step, of the parameters of this rank
     "data": 2 * (d - 1) / d * 2 * parameters / (p * t),
-    # activations to the next stage, gradients to the one before, for each micro-batch
+    # activations to the next stage, gradients to the previous stage, for each micro-batch
     "pipe": 2 * activations * micro_batches,
     # four all_reduces a layer: attention and perceptron, forward and backward
     "tensor": 4 * 2 * (t - 1) / t * activations * layers / p * micro_batches,
@@ -544,7 +544,7 @@ in_a_step = {
 tensor_figures.bytes_of_axes(in_a_step, "GPT-3's shape on 8 x 8 x 8 ranks (formulas)")
 
 # %% tags=["statement"]
-# "`tensor` sends most and is waited for most"
+# "`tensor` sends most, and ranks wait for it most"
 tensor, data, pipe = (row(axis, "times the least")[-1] for axis in ("tensor", "data", "pipe"))
 assert tensor > data > pipe == 1
 
@@ -563,7 +563,7 @@ assert count("0-1  2-3", "joined with those that they talk with") == 1
 # %% [markdown]
 # ## Pipelines with data parallelism and ZeRO
 #
-# (Needs 06 and 07.) Two pipelines of two stages, side by side, with ZeRO along `data`. DeepSpeed allows stage 1
+# (Needs 06 and 07.) Here are two parallel pipelines of two stages, with ZeRO along `data`. DeepSpeed allows stage 1
 # here, and refuses 2 and 3.
 #
 # **Predict.** A step has four micro-batches. Stage 1 reduces gradients once per step. How many times as many bytes does
@@ -637,13 +637,13 @@ none, one, two = (row(f"stage {stage}", "in five steps") for stage in (0, 1, 2))
 assert none[0] == one[0] == two[0] and two[3] == 4 * one[3] > 0
 
 # %% [markdown]
-# The losses are equal. A small bubble needs many micro-batches, and at stage 2 each of them costs a `reduce_scatter`. And it
-# saves less than without a pipeline: gradients of one stage, not of the whole model. So use stage 1 here.
+# The losses are equal. A small bubble needs many micro-batches, and at stage 2 each of them costs a `reduce_scatter`.
+# Stage 2 also saves only the gradients of one pipeline stage, not of the whole model. So use stage 1 here.
 #
 # ## What holds on GPUs, and what does not
 #
-# Values and bytes hold on GPUs; speed was not shown. There use Megatron-LM, DeepSpeed, or torch's own DTensor. This is our
-# pair, in torch's words:
+# Values and bytes are the same on GPUs; speed was not shown. On GPUs use Megatron-LM, DeepSpeed, or torch's own
+# DTensor. This is our pair of layers in torch:
 
 # %%
 # %%px
@@ -664,11 +664,11 @@ if comm.rank == 0:
     print("forward:", *sent)
 
 # %% tags=["statement"]
-# "One all_reduce forward, of the bytes that you computed."
+# "One all_reduce forward, with the number of bytes that you computed."
 assert found(r"forward: all_reduce, ([\d,]+) bytes$") == [1_572_864]
 
 # %% [markdown]
-# One `all_reduce` forward, of the bytes that you computed.
+# One `all_reduce` forward, with the number of bytes that you computed.
 #
 # **Discuss.** You have sixteen GPUs in two machines, and a model whose largest layer fits on one GPU. Do you need
 # tensor parallelism at all? What would change your mind?
@@ -682,11 +682,11 @@ lab.quiz("08")
 # %% [markdown]
 # ## Summary
 #
-# - A layer is cut by columns or by rows. By rows, the output has to be added up; by columns, the gradient of the input.
+# - A layer is cut by columns or by rows. With rows, ranks add up the output; with columns, the gradient of the input.
 # - f: forward nothing, backward `all_reduce`. g: the reverse. Columns, then rows: one each way, and nothing between.
-# - Activations travel, 2 B (N-1)/N bytes each time.
+# - Ranks send activations, 2 B (N-1)/N bytes each time.
 # - Attention is cut by heads, embedding and loss by words; norms by tokens (sequence parallelism).
-# - A mesh names axes. `tensor` sends most and is waited for most, so it stays inside a machine.
+# - A mesh names axes. `tensor` sends most, and ranks wait for it most, so it stays inside a machine.
 # - With a pipeline take ZeRO-1.
 #
 # Now the [exercises](../exercises/08_tensor_and_hybrid_exercises.ipynb); the last of them belongs to

@@ -1,14 +1,14 @@
-"""Lesson 08: layers cut over ranks, observed: outputs, gradients, bytes sent and held, and what they should be."""
+"""Observation of layers that are split over ranks, and the expected results."""
 
-from dtlib.lab.checks.held import Snapshot, nbytes
+from dtlib.lab.checks.answer_memory import Snapshot, nbytes
 
-BATCH, FEATURES, OUTPUTS = 4, 24, 5  # of the row-parallel layer; features divide by 2, 3 and 4
-WIDTH, HIDDEN = 6, 48  # of the perceptron; hidden features divide by 2, 3 and 4
+BATCH, FEATURES, OUTPUTS = 4, 24, 5  # sizes of the row-parallel layer; features divide by 2, 3, 4
+WIDTH, HIDDEN = 6, 48  # sizes of the perceptron; hidden features divide by 2, 3 and 4
 PASSES = 2
 
 
 def make_linears(kind: str) -> list:
-    """The whole layers, the same on all ranks."""
+    """Return the unsplit layers, the same on all ranks."""
     import torch
     from torch import nn
 
@@ -18,7 +18,10 @@ def make_linears(kind: str) -> list:
 
 
 def make_input(kind: str, step: int):
-    """The whole input and the gradient of the whole output; the perceptron's second one has a dimension more."""
+    """Return the whole input, and the gradient of the whole output.
+
+    The perceptron's second input has one more dimension.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(step + 1)
@@ -28,25 +31,25 @@ def make_input(kind: str, step: int):
 
 
 def slice_of(tensor, rank: int, ranks: int, dim: int = -1):
-    """This rank's slice along a dimension that divides by the ranks."""
+    """Return this rank's slice along a dimension that divides by the ranks."""
     return tensor.chunk(ranks, dim)[rank]
 
 
-# What an answer does
+# Observation of an answer
 
 
 def observe_row(cls, comm) -> dict:
-    """fix: ``RowParallel(linear, comm)``, called with this rank's features."""
+    """Observe ``RowParallel(linear, comm)``, called with this rank's features (the fix)."""
     return _observe(cls, comm, "row", lambda whole: slice_of(whole, comm.rank, comm.size))
 
 
 def observe_mlp(cls, comm) -> dict:
-    """build: ``MyMLP(linear1, linear2, comm)``, called with the whole input."""
+    """Observe ``MyMLP(linear1, linear2, comm)``, called with the whole input (the build)."""
     return _observe(cls, comm, "mlp", lambda whole: whole)
 
 
 def _observe(cls, comm, kind: str, mine) -> dict:
-    """Bytes held, and in each of two passes: outputs, gradients, and bytes sent forward and backward."""
+    """Return bytes stored, and for two passes outputs, gradients, and bytes sent forward and backward."""
     import torch
 
     from dtlib.comm.watch.recorder import recording
@@ -56,6 +59,7 @@ def _observe(cls, comm, kind: str, mine) -> dict:
         theirs = [parameter for linear in whole for parameter in linear.parameters()]
         model = cls(*whole, comm)
         shared = _with_memory_of(model, theirs)
+        # Without the whole layers, only memory that the answer keeps counts.
         del whole, theirs
         seen = {"held": nbytes(before.new(of=[model])), "shared": shared, "passes": []}
     for step in range(PASSES):
@@ -83,26 +87,28 @@ def _observe(cls, comm, kind: str, mine) -> dict:
 
 
 def _with_memory_of(model, others) -> list:
-    """The parameters of the model that lie in the memory of these tensors, by name."""
+    """Return the names of parameters that share memory with these tensors."""
     begins = {other.untyped_storage().data_ptr() for other in others}
     return [name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() in begins]
 
 
 def type_of(thing) -> str:
+    """Return the name of a type; subclasses of Tensor count as Tensor."""
     import torch
 
     return "Tensor" if isinstance(thing, torch.Tensor) else type(thing).__name__
 
 
 def numbers(tensor):
+    """Return a tensor as nested lists, or None."""
     return None if tensor is None else tensor.detach().tolist()
 
 
-# What it should do
+# Expected results
 
 
 def expected(kind: str, ranks: int, step: int) -> dict:
-    """Of the whole layers: the output, and what of each rank is right and what is wrong in a way that has a name."""
+    """Return the right output and gradients of each rank, and results of known mistakes."""
     import torch
 
     linears = make_linears(kind)
@@ -126,7 +132,7 @@ def expected(kind: str, ranks: int, step: int) -> dict:
 
 
 def _with_others(linear1, linear2, x) -> dict:
-    """The output with something else than GELU between the two layers, or with it elsewhere."""
+    """Return outputs with other activations than GELU, or with GELU in another place."""
     from torch.nn import functional
 
     others = {f"{name} for gelu": getattr(functional, name) for name in ("relu", "sigmoid", "silu", "tanh")}
@@ -140,7 +146,7 @@ def _with_others(linear1, linear2, x) -> dict:
 
 
 def _with_f_late(linear1, linear2, x, gradient, rank: int, ranks: int) -> list:
-    """The gradient of x where the hidden features' gradients are added up over ranks: behind gelu, or before it."""
+    """Return the gradients of x if ranks sum gradients behind or before gelu, instead of at x."""
     import torch
 
     before = linear1(x)
@@ -154,7 +160,10 @@ def _with_f_late(linear1, linear2, x, gradient, rank: int, ranks: int) -> list:
 
 
 def _shards_of(linears, rank: int, ranks: int) -> dict:
-    """A rank's parameters by name: their values and gradients; the last layer is cut by rows, one before by columns."""
+    """Return a rank's parameters by name, as (values, gradients).
+
+    The last layer is split by rows, the layer before it by columns.
+    """
     *first, last = linears
     dims = {"the second weight" if first else "the weight": (last.weight, 1)}
     for linear in first:

@@ -1,4 +1,4 @@
-"""Lesson 08: what is predicted in it, and where the answers come from."""
+"""Lesson 08: the questions that learners predict, and the sources of the answers."""
 
 from dtlib.lab.checks.exercise import Prediction
 
@@ -14,7 +14,7 @@ def _groups_with(rank: int, **shape: int) -> dict[str, list[int]]:
 
 
 def _sent(where: str, got) -> Prediction:
-    """A collective and its bytes, as the exercise takes them from the trace on each rank."""
+    """Return the prediction of a collective and its bytes, compared with the trace on each rank."""
     return Prediction(
         got=got,
         kind=object,

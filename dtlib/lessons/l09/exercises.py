@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 # %% [markdown]
 # ## Predict
 #
-# - 1000 samples, 3 ranks, batches of 32 on each. How many steps does an epoch have, if no sample may be lost? How many
-#   samples does the last step have, over all ranks?
-# - A loader has 8 samples in a batch, on one rank. Ten batches have been trained on; the two workers hold four more. Then the
-#   training is killed. With which sample, counted from 0, does it have to resume?
+# - There are 1000 samples and 3 ranks, with batches of 32 on each rank. How many steps does an epoch have, if no sample
+#   may be lost? How many samples does the last step have, over all ranks?
+# - A loader has 8 samples in a batch, on one rank. Ten batches have been used for training; the two workers hold four
+#   more. Then the training is killed. At which sample, counted from 0, must it resume?
 
 # %% tags=["stub"]
 lab.predict("batches-on-three-ranks", {"steps": None, "in the last step": None})
@@ -39,10 +39,11 @@ lab.predict("read-ahead-and-killed", 80)
 # %% [markdown]
 # ## Fix: samples that nobody reads
 #
-# `my_samples(comm, count)` gives this rank's part of the samples 0 to count - 1, in random order. It runs, every rank is busy,
-# and yet some samples are never read, and others twice. Each rank has its own random numbers. Together the ranks must have
-# each sample exactly once, and no rank may have two more than another. `dist.broadcast(tensor, group_src=0,
-# group=comm.group)` gives rank 0's numbers to all ranks. Find both mistakes, and fix them.
+# `my_samples(comm, count)` returns this rank's part of the samples 0 to count - 1, in random order. The function runs,
+# and every rank is busy. But some samples are never read, and others twice. Each rank has its own random numbers.
+# Together the ranks must have each sample exactly once. The numbers of samples on two ranks may differ by one at most.
+# `dist.broadcast(tensor, group_src=0, group=comm.group)` sends rank 0's numbers to all ranks. Find both mistakes, and
+# fix them.
 
 # %% tags=["stub"]
 # %%px
@@ -65,7 +66,7 @@ lab.check("shard-fix")
 # ## Fix: a loader that reads a sample twice
 #
 # This stream has two workers now. An epoch takes twice as long, and the loss falls suspiciously fast. Find out why, and
-# fix it, so that workers share the reading in every epoch:
+# fix it, so that the workers divide the reading in every epoch:
 
 # %% tags=["stub"]
 class Stream(IterableDataset):
@@ -97,14 +98,14 @@ lab.check("twice-fix")
 # %% [markdown]
 # ## Build: a format for a budget
 #
-# Write `epoch_seconds(form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read)`: the seconds
-# that storage takes to deliver an epoch. Files are opened one after the other, then read: the times add up. The two rates are
-# per second.
+# Write `epoch_seconds(form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read)`: the
+# seconds that storage needs to deliver an epoch. The time to open all files and the time to read all bytes add up. The
+# two rates are per second.
 #
 # - `form` is `"files"` (one file per sample), `"shards"`, `"tar"` or `"parquet"`; the last three have `per_shard` samples
 #   in a file.
-# - In a tar file 512 bytes stand before each record, and a record takes whole blocks of 512 bytes.
-# - `columns_read` is the fraction of the bytes that is read from Parquet; from the others whole records are read.
+# - In a tar file each record has a header of 512 bytes, and a record fills whole blocks of 512 bytes.
+# - `columns_read` is the fraction of the bytes that is read from Parquet; the other formats read whole records.
 
 # %% tags=["stub"]
 def epoch_seconds(
@@ -128,8 +129,9 @@ def epoch_seconds(
 lab.check("format-budget")
 
 # %% [markdown]
-# Choose with it. A metadata server gives you 2,000 opens per second, and the disks 1 GB/s. Which format do you take for 1.2
-# million pictures of 110 kB? And for 10 million rows of 760 bytes, of which a model needs a tenth?
+# Use your function to choose a format. A metadata server allows 2,000 opens per second, and the disks deliver 1 GB/s.
+# Which format do you take for 1.2 million pictures of 110 kB? And for 10 million rows of 760 bytes, if a model needs a
+# tenth of each row?
 
 # %%
 budgets = {
@@ -146,19 +148,21 @@ seconds = {(what, form): found(f"{what} as {form}: ([\\d.]+) s")[0] for what in 
 assert seconds["pictures", "shards"] < seconds["pictures", "files"] and seconds["rows", "parquet"] < seconds["rows", "shards"]
 
 # %% [markdown] tags=["solution"]
-# Pictures: any format that packs them, as opening 1.2 million files alone takes 600 s. Rows: Parquet, as only Parquet
-# can skip columns.
+# Pictures: any format that packs them, because opening 1.2 million files alone takes 600 s. Rows: Parquet, because only
+# Parquet can skip columns.
 
 # %% [markdown]
 # ## Build: resume in the middle of an epoch
 #
 # Write a class `Epoch(order, batch_size, rank, ranks)`, one rank's batches of an epoch:
 #
-# - iterating gives lists of `batch_size` entries of `order`, at the end of the epoch of fewer; over all ranks each entry
-#   is there once, also those of a short last step;
-# - `state_dict()` says where the epoch is, in plain numbers that JSON can hold. One rank saves it for all of them, when all
-#   have had equally many batches. It is called while the loop has a batch in hand, and that batch counts as done;
-# - `load_state_dict(state)` goes on from there, on any number of ranks and with any batch size. Then it can be saved again.
+# - iterating returns lists of `batch_size` entries of `order`; at the end of the epoch a list may be shorter. Over all
+#   ranks each entry appears once, also in a short last step;
+# - `state_dict()` returns the position in the epoch, in plain numbers that JSON can store. One rank saves it for all
+#   ranks, when all have had equally many batches. It is called while the loop processes a batch, and this batch counts
+#   as done;
+# - `load_state_dict(state)` continues from this position, on any number of ranks and with any batch size. After that
+#   the epoch can be saved again.
 
 # %% tags=["stub"]
 class Epoch:
@@ -196,12 +200,14 @@ class Epoch:
 lab.check("resume-build")
 
 # %% [markdown]
-# Save, resume, save, resume: the second time is where real libraries broke.
+# Test save, resume, save, resume: real libraries failed at the second time.
 #
 # ## If you have time
 #
-# - `dtlib.storage.Loader` is your class with files, workers and prefetch. Where does it keep `taken`, and who changes it?
+# - `dtlib.storage.Loader` is your class with files, workers and prefetch. Where does it keep `taken`, and which code
+#   changes it?
 # - Cut the last 100 bytes off a shard of the lecture. What does `open_samples(folder, damaged="skip")` leave out, and how does it
 #   know?
-# - Make an epoch whose last step is as large as the others. Which samples do you leave out, and are they ever read?
+# - Make an epoch whose last step is as large as the others. Which samples do you leave out, and does any epoch read
+#   them?
 # - `pip install torchdata`: save a `StatefulDataLoader` with two workers in mid-epoch, and load it with three workers.

@@ -1,4 +1,4 @@
-"""The figures of lesson 09, each with its text."""
+"""The figures of lesson 09, each with a text equivalent."""
 
 from dtlib.lab.colours import RANK_COLOURS
 from dtlib.lab.drawing import shown, subplots
@@ -9,7 +9,10 @@ _HATCHES = ("", "//", "\\\\", "xx")
 
 @shown
 def utilisation(found: dict, title: str = ""):
-    """AU as bars: a group for each first name, a bar for each second; ``found`` maps both names to ``Utilisation``."""
+    """Draw accelerator utilisation (AU) as grouped bars.
+
+    ``found`` maps (group, bar) to ``Utilisation``.
+    """
     groups = list(dict.fromkeys(group for group, _ in found))
     bars = list(dict.fromkeys(bar for _, bar in found))
     width = 0.8 / len(bars)

@@ -1,22 +1,23 @@
-"""Lesson 09: the seconds that a format costs in an epoch."""
+"""Lesson 09: check of a cost model for file formats, in seconds per epoch."""
 
 import math
 
 from dtlib.lab.checks.equality import number, rounded
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
-BUDGETS = (  # samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read
+BUDGETS = (  # (samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read)
     (1000, 2500, 100, 500.0, 1e6, 1.0), (1001, 100_000, 64, 2000.0, 1e9, 0.25), (10, 1024, 4, 10.0, 1e5, 0.1),
 )
 FORMS = ("files", "shards", "tar", "parquet")
 
 
 def cost(*arguments) -> float:
+    """Return the seconds of an epoch."""
     return sum(opening_and_reading(*arguments))
 
 
 def opening_and_reading(form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read):
-    """Seconds of each."""
+    """Return the seconds for opening files, and for reading bytes."""
     files = samples if form == "files" else math.ceil(samples / per_shard)
     size = samples * record_bytes
     if form == "tar":
@@ -27,6 +28,7 @@ def opening_and_reading(form, samples, record_bytes, per_shard, opens_a_second, 
 
 
 def observe_cost(epoch_seconds, comm):
+    """Return the result for each budget and format."""
     return [[(form, number(epoch_seconds(form, *budget))) for form in FORMS] for budget in BUDGETS]
 
 
@@ -34,7 +36,7 @@ FORMULA = "files / opens_a_second + bytes / bytes_a_second"
 
 
 def judge_cost(observations) -> None:
-    """Opens and bytes, each over what can be had in a second, added up."""
+    """Check that the cost is opens / (opens per second) + bytes / (bytes per second)."""
     times = [
         (got, form, budget) for budget, of_forms in zip(BUDGETS, observations[0], strict=True) for form, got in of_forms
     ]

@@ -1,25 +1,28 @@
-"""Lesson 09: each sample exactly once, whoever reads it."""
+"""Lesson 09: checks that ranks and workers read each sample exactly once."""
 
 import warnings
 
 from dtlib.lab.checks.equality import whole_numbers
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
-# --- samples of a rank: my_samples(comm, count) ---------------------------------------------------
+# --- Samples of a rank: my_samples(comm, count) ---------------------------------------------------
 
 COUNTS = (12, 10, 103, 2, 0)
-_FIRST = 500  # the numbers of the orders: no answer shall take places for numbers
+_FIRST = 500  # first sample number, so that answers that return positions instead of numbers are detected
 
 
 def order_of(samples: int) -> list[int]:
-    """A fixed order: 7 has no factor in common with these numbers of samples, but for 7 itself. Numbers of samples have
-    gaps: who deals them out by their remainders deals unevenly."""
+    """Return a fixed permutation, as numbers with gaps.
+
+    Multiplication by 7, or by 5 if 7 divides the number of samples, is a permutation. With gaps, an answer that splits
+    samples by the remainder of their numbers splits them unevenly.
+    """
     step = 5 if samples % 7 == 0 else 7
     return [_FIRST + 6 * (step * at % samples) for at in range(samples)]
 
 
 def observe_split(my_samples, comm):
-    """What this rank gets of each number of samples; ranks draw different random numbers."""
+    """Return this rank's samples for several counts; each rank has another random seed."""
     import random
 
     import torch
@@ -31,7 +34,7 @@ def observe_split(my_samples, comm):
 
 
 def judge_split(observations) -> None:
-    """Together the ranks have every sample once, and none has two more than another; in another order next time."""
+    """Check that ranks read each sample once, in equal parts, and in another order in the next epoch."""
     ranks = len(observations)
     for which, count in enumerate(COUNTS):
         case, of_ranks = f"{count} samples on {ranks} ranks", [seen[which] for seen, _ in observations]
@@ -55,7 +58,7 @@ _SAME = "dist.broadcast(order, group_src=0, group=comm.group), before ranks take
 
 
 def _judge_orders(of_ranks, count, case, ranks) -> None:
-    """Parts of different orders: some samples twice, and as many on no rank."""
+    """Recognise ranks that take parts of different orders: some samples are read twice, others never."""
     seen = [number for mine in of_ranks for number in mine]
     twice, lost = len(seen) - len(set(seen)), count - len(set(seen))
     if ranks > 1 and twice and lost and len(seen) <= count and not set(seen) - set(range(count)):
@@ -89,12 +92,13 @@ def _once(of_ranks, order, case, ranks, cure=DEAL) -> None:
               "At which position does each reader start, what is its step, and where does it end?", cure)
 
 
-# --- a loader that reads twice: Stream(order, rank, ranks), an IterableDataset -------------------
+# --- A loader that reads twice: Stream(order, rank, ranks), an IterableDataset -------------------
 
-STREAMS = ((20, 1, 0), (20, 1, 2), (21, 2, 3), (11, 2, 0))  # samples, ranks, workers
+STREAMS = ((20, 1, 0), (20, 1, 2), (21, 2, 3), (11, 2, 0))  # (samples, ranks, workers)
 
 
 def observe_stream(Stream, comm):
+    """Return the samples of two epochs for several numbers of ranks and workers, with the worker's number."""
     from multiprocessing import get_all_start_methods
 
     from torch.utils.data import DataLoader, IterableDataset
@@ -108,7 +112,7 @@ def observe_stream(Stream, comm):
         settings = {"batch_size": None, "num_workers": workers, "multiprocessing_context": fork if workers else None}
         settings |= {"collate_fn": _with_worker, "persistent_workers": workers > 0}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there are more workers than cores
+            warnings.simplefilter("ignore")  # about more workers than cores
             loaders = [DataLoader(stream, **settings) for stream in streams]
             try:
                 seen.append([[_epoch(loader) for _ in range(2)] for loader in loaders])
@@ -120,7 +124,7 @@ def observe_stream(Stream, comm):
 
 
 def _with_worker(number) -> tuple:
-    """Which worker has read it."""
+    """Return (number of the worker, sample)."""
     from torch.utils.data import get_worker_info
 
     return (info.id if (info := get_worker_info()) else 0), int(number)
@@ -137,7 +141,7 @@ def _epoch(loader) -> list:
 
 
 def judge_stream(observations) -> None:
-    """With any number of ranks and workers each sample is read once, in every epoch, and all workers read."""
+    """Check that each sample is read once per epoch, and that all workers read, for any number of workers."""
     wrong = rows(None)
     wrong("type", isinstance(observations[0], str), "a class, a kind of IterableDataset", observations[0],
           "class Stream(IterableDataset):", "Pass the class itself, not an object of it.")

@@ -1,4 +1,4 @@
-"""Lesson 09: an epoch that is resumed, again and again, by other numbers of ranks: each sample exactly once."""
+"""Lesson 09: check that an epoch, resumed with other numbers of ranks, reads each sample exactly once."""
 
 import json
 
@@ -6,7 +6,7 @@ from dtlib.lab.checks.equality import whole_numbers
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l09.judge_input import order_of
 
-# samples, then for each run: ranks, batch size, steps (None: to the end; 0: saved at once, without a loop)
+# (samples, runs); a run is (ranks, batch size, steps). None runs to the end; 0 saves without a loop.
 RUNS = (
     (63, ((2, 5, 2), (2, 5, None))),
     (60, ((2, 5, 2), (3, 4, None))),
@@ -14,16 +14,16 @@ RUNS = (
     (60, ((2, 5, 2), (3, 4, 2), (1, 6, None))),
     (47, ((3, 4, 1), (4, 3, 1), (2, 5, 2), (3, 2, None))),
     (10, ((1, 4, 1), (4, 2, None))),
-    (17, ((2, 5, 2), (3, 4, None))),  # the last step was a short one
+    (17, ((2, 5, 2), (3, 4, None))),  # the last step is short
     (20, ((2, 5, 0), (3, 4, None))),  # saved before the first batch
     (20, ((2, 5, 1), (3, 4, 0), (1, 6, None))),
-    (30, ((2, 5, 2), (2, 5, None))),  # loaded into an epoch that has begun
+    (30, ((2, 5, 2), (2, 5, None))),  # loaded into an epoch that has already begun
 )
 BEGUN = len(RUNS) - 1
 
 
 def observe_resuming(Epoch, comm):
-    """For each run of each case: what each rank got, and its state as text."""
+    """Return for each run of each case the batches of each rank, and its state as text."""
     seen = []
     for place, (samples, runs) in enumerate(RUNS):
         state, case = None, []
@@ -31,6 +31,7 @@ def observe_resuming(Epoch, comm):
             got, states = [], []
             for rank in range(ranks):
                 epoch = Epoch(order_of(samples), batch_size, rank, ranks)
+                # In one case the state is loaded into an epoch that has begun.
                 if state is not None and place == BEGUN:
                     next(iter(epoch), None)
                 if state is not None:
@@ -43,6 +44,7 @@ def observe_resuming(Epoch, comm):
                         break
                 got.append(taken)
                 states.append(_as_text(epoch.state_dict()) if steps is not None else "")
+            # All ranks resume from the state of rank 0, because the number of ranks may change.
             state = states[0]
             case.append((got, states))
             if state.startswith("no JSON"):
@@ -59,7 +61,7 @@ def _as_text(state) -> str:
 
 
 def judge_resuming(observations) -> None:
-    """Whoever resumes, each sample is read once, and batches have the size that was asked for."""
+    """Check that each sample is read once over all runs, in batches of the requested size."""
     for place, ((samples, runs), case) in enumerate(zip(RUNS, observations[0], strict=True)):
         order, seen = order_of(samples), []
         read = sorted(n for got, _ in case for rank in got for batch in rank for n in batch)

@@ -2,16 +2,16 @@
 # # 09 Feeding the accelerators
 #
 # Ninety minutes. An accelerator that waits for its data is an expensive heater. You write the same samples in several
-# formats, feed emulated accelerators from them, and see what makes them starve and what helps. Then you stop in the
-# middle of an epoch and go on with a different number of ranks, without losing a sample.
+# formats and feed them to emulated accelerators. You see why accelerators starve, and how to prevent it. Then you stop
+# in the middle of an epoch and continue with a different number of ranks, without losing a sample.
 #
 # **Questions.** How many bytes per second does a model need? Which format, how many workers? What does an accelerator
 # do while it waits? How do you resume an epoch?
 #
 # **Afterwards you can** estimate what storage has to deliver; measure *accelerator utilisation* honestly; choose a
-# format by the files that it opens and the bytes that it reads; say in one number where an epoch is.
+# format by the files that it opens and the bytes that it reads; give the position in an epoch by one number.
 #
-# **You need** lesson 03, and to know what a batch is.
+# **You need** lesson 03, and must know what a batch is.
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -45,11 +45,11 @@ comm = world.comm
 # %% [markdown] tags=["half-day"]
 # ## On paper first
 #
-# A step takes `batch` samples and then computes for a while. If the accelerator must never wait, storage has to deliver
-# batch x bytes / seconds. MLPerf Storage, a benchmark, publishes these three numbers for real models.
+# A step reads `batch` samples and then computes for some seconds. If the accelerator must never wait, storage has to
+# deliver batch x bytes / seconds. MLPerf Storage, a benchmark, publishes these three numbers for real models.
 #
-# **Predict.** UNet3D on an A100 takes 7 samples of 146.6 MB, and 0.636 s per step. How many GB/s is that? And how many
-# times as much as BERT on a V100, which takes 48 samples of 2500 bytes in 0.968 s?
+# **Predict.** UNet3D on an A100 takes 7 samples of 146.6 MB, and 0.636 s per step. How many GB/s does it need? And how
+# many times as much as BERT on a V100, which takes 48 samples of 2500 bytes in 0.968 s?
 
 # %% tags=["half-day", "stub"]
 lab.predict("demand-of-unet3d", None)
@@ -83,14 +83,13 @@ assert round(row("dlrm", "MLPerf")[-1], 1) == 7.0 and round(761 * 16_384 / 0.000
 
 # %% [markdown]
 # **Question the number.** At least one of these rows was not measured. UNet3D on a B200 has 0.162 s per step, and its
-# file says where that comes from: the H100's 0.323 s, halved. Such a row says what somebody expects; storage is bought
-# for it all the same. And DLRM reads 40 of
-# its columns, 160 of 761 bytes a sample. That is 7.0 GB/s; whole rows would need 33.
+# file gives the source: half of the H100's 0.323 s. Such a row is only an expectation, but people buy storage for it.
+# And DLRM reads 40 of its columns, 160 of 761 bytes per sample. That is 7.0 GB/s; whole rows would need 33.
 #
 # ## One set of samples, four formats
 #
 # The usual first advice on input: decode *once*, before training. A raw sample here is an image (JPEG), an annotation
-# (JSON) and a text. A binary record holds the same as arrays, and always has the same length.
+# (JSON) and a text. A binary record holds the same data as arrays. All binary records have the same length.
 
 # %% tags=["nbval-ignore-output"]
 raw = list(preprocessing.raw_samples(1920))
@@ -110,17 +109,17 @@ print(f"binary {sum(record.nbytes for record in records):,} bytes")
 assert copied < decoded
 
 # %% tags=["statement"]
-# "The price: binary records are larger."
+# "The disadvantage: binary records are larger."
 raw, binary = found(r"raw ([\d,]+) bytes, binary ([\d,]+) bytes")
 assert binary > raw
 
 # %% [markdown]
-# The price: binary records are larger. (NVIDIA's DALI decodes during training, on the GPU; TensorFlow's `tf.data` does
-# so in parallel on the CPU.)
+# The disadvantage: binary records are larger. (NVIDIA's DALI decodes during training, on the GPU; TensorFlow's
+# `tf.data` decodes in parallel on the CPU.)
 #
-# The formats are *one file per sample*; *shards*, files with many records each; *tar*, the same in the archives that
-# webdataset reads; and *Parquet*, which stores columns. A reader is a torch data set that finds a sample by its number. In
-# a shard all records are equally long: number times length is the place of a record.
+# The formats are *one file per sample*; *shards*, files with many records each; *tar*, archives with many records,
+# which webdataset reads; and *Parquet*, which stores columns. A reader is a torch data set that finds a sample by its
+# number. In a shard all records are equally long: the position of a record is its number times the length.
 #
 # **Predict.** 1920 samples, 384 in each shard. How many files are opened in an epoch, with one file per sample, and
 # with shards?
@@ -154,17 +153,17 @@ lab.table(rows, headers)
 assert row("parquet", "reads that jump")[1] == 30 * 3 + 5 and row("files", "reads that jump")[-1] == 0 and row("files", "reads that jump")[0] == 1920
 
 # %% [markdown]
-# With one file per sample, no read jumps inside a file: the random order is in the order of the files. Parquet reads 30 groups
-# of 3 columns and 5 footers. Its order shuffles whole groups, then rows of a few groups: a weaker shuffle. On a cluster's
-# file system an open is a request to a *metadata server*, which all users share. On Lustre, a common one, a shard can also
-# be striped over several disks; a small file gains nothing from that.
+# With one file per sample, no read jumps inside a file: the files are in random order. Parquet reads 30 groups of 3
+# columns and 5 footers. Its order shuffles whole groups, then rows of a few groups: a weaker shuffle. On a cluster's
+# file system an open is a request to a *metadata server*, which all users share. On Lustre, a common one, a shard can
+# also be striped over several disks; a small file gains nothing from that.
 
 # %% [markdown] tags=["half-day"]
 # ## Utilisation
 #
-# You need no model to see whether one would starve: an EMULATED accelerator sleeps for as long as a step would take.
-# Its **utilisation (AU)** is compute time divided by all time, without the first step. MLPerf Storage asks for 90 % for
-# most models.
+# You need no model to see whether an accelerator would starve: an EMULATED accelerator sleeps for as long as a step
+# would take. Its **utilisation (AU)** is compute time divided by all time, without the first step. MLPerf Storage asks
+# for 90 % for most models.
 
 # %%
 lab.read(utilisation.measure)
@@ -186,7 +185,7 @@ large = mlperf.named(TABLE, "unet3d", "v100").scaled(
 print(written("large samples", large, "shards"))
 
 # %% [markdown]
-# And BERT's, which is very different:
+# BERT's workload is very different:
 
 # %%
 small = mlperf.named(TABLE, "bert", "v100").scaled(
@@ -196,12 +195,12 @@ written("large samples", large, "files", "tar")
 workloads = {"large samples": large, "small samples": small}
 
 # %% [markdown] tags=["half-day"]
-# An honest measurement begins *cold*. The operating system keeps in memory what was read, and from memory every format
-# looks good. So we empty that cache before each measurement, and check that it is empty.
+# An honest measurement begins *cold*. The operating system keeps files that were read in memory, its cache. From this
+# cache every format looks good. So we empty the cache before each measurement, and check that it is empty.
 
 # %% tags=["half-day"]
 def fed(where, work, compute=None, **settings):
-    """AU from cold files; where the cache could not be emptied this says so."""
+    """AU from cold files; prints a note if the cache could not be emptied."""
     left = page_cache.drop(where)
     if left is None or left > 0.01:
         print(page_cache.in_words(left))
@@ -210,8 +209,8 @@ def fed(where, work, compute=None, **settings):
     return measure(loader, EmulatedAccelerator(compute or work.compute_seconds))
 
 # %% [markdown]
-# **Predict.** Workers are processes that read ahead. Where do they gain more, with large or with small samples in
-# shards? (Compare 2 workers with none.)
+# **Predict.** Workers are processes that read ahead. Do they gain more with large or with small samples in shards?
+# (Compare 2 workers with none.)
 
 # %% tags=["stub"]
 lab.predict("where-workers-help", None)
@@ -249,13 +248,14 @@ assert two[0] > none[0] + 5
 
 # %% [markdown]
 # Without workers the accelerator waits for every read. Large samples take long to read, so workers can hide much. Small
-# samples, one in each file, gain too: there workers hide the opens. Small ones in shards are read so quickly that a message
-# from a worker costs about as much; where cores are few, workers can even hurt. **How many workers? Measure.**
+# samples, one in each file, gain too: there workers hide the opens. Small samples in shards are read so quickly that a
+# message from a worker costs about as much; where cores are few, workers can even hurt. **How many workers? Measure.**
 
 # %% [markdown] tags=["half-day"]
 # ### A faster accelerator starves
 #
-# The same reader, the same files, nothing read ahead: one accelerator computes for 60 ms per step, the other for 6 ms.
+# Two accelerators use the same reader and files, without reading ahead. One computes for 60 ms per step, the other for
+# 6 ms.
 #
 # **Predict.** Whose utilisation is lower, that of "the slow one" or of "the fast one"?
 
@@ -284,9 +284,8 @@ slow, fast = (found(f"the {which} one: AU \\d+%, ([\\d,]+) samples/s")[0] for wh
 assert fast < 6 * slow
 
 # %% [markdown]
-# An accelerator that is ten times as fast gets far less than ten times the samples. Now on four ranks: each feeds an
-# accelerator of its own, and waits for the others at a barrier after each step. Crosses in the timeline are reads: there an
-# accelerator starves.
+# An accelerator that is ten times as fast gets far less than ten times the samples. Now four ranks feed one accelerator
+# each. After each step all wait at a barrier. Crosses in the timeline are reads: there an accelerator starves.
 
 # %%
 lab.push(shards=str(shards))
@@ -309,7 +308,7 @@ lab.pictures.timeline("trace")
 #
 # **Prefetch**: a thread reads the next batch while this one computes. **Staging**: copy the files to the node's own
 # disk first. **Caching**: keep samples in memory after the first epoch. For staging and caching we imitate a busy
-# metadata server: every open waits 2 ms. That is INJECTED, and the lines of such a reader say so.
+# metadata server: every open waits 2 ms. This delay is INJECTED, and the lines of such a reader say so.
 
 # %% tags=["nbval-ignore-output"]
 for ahead, words in enumerate(("no batch ahead", "1 batch ahead", "2 batches ahead")):
@@ -349,8 +348,8 @@ assert near > 2 * far and second > 2 * first
 #
 # ## Only the columns that are needed
 #
-# The table of DLRM, a recommendation model, has 200 columns, and a model may need only a few of them. Records give all
-# or nothing; in Parquet the values of a column lie together.
+# The table of DLRM, a recommendation model, has 200 columns, and a model may need only a few columns. A record can only
+# be read as a whole; Parquet stores the values of a column together.
 #
 # **Predict.** A table has 40 columns of 4 bytes. We read 2 of them. What fraction of the bytes is read? (0 to 1)
 
@@ -380,16 +379,17 @@ part = bytes_of(["feature_3", "feature_7"]) / bytes_of(None)
 assert 2 / 40 < found(r"You predicted 0.05, and it came out as ([\d.]+)")[0] < 3 / 40
 
 # %% [markdown]
-# A little more than 2 / 40: the *footer*, which says where everything lies, is read as well. The drawback: rows come in
-# groups, and to read one row you read its whole group. If several ranks want rows of one group, each reads all of it.
+# A little more than 2 / 40: the *footer*, a table of positions, is read as well. The drawback: Parquet stores rows in
+# groups, and to read one row you read its whole group. If several ranks need rows of one group, each rank reads the
+# whole group.
 #
 # ## More ranks, one storage
 #
-# Each rank adds an accelerator. The storage stays the same, and so do the cores. On paper AU is 100 % as long as a batch is
-# read in less time than a step computes, here 16 ms. We let 1 to 4 ranks read three times: without computing, with it, and
-# without computing from a *warm* cache. This control needs no storage.
+# Each rank adds an accelerator. The storage stays the same, and so do the cores. On paper AU is 100 % if reading a
+# batch takes less time than computing a step, here 16 ms. We let 1 to 4 ranks read three times: without computing, with
+# computing, and without computing from a *warm* cache. The third case needs no storage.
 #
-# **Predict.** From a warm cache, is a batch with four ranks as fast as with one? "yes" or "no".
+# **Predict.** From a warm cache, do four ranks read a batch as fast as one rank does? "yes" or "no".
 
 # %% tags=["stub"]
 lab.predict("warm-on-four-ranks", None)
@@ -434,26 +434,26 @@ print(f"of which {1e3 * of_cores:.1f} ms are the cores'")
 assert max(au.values()) < 1
 
 # %% [markdown]
-# A batch that gets slower from a warm cache too pays for shared cores; only the rest is storage. No measured rank reaches
-# 100 %, not even one that reads alone. With more ranks the measured value may lie above paper: a rank that computes
-# (here: sleeps) leaves its core to the readers. Measure with as many readers as you will have, cold and warm.
+# If a batch becomes slower from a warm cache too, shared cores are the cause; only the rest is storage. No measured
+# rank reaches 100 %, not even one that reads alone. With more ranks the measured value may be above the value on paper:
+# a rank that computes (here: sleeps) leaves its core to the readers. Measure with as many readers as you will have,
+# cold and warm.
 #
-# **Discuss.** Why does a rank that reads alone wait although its batch is in time on paper? How would you find out what
-# sixteen ranks do?
+# **Discuss.** Why does a rank that reads alone wait, although its batch is in time on paper? How would you find out how
+# sixteen ranks behave?
 #
 # ## Each sample once, and resuming
 #
-# Every epoch has an order of its own, made from the seed and the epoch's number; ranks and workers do not matter.
-# A step takes ranks x batch samples off its front. **So one number says where an epoch is**: how many samples have been
-# taken.
+# Every epoch has its own order, made from the seed and the epoch's number; ranks and workers do not matter. A step
+# takes the next ranks x batch samples. **So one number gives the position in an epoch**: the samples taken so far.
 
 # %%
 lab.read(order.slice_of_rank)
 lab.read(loader.Loader.state_dict)
 
 # %% [markdown]
-# **Predict.** Four ranks take five batches of 16 each, reading ahead with a worker. Which number of samples is in the
-# state?
+# **Predict.** Four ranks take five batches of 16 each, reading ahead with a worker. Which number of samples does the
+# state contain?
 
 # %% tags=["stub"]
 lab.predict("state-of-resuming", None)
@@ -475,12 +475,12 @@ for step, batch in enumerate(mine):
 saved = mine.state_dict()
 
 # %% tags=["statement"]
-# "What the worker has read ahead does not count"
+# "Samples that the worker has read ahead do not count"
 assert found(r"You predicted (\d+), and it came out as (\d+)") == [4 * 5 * 16] * 2
 
 # %% [markdown]
-# What the worker has read ahead does not count: nobody has trained on it. Now three ranks go on, with another batch
-# size and without workers.
+# Samples that the worker has read ahead do not count: no rank has trained on them. Now three ranks continue, with
+# another batch size and without workers.
 
 # %%
 # %%px
@@ -500,8 +500,8 @@ print(f"{len(every)} samples arrived, {len(set(every))} different ones")
 assert found(r"(\d+) samples arrived, (\d+) different ones") == [1920, 1920]
 
 # %% [markdown]
-# A position *per worker* would need as many workers when training goes on; a count of what was *read* would lose what was read
-# ahead. You write your own state in the exercises.
+# A position *per worker* would need equally many workers later. A count of the samples *read* would lose the samples
+# that were read ahead. You write your own state in the exercises.
 
 # %%
 lab_folder.cleanup()
@@ -516,10 +516,10 @@ lab.quiz("09")
 # ## Summary
 #
 # - Demand is batch x bytes / seconds of a step. From BERT to UNet3D it grows by a factor of 13,000.
-# - Preprocess to binary; put many samples in a file; store columns where a model needs few of them.
-# - Prefetch, stage, cache; take as many workers as a measurement says. Measure cold, or say that it was not.
-# - AU = compute time / all time. A faster accelerator starves sooner; many on one storage may, too. A warm run tells storage
-#   from cores.
+# - Preprocess to binary; put many samples in a file; store columns if a model needs few columns.
+# - Prefetch, stage, cache; choose the number of workers by a measurement. Measure cold, or say that the cache was warm.
+# - AU = compute time / all time. A faster accelerator starves sooner; many on one storage may starve, too. A warm run
+#   distinguishes storage from cores.
 # - The order is made from seed, epoch and group size: each sample once, and one number to resume.
 #
 # Now the [exercises](../exercises/09_data_input_exercises.ipynb).

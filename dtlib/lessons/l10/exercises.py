@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 10 Two real models: exercises
 #
-# Four exercises: *predict* GPUs (one minute), *choose* a config that fits (ten minutes), *fix* a run that gets no faster on two
-# ranks (five minutes), *build* a workload of your own (thirty minutes). A check looks at your answer on all ranks.
+# Four exercises: *predict* GPUs (one minute), *choose* a config that fits (ten minutes), *fix* a run that is not faster
+# on two ranks (five minutes), *build* your own workload (thirty minutes). A check looks at your answer on all ranks.
 #
 # **You need** the lecture [10 Two real models](../lectures/10_two_models.ipynb). Answers:
 # [solutions](../solutions/10_two_models_exercises.ipynb).
@@ -35,9 +35,9 @@ lab.predict("gpus-of-the-listing", 12)
 # %% [markdown] tags=["half-day"]
 # ## Choose: 200 MB a rank
 #
-# A model of 24 million parameters is trained with AdamW on these three ranks, in batches of 96; a rank has at most 8 samples in
-# memory at a time. It has 200 MB (200 x 10^6 bytes) for parameters, gradients and the optimizer. Which config fits, and sends no
-# more than data parallelism does? Nothing is trained here: the check computes.
+# A model of 24 million parameters is trained with AdamW on these three ranks, in batches of 96; a rank has at most 8
+# samples in memory at a time. Each rank has 200 MB (200 x 10^6 bytes) for parameters, gradients and the optimizer.
+# Which config fits, and sends no more than data parallelism does? Nothing is trained here: the check uses formulas.
 
 # %% tags=["half-day", "stub"]
 # %%px
@@ -65,9 +65,9 @@ lab.check("fits-200-mb")
 #
 # ## Fix: two ranks, no faster
 #
-# Each rank trains on `images[places_of(...)]`, and gradients are averaged. The losses are right, but two ranks take as long as
-# one. Why? Fix `places_of`: the places in the data that *this* rank takes in a step. All ranks together take `batch` of them,
-# from `step * batch` on; `batch` need not be a multiple of `ranks`.
+# Each rank trains on `images[places_of(...)]`, and gradients are averaged. The losses are right, but two ranks take as
+# long as one. Why? Fix `places_of`: it returns the places in the data that *this* rank takes in a step. All ranks
+# together take `batch` places, beginning at `step * batch`; `batch` need not be a multiple of `ranks`.
 
 # %% tags=["half-day", "stub"]
 # %%px
@@ -85,8 +85,8 @@ def places_of(step, batch, rank, ranks):
 lab.check("slower-fix")
 
 # %% [markdown] tags=["half-day"]
-# The mean of equal gradients is that gradient, so nothing looked wrong. The only sign is a run that gets no faster: look at
-# samples per second, not at the loss.
+# The mean of equal gradients is that gradient, so nothing looked wrong. The only sign is that the run is not faster:
+# look at samples per second, not at the loss.
 #
 # ## Build: a model of your own
 #
@@ -95,8 +95,8 @@ lab.check("slower-fix")
 # - `model`: any `nn.Module` from images (n, 64) to scores (n, 10), with the same parameters on all ranks.
 # - `train`, `test`: data sets of pairs of an image and its label; `digits.split()` gives two pairs of tensors.
 # - `loss_fn(outputs, targets)`: a mean over samples, because ranks average their results.
-# - `evaluate(model, comm)`: `{"accuracy": ...}` over all test images, the same on all ranks. Ranks may divide the images, and
-#   add by `torch.distributed.all_reduce(right, group=comm.group)`.
+# - `evaluate(model, comm)`: `{"accuracy": ...}` over all test images, the same on all ranks. Ranks may divide the
+#   images, and add their counts by `torch.distributed.all_reduce(right, group=comm.group)`.
 # - `name`, `layers=[]` (they are for pipelines), `seed`, `collate=None`.
 
 # %% tags=["half-day", "stub"]
@@ -129,8 +129,8 @@ def my_workload(config):
 lab.check("wrap-a-model")
 
 # %% [markdown] tags=["half-day"]
-# It now runs under every runtime and at every stage. A `transformers` model works the same way: its `forward` gives an object, so
-# wrap it in a module that returns `.logits`.
+# Your workload now runs under every runtime and at every stage. A `transformers` model works in the same way: its
+# `forward` returns an object, so wrap the model in a module that returns `.logits`.
 #
 # ## If you have time
 #

@@ -1,4 +1,4 @@
-"""The figures of lesson 10, each with its text."""
+"""The figures of lesson 10, each with a text equivalent."""
 
 from dtlib.lab.colours import RANK_COLOURS, rank_colour
 from dtlib.lab.drawing import shown, subplots
@@ -10,7 +10,7 @@ STYLES = ("-", "--", ":", "-.")
 
 @shown
 def curves(results: dict, title: str = ""):
-    """The loss of each step, a line a run. ``results`` maps a name to what ``train`` returned."""
+    """Draw the loss against steps, one line per run; ``results`` maps a name to the result of ``train``."""
     figure, axes = subplots(height=4)
     for number, (name, result) in enumerate(results.items()):
         losses = result["losses"]
@@ -28,7 +28,7 @@ def curves(results: dict, title: str = ""):
 
 @shown
 def runs(results: dict):
-    """Three panels side by side: loss at the end, milliseconds a step, megabytes of model states of each rank."""
+    """Draw final loss, milliseconds per step, and megabytes of model states of each rank, in three panels."""
     names = list(results)
     times = {name: 1e3 * result["seconds"] / len(result["losses"]) for name, result in results.items()}
     figure, panels = subplots(1, 3, height=4)
@@ -59,7 +59,7 @@ def runs(results: dict):
 
 
 def at_stage_3(counted: dict) -> None:
-    """Bytes of a step under each runtime; DeepSpeed's are stored, unless it ran."""
+    """Show bytes per step with each runtime; DeepSpeed's are stored numbers, unless it ran."""
     if "deepspeed" not in counted:
         counted = {**counted, **stage3.STORED}
     rows = [

@@ -1,4 +1,4 @@
-"""Lesson 10: a config that fits, and a batch that is dealt out."""
+"""Lesson 10: checks of a config that fits into memory, and of the split of a batch."""
 
 from dtlib.lab.checks.equality import whole_numbers
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
@@ -11,7 +11,7 @@ PARAMETERS, BUDGET, BATCH, MICRO = 24_000_000, 200_000_000, 96, 8
 
 
 def observe_config(config, comm):
-    """What the config says, or the sentence by which it is refused; nothing is trained."""
+    """Return the values of the config, or the error that refuses it; nothing is trained."""
     from dtlib.errors import DtlibError
     from dtlib.training import config as configuration
 
@@ -29,6 +29,7 @@ def observe_config(config, comm):
 
 
 def judge_config(seen: list) -> None:
+    """Check that the config fits into memory on all ranks."""
     if len(seen) < 3:
         raise Wrong("too-few", None, "three ranks, as the text says", f"{len(seen)}",
                     "On two ranks no config fits that sends no more: in bf16 stage 1 needs 240 MB. lab.engines(3)")
@@ -57,10 +58,12 @@ SIZES = (96, 100)
 
 
 def observe_places(places_of, comm):
+    """Return this rank's places for two steps of each batch size."""
     return [[whole_numbers(places_of(step, batch, comm.rank, comm.size)) for step in range(2)] for batch in SIZES]
 
 
 def judge_places(seen: list) -> None:
+    """Check that ranks take disjoint slices of each batch."""
     ranks = len(seen)
     for rank, places in enumerate(seen):
         if odd := [one for steps in places for one in steps if isinstance(one, str)]:

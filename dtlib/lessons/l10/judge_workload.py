@@ -1,10 +1,11 @@
-"""Lesson 10: a workload of one's own, judged by its parts, by how it judges other models, and by training."""
+"""Lesson 10: check of a learner's workload by its parts, its evaluation of known models, and training."""
 
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l10.observe_workload import KNOWN, STEPS, observe_workload
 
 
 def judge_workload(seen: list) -> None:
+    """Check loss, evaluation and training of a workload."""
     for rank, it in enumerate(seen):
         wrong = rows(rank)
         wrong("no-workload", it["kind"] != "Workload", "a Workload", f"a {it['kind']}",
@@ -41,7 +42,7 @@ def _judge_loss(it, rank: int) -> None:
              "cross_entropy has reduction='mean' by default. Do not divide again.")
     wrong = rows(rank)
     wrong("no-mean", "losses" in it, "one number: the mean over samples", f"{it.get('losses')} numbers", *hints)
-    if not abs(it["whole"] - it["mean"]) <= 1e-4 * max(1, abs(it["whole"])):  # NaN, too
+    if not abs(it["whole"] - it["mean"]) <= 1e-4 * max(1, abs(it["whole"])):  # also true for NaN
         expected = f"a mean over samples: {it['mean']:.4f} from two parts"
         wrong("no-mean", True, expected, f"{it['whole']:.4f}", *hints)
     ratio = it["ratios"][0]
@@ -59,8 +60,9 @@ def _judge_loss(it, rank: int) -> None:
 
 
 def _judge_evaluate(found: list) -> None:
-    """On all ranks; then on all but the last, which is alone then."""
+    """Check evaluations on all ranks, and on all ranks but the last, which then runs alone."""
     ranks, n = found[0]["ranks"], found[0]["images"]
+    # Observations from the same number of ranks belong to one evaluation.
     alike = [one for one in found if one["ranks"] == ranks]
     shown = {place for one in alike for place in one["seen"]}
     for rank, one in enumerate(found):
@@ -106,7 +108,7 @@ def _judge_evaluate(found: list) -> None:
 
 
 def _explain_figure(rank: int, expected: str, got: dict, wanted: dict, ranks: int, n: int) -> None:
-    """The same on all ranks, of all images, and wrong."""
+    """Recognise the mistake in a figure that is wrong, but equal on all ranks and of all images."""
     said = ", ".join(f"{got[name]:.4g} where {wanted[name]:.4f} is right" for name in KNOWN)
 
     def is_it(of_right) -> bool:

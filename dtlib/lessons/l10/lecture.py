@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 10 Two real models
 #
-# Seventy-five minutes. Two models, one that reads digits and one that summarises texts, are trained by one config each: on
-# our engines and on torch's classes. DeepSpeed runs where you install it; its figures here are stored.
+# Seventy-five minutes. You train two models with one config each, on our engines and on torch's classes. One model
+# reads digits, the other summarises texts. DeepSpeed runs only if you install it; its figures here are stored.
 #
-# **Questions.** What does a config decide, and what not? Do the frameworks learn the same, send the same, hold the same?
-# Which one should you take?
+# **Questions.** What does a config decide, and what does it leave open? Do the frameworks learn the same, send the
+# same, hold the same? Which framework should you choose?
 #
 # **Afterwards you can** train a model by a config, on any number of ranks and under any of three runtimes; read its
-# loss, time and memory; go on from a checkpoint; find a mistake in a listing before you run it.
+# loss, time and memory; continue from a checkpoint; find a mistake in a listing before you run it.
 #
 # **You need** [04 Data parallelism](04_data_parallel.ipynb) and the table of stages in [06 ZeRO](06_zero.ipynb).
 
@@ -43,19 +43,21 @@ def net():
 # %% [markdown] tags=["half-day"]
 # ## One config
 #
-# A config says which model and data (`workload`), how long (`run`), and how to train, in the keys of DeepSpeed. How many
-# ranks there are it need not say: `train_batch_size` is the batch of all ranks together, 64, or 32 on each of two. The file is in
-# `notebooks/configs`; `dtlib train vision --config FILE --ranks 2` in a terminal does the same as the cells below.
+# A config names the model and data (`workload`), the length (`run`), and the training settings, in the keys of
+# DeepSpeed. A config need not contain the number of ranks: `train_batch_size` is the batch of all ranks together, here
+# 64, or 32 on each of two ranks. The file is in `notebooks/configs`; `dtlib train vision --config FILE --ranks 2` in a
+# terminal does the same as the cells below.
 
 # %% tags=["half-day"]
 vision = json.loads((CONFIGS / "vision.json").read_text())
 print(json.dumps(vision, indent=1))
 
 # %% [markdown]
-# The net is the usual one of tutorials: 784 inputs, 128 hidden units, 10 outputs, for handwritten digits of 28 x 28
-# points. (The digits are scikit-learn's, of 8 x 8 points, enlarged: nothing has to be downloaded.)
+# The net is that of many tutorials: 784 inputs, 128 hidden units, 10 outputs, for handwritten digits of 28 x 28 points.
+# (The digits are scikit-learn's, of 8 x 8 points, enlarged: you need no download.)
 #
-# **Predict.** What fraction of 357 digits that it has never seen does it get right, after thirty passes? (0 to 1)
+# **Predict.** After thirty passes over the training data, it classifies 357 new digits. What fraction is right? (0 to
+# 1)
 
 # %% tags=["stub"]
 lab.predict("accuracy-on-digits", None)
@@ -64,7 +66,7 @@ lab.predict("accuracy-on-digits", None)
 lab.predict("accuracy-on-digits", 0.97)
 
 # %% [markdown] tags=["half-day"]
-# While the ranks train, the output below the cell says how far they are, and draws the loss.
+# While the ranks train, the output below the cell shows their progress, and draws the loss.
 
 # %% tags=["half-day"]
 # %%px
@@ -78,8 +80,8 @@ figures.curves({"vision": lab.values("result")[0]}, title="784-128-10 on digits"
 # %% [markdown]
 # ## Change the stage
 #
-# The stage of ZeRO is one number in the config. `train` counts the bytes of parameters, gradients and optimizer
-# states that a rank holds, in the second step, when all of them are there.
+# The stage of ZeRO is one number in the config. `train` counts the bytes of parameters, gradients and optimizer states
+# that a rank holds. The count is made in the second step, when all of these exist.
 #
 # **Predict.** On these two ranks, what fraction of the bytes of stage 0 does a rank hold at stage 3?
 
@@ -98,17 +100,17 @@ stages = lab.values("of_stage")[0]
 figures.runs({f"stage {stage}": one for stage, one in stages.items()})
 
 # %% tags=["statement"]
-# "The loss stays; the bytes held do not."
+# "The loss stays the same, but the bytes held differ."
 of = [row(f"stage {stage}", "ms a step") for stage in range(4)]
 assert len({loss for loss, *_ in of}) == 1 and [held for *_, held, _ in of] == sorted((held for *_, held, _ in of), reverse=True)
 assert of[3][2] == of[0][2] / 2
 
 # %% [markdown]
-# The loss stays; the bytes held do not. Do not read an order into the times: in a model this small most of a step is messages
-# and bookkeeping, and a second run may give another order. Stage 3 sends 1.5 times as much (lesson 06). Only a larger model
-# or a slower link shows that.
+# The loss stays the same, but the bytes held differ. Do not rank the stages by these times: in a model this small most
+# of a step is messages and bookkeeping, and a second run may give another order. Stage 3 sends 1.5 times as much
+# (lesson 06), but only a larger model or a slower link shows this.
 #
-# With `save=` a run leaves checkpoints, and `resume=True` goes on from the last one, here at another stage:
+# With `save=` a run writes checkpoints, and `resume=True` continues from the last one, here at another stage:
 
 # %%
 # %%px
@@ -120,18 +122,18 @@ if comm.rank == 0:
     print(f"of the run without a break {of_stage[0]['losses'][-1]:.4f}")
 
 # %% tags=["statement"]
-# "`resume=True` goes on from the last one"
+# "`resume=True` continues from the last one"
 more, last, unbroken = found(r"(\d+) steps more; last loss ([\d.]+), of the run without a break ([\d.]+)")
 assert more == 40 - 20 and last == unbroken
 
 # %% [markdown]
 # ## Change the runtime
 #
-# `runtime="torch"` gives the same config to torch's own classes: `DistributedDataParallel`,
-# `ZeroRedundancyOptimizer`, FSDP2, its pipelines. `runtime="deepspeed"` gives it to DeepSpeed; the cell does so where
-# it is installed. All run on our collectives here (`dtlib.backend`), so that a trace counts their bytes.
+# `runtime="torch"` passes the same config to torch's own classes: `DistributedDataParallel`, `ZeroRedundancyOptimizer`,
+# FSDP2, its pipelines. `runtime="deepspeed"` passes the config to DeepSpeed; the cell does this if DeepSpeed is
+# installed. All run on our collectives here (`dtlib.backend`), so that a trace counts their bytes.
 #
-# **Predict.** What do you get, `"one curve"` or `"several"`?
+# **Predict.** How many curves do you get, `"one curve"` or `"several"`?
 
 # %% tags=["stub"]
 lab.predict("curves-of-runtimes", None)
@@ -158,8 +160,9 @@ figures.curves(lab.values("of_runtime")[0], title="one config, several runtimes"
 assert row("dtlib", "one config, several runtimes") == row("torch", "one config, several runtimes")
 
 # %% [markdown]
-# They compute the same sums. So runtimes differ in bytes, memory and time. "Horovod, DDP and DeepSpeed perform alike", one
-# reads. Let us count where they have most freedom: at stage 3, with a net of 932,362 parameters in float32, and AdamW.
+# They compute the same sums. So runtimes differ only in bytes, memory and time. Some texts say "Horovod, DDP and
+# DeepSpeed perform alike". We count at stage 3, where runtimes have most freedom, with a net of 932,362 parameters in
+# float32, and AdamW.
 #
 # **Predict.** On two ranks, how many times the bytes of all parameters does a rank send in a step of stage 3? (Lesson 06:
 # parameters are gathered twice, gradients reduced once; each sends (N - 1)/N of these bytes.)
@@ -193,29 +196,30 @@ assert defaults[0] == 3.7 and 2000 < defaults[1] < 2020 and 5e8 * 4 == 2e9
 assert round(tuned[2]) == 20 and round(ours[2]) == round(torchs[2]) == 11
 
 # %% [markdown]
-# Three rows send 5.6 MB, 1.5 times the parameters. DeepSpeed with its defaults sends 3.7 MB, and holds 2 GB: its bucket for
-# gradients has room for 500 million numbers, and parameters that are needed again soon stay whole after the forward pass.
-# These defaults are for models a thousand times as large. With settings for this net it sends what the others send, and holds
-# more buffers: at the peak 20 MB against 11. **So read the defaults before you compare runtimes.**
+# Three rows send 5.6 MB, 1.5 times the parameters. DeepSpeed with its defaults sends 3.7 MB, and holds 2 GB: its bucket
+# for gradients has space for 500 million numbers, and parameters that it needs again soon stay whole after the forward
+# pass. These defaults are for models a thousand times as large. With settings for this net it sends as much as the
+# others, and holds more buffers: at the peak 20 MB against 11. **So read the defaults before you compare runtimes.**
 #
-# Time is another matter: on laptops it is the cost of *small* messages and of bookkeeping. On GPUs, with large models, all
-# three send these bytes through NCCL, NVIDIA's collectives. With intervals: `python -m benchmarks training`.
+# Time is different: on laptops it is mostly the cost of *small* messages and of bookkeeping. On GPUs, with large
+# models, all three send these bytes through NCCL, NVIDIA's collectives. `python -m benchmarks training` measures times
+# with intervals.
 
 # %% [markdown]
 # ## A small summariser
 #
-# The second model summarises. Its data is the documentation of fifty-odd Python libraries: the description of a
-# function is the article, the line above it the *reference*. The model is a transformer of 2.6 million parameters that
-# can also copy words of the article. It is already trained on most of them. We train it further on one library that it
-# has not seen, for two minutes at most.
+# The second model summarises. Its data are the documentation of more than fifty Python libraries. The description of a
+# function is the article, and the line above the description is the *reference*. The model is a transformer of 2.6
+# million parameters that can also copy words of the article. It is already trained on most of these libraries. We train
+# it further on a library that it has not seen, for two minutes at most.
 #
-# Though small, it goes through every step of a real one (tokens, a start from a checkpoint, beam search, a measure), in the
-# minutes of a lesson. It is not good enough to read instead of the article.
+# This small model has every step of a real one: tokens, a start from a checkpoint, beam search, a measure. Its
+# summaries are not good enough to replace the article.
 #
-# ROUGE-L, from 0 to 1, measures the longest common subsequence of words with the reference. The *lead*, the article's
-# first sentence, is what every model must beat.
+# ROUGE-L, from 0 to 1, measures the longest common subsequence of words with the reference. Every model must beat the
+# *lead*, the article's first sentence.
 #
-# **Predict.** On functions held out for the test, which has the higher ROUGE-L: "model" or "lead"?
+# **Predict.** On the test functions, which has the higher ROUGE-L: "model" or "lead"?
 
 # %% tags=["stub"]
 lab.predict("best-rouge", None)
@@ -231,8 +235,8 @@ if comm.rank == 0:
     print(f"ROUGE-L {tuned['rouge_l']:.2f}, lead {tuned['lead_rouge_l']:.2f}")
 
 # %% [markdown]
-# Numbers are one thing, reading is another. Of 24 held-out functions, here are the summary with the highest ROUGE-L, one
-# in the middle, and the one with the lowest:
+# A number is not enough: also read some summaries. From 24 test functions, here are the summary with the highest
+# ROUGE-L, one in the middle, and the lowest:
 
 # %%
 # %%px
@@ -243,23 +247,23 @@ if comm.rank == 0:
     print(three)
 
 # %% tags=["statement"]
-# "At its best the model writes what a person has written. In the middle it begins well and loses its way"
-# "at the worst no word is the reference's"
+# "The best summary is the same as the human one. The middle one begins well and then goes wrong"
+# "the worst has no word of the reference"
 best, middle, worst = (found(f"{which} of 24, ROUGE-L ([\\d.]+)")[0] for which in ("Best", "Middle", "Worst"))
 assert best > 0.7 > 0.5 > middle > 0.2 and worst == 0
 assert count(r"Middle of 24(?:.*\n)+?Reference +(\w+)(?:.*\n)+?Model +\1") == 1
 
 # %% [markdown]
-# At its best the model writes what a person has written. In the middle it begins well and loses its way; at the worst
-# no word is the reference's. The mean of ROUGE-L shows none of this.
+# The best summary is the same as the human one. The middle one begins well and then goes wrong; the worst has no word
+# of the reference. The mean of ROUGE-L shows none of this.
 #
-# **Discuss.** Which summary would you take, and why? What does ROUGE not see?
+# **Discuss.** Which summary would you choose, and why? Which qualities does ROUGE not measure?
 #
 # ## Listings, corrected
 #
-# Some tutorials of these libraries have listings that cannot run. With `import dtlib.deepspeed as deepspeed` they run
-# here, once they are right. This one was meant to train by data parallelism, on two ranks. **Find** what is wrong with
-# each numbered line, before you go on to the cell below: it is the program, corrected.
+# Some tutorials of these libraries have listings that cannot run. Once corrected, they run here with `import
+# dtlib.deepspeed as deepspeed`. This listing should train by data parallelism, on two ranks. **Find** the mistake in
+# each numbered line before you run the next cell, which has the corrected program.
 #
 #     print(deepspeed.comm.get_rank())                     # 1
 #     net = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10), nn.ReLU())     # 2
@@ -299,14 +303,14 @@ first, last = found(r"loss ([\d.]+) at first, ([\d.]+) at last")
 assert last < first
 
 # %% [markdown]
-# What was wrong:
+# These were the mistakes:
 #
 # 1. Ranks exist only after initialisation: first call `init_distributed()`, or `initialize`.
 # 2. The last layer has ReLU: scores below 0 become 0, and their gradients too.
 # 3. `train_loader` does not exist. `training_data=` makes `initialize` return one.
-# 4. 64 rows on *every* rank are a batch of 128 on two ranks, but the config says 64: `train_batch_size` counts all
+# 4. 64 rows on *every* rank make a batch of 128 on two ranks, but the config says 64: `train_batch_size` counts all
 #    ranks.
-# 5. `backward` needs a loss, one number; outputs are a table, ten scores for each row.
+# 5. `backward` needs a loss, one number; outputs are a table with ten scores for each row.
 #
 # Another listing cuts the model into stages, and then *calls* it: `outputs = engine(images)`. A rank of a pipeline
 # has only some of the layers, so there is nothing to call: `train_batch` runs the schedule, a whole step.
@@ -341,17 +345,17 @@ assert count("A pipeline is not called on one micro-batch") == 1 and last < firs
 #
 # | you have | take |
 # |---|---|
-# | a model that fits on a GPU | torch's DDP: nothing to install, and it is what all others are compared with |
-# | one that does not | FSDP2, or DeepSpeed's stage 3 where a config file and offload suit you better |
+# | a model that fits on a GPU | torch's DDP: nothing to install, and the usual baseline |
+# | a larger model | FSDP2, or DeepSpeed's stage 3 if you prefer a config file or need offload |
 # | layers in a row, slow links | a pipeline: torch's, DeepSpeed's, Megatron-LM's |
-# | an old script with `hvd.` | leave it, on `dtlib.horovod` or Horovod; write new ones with torch |
+# | an old script with `hvd.` | keep it, on `dtlib.horovod` or Horovod; write new scripts with torch |
 # | a class, and laptops | dtlib |
 #
-# **Discuss.** Which line is for your own model, and what would make you change?
+# **Discuss.** Which line fits your own model, and why would you change?
 #
-# The tables for [torch](../../docs/reference/conformance/torch.md), [DeepSpeed](../../docs/reference/conformance/deepspeed.md) and
-# [Horovod](../../docs/reference/conformance/horovod.md) say what has the same name and arguments, what differs, and what is
-# refused.
+# The tables for [torch](../../docs/reference/conformance/torch.md),
+# [DeepSpeed](../../docs/reference/conformance/deepspeed.md) and [Horovod](../../docs/reference/conformance/horovod.md)
+# list the same names and arguments, the differences, and the features that dtlib refuses.
 
 # %% [markdown]
 # ## Quiz
@@ -363,7 +367,8 @@ lab.quiz("10")
 # ## Summary
 #
 # - One config, any number of ranks, any runtime: the curve is the same. Choose by time and memory, measured on your model.
-# - The stage changes memory and bytes sent, not the loss. At stage 3 runtimes send the same, and hold more or less at the peak.
+# - The stage changes memory and bytes sent, not the loss. At stage 3 runtimes send the same, but their peak memory
+#   differs.
 # - Compare a model's summaries with the lead, then read some.
 # - `train_batch_size` counts all ranks. A loss is one number. A pipeline is not called.
 #

@@ -1,11 +1,11 @@
-"""Lesson 10: a workload of one's own, observed: its parts, what it says of other models, and what it learns."""
+"""Observation of a learner's workload: its parts, its evaluation of known models, and its training."""
 
 import hashlib
 
-from dtlib.lab.checks.given import OfTheWorld, world_out_of_reach
+from dtlib.lab.checks.world_guard import WorldCommUsed, refuse_world_comm
 
 STEPS = 25
-# Which test images a model is right about: of n, by place.
+# Name of a model -> test images, of n, for which it is right.
 KNOWN = {
     "all": lambda places, n: places >= 0,
     "the first": lambda places, n: places == 0,
@@ -15,14 +15,14 @@ KNOWN = {
 
 
 def observe_workload(my_workload, comm) -> dict:
-    """Its parts; what ``evaluate`` says on all ranks, and on one less; and twenty-five steps of it."""
+    """Return the parts, evaluations on all ranks and on one rank less, and results of 25 steps."""
     import torch
 
     from dtlib.training.run import train
     from dtlib.workloads.workload import Workload
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1000 + comm.rank)  # who sets no seed does not get the others' numbers
+        torch.manual_seed(1000 + comm.rank)  # answers that set no seed get different models
         work = my_workload({})
     if not isinstance(work, Workload):
         return {"kind": type(work).__name__}
@@ -42,8 +42,10 @@ def observe_workload(my_workload, comm) -> dict:
     of_train = _all_of(work.train)[0]
     seen["trains on"] = [len(of_train), _digest([of_train])]
     seen["in train"] = sum(bool((of_train == image).flatten(1).all(1).any()) for image in images) / len(images)
+    # All ranks return here together, because the calls below are collective.
     if any(comm.all_gather_object(seen["in train"] > 0.1 or "losses" in seen)):
         return seen
+    # Evaluate also on all ranks but the last, because an answer may use the world instead of its communicator.
     fewer = comm.split(comm.rank // max(1, comm.size - 1))
     fewer.time_limit = comm.time_limit
     seen["evaluated"] = [_evaluated(work, images, labels, on) | {"random": random[-1:]} for on in (comm, fewer)]
@@ -68,7 +70,10 @@ def _digest(tensors) -> str:
 
 
 def _losses(loss_fn, outputs, y) -> dict:
-    """Of twelve samples, by its two parts, and with the targets of others; over the cross-entropy of each."""
+    """Return losses of twelve samples: whole and from two parts, and with other samples' targets.
+
+    ``ratios`` are losses divided by the cross-entropy.
+    """
     import torch
 
     if (numbers := getattr(loss_fn(outputs, y), "numel", lambda: 1)()) != 1:
@@ -93,7 +98,7 @@ def _all_of(data) -> tuple:
 
 
 def _evaluated(work, images, labels, comm) -> dict:
-    """What ``evaluate`` says of models that are right about known images, and which images they were shown."""
+    """Return results of ``evaluate`` for models that know some images, and the images that they saw."""
     import torch
     from torch import nn
 
@@ -101,7 +106,7 @@ def _evaluated(work, images, labels, comm) -> dict:
         def __init__(self, places):
             super().__init__()
             self.places, self.seen, self.strange, self.trains = places, set(), 0, False
-            self.weight = nn.Parameter(torch.zeros(1))  # some ask for the device of the first parameter
+            self.weight = nn.Parameter(torch.zeros(1))  # answers may need the device of a parameter
 
         def forward(self, x):
             self.trains |= self.training
@@ -110,7 +115,8 @@ def _evaluated(work, images, labels, comm) -> dict:
             at = same.int().argmax(1)
             self.seen |= set(same.nonzero()[:, 1].tolist())
             right = torch.where(self.places[at] & same.any(1), labels[at], (labels[at] + 1) % 10)
-            scores = 2 * nn.functional.one_hot(right, 10) + nn.functional.one_hot(labels[at], 10)  # or second best
+            # The label has the highest score, or the second highest if the model is wrong.
+            scores = 2 * nn.functional.one_hot(right, 10) + nn.functional.one_hot(labels[at], 10)
             return scores.to(x.dtype)
 
     n = len(images)
@@ -118,9 +124,9 @@ def _evaluated(work, images, labels, comm) -> dict:
     for name, known in KNOWN.items():
         model = Knows(known(torch.arange(n), n))
         try:
-            with world_out_of_reach():
+            with refuse_world_comm():
                 got = work.evaluate(model, comm)
-        except OfTheWorld as call:
+        except WorldCommUsed as call:
             return found | {"of the world": f"{call}"}
         if not isinstance(got, dict) or "accuracy" not in got:
             keys = f" with {', '.join(map(str, got)) or 'nothing'}" if isinstance(got, dict) else ""

@@ -1,10 +1,10 @@
-"""Lesson 10: what is predicted in it, and where the answers come from."""
+"""Lesson 10: the questions that learners predict, and the sources of the answers."""
 
 from dtlib.lab.checks.exercise import Prediction
 
 
 def _furthest(results: dict) -> float:
-    """How far the losses of a step are apart at most."""
+    """Return the largest difference between runs in the loss of a step."""
     together = zip(*(result["losses"] for result in results.values()), strict=True)
     return max(max(losses) - min(losses) for losses in together)
 

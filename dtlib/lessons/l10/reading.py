@@ -1,4 +1,4 @@
-"""Held-out articles and what is said of them: the best summary of a sample, a middling one, and the worst."""
+"""Held-out articles with the best, a middling and the worst summary of a sample."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,15 @@ from textwrap import shorten
 
 from dtlib.training.run import CONFIGS
 
-LONGEST = 300  # letters of an article that are shown
+LONGEST = 300  # number of characters of an article that are shown
 
 
 def best_and_worst(folder, comm, of: int = 24) -> str:
-    """Of ``of`` held-out articles three, by ROUGE-L: beginning, lead, reference, and the summary by the model whose
-    last checkpoint is in ``folder``. All ranks call it, and share the writing."""
+    """Return three of ``of`` held-out articles, ranked by ROUGE-L, as text.
+
+    Each has its beginning, lead, reference, and the summary by the model of the last checkpoint in ``folder``. All
+    ranks call this function, and each summarises its part.
+    """
     from dtlib import checkpoint
     from dtlib.training.engine import LATEST
     from dtlib.workloads.beam import summarize
@@ -20,7 +23,7 @@ def best_and_worst(folder, comm, of: int = 24) -> str:
     from dtlib.workloads.summarization import workload
 
     work = workload(json.loads((CONFIGS / "summarization.json").read_text())["workload"])
-    checkpoint.load(Path(folder) / checkpoint.pointed_to(Path(folder) / LATEST, comm), work.model, comm=comm)
+    checkpoint.load(Path(folder) / checkpoint.read_latest(Path(folder) / LATEST, comm), work.model, comm=comm)
     mine = spread(work.test.stories, of)[comm.rank :: comm.size]
     written = summarize(work.model, work.test, [story.article for story in mine])
     scored = [(rouge_l(story.summary, said), story, said) for story, said in zip(mine, written, strict=True)]

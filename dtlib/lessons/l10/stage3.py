@@ -1,7 +1,7 @@
-"""Stage 3 of ZeRO under each runtime: what a rank sends in a step, and the most that it has meanwhile.
+"""Bytes sent and memory of a step with ZeRO stage 3, for each runtime.
 
 mpiexec -n 2 python -m dtlib.lessons.l10.stage3 dtlib torch deepspeed     prints a row of JSON for each
-mpiexec -n 2 python -m dtlib.lessons.l10.stage3 deepspeed tuned           and once more, with settings for this net
+mpiexec -n 2 python -m dtlib.lessons.l10.stage3 deepspeed tuned           and with settings for this small net
 """
 
 import json
@@ -25,15 +25,15 @@ CONFIG = {
     "zero_optimization": {"stage": 3},
 }
 
-TUNED = {  # DeepSpeed's defaults are for models of billions of parameters
+TUNED = {  # DeepSpeed's defaults suit models of billions of parameters
     "reduce_bucket_size": PARAMETERS,
-    "stage3_max_reuse_distance": 0,  # parameters are dropped after the forward pass, and gathered again
+    "stage3_max_reuse_distance": 0,  # free parameters after the forward pass, and gather them again
     "stage3_max_live_parameters": 0,
-    "stage3_param_persistence_threshold": 0,  # small parameters are sharded too
+    "stage3_param_persistence_threshold": 0,  # shard small parameters, too
 }
 
 
-# Rank 0 of two, as a test of the nightly tier counts it.
+# Rank 0 of two; a nightly test counts the same numbers.
 STORED = {
     "DeepSpeed, its defaults": {"messages": 8, "sent": 3_729_456, "held": 2_009_350_305, "peak": 2_016_952_485},
     "DeepSpeed, for this net": {"messages": 10, "sent": 5_594_180, "held": 13_053_081, "peak": 20_259_040},
@@ -42,18 +42,18 @@ WHEN = "DeepSpeed 0.19.8, 2026-11-26"
 
 
 def net() -> nn.Sequential:
+    """Return a net of 932,362 parameters, the same on all ranks."""
     torch.manual_seed(0)
     layers = [nn.Linear(*both) for both in pairwise(WIDTHS)]
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))[:-1]
 
 
 def counted(runtime: str) -> dict:
-    """The third step of a net of 932,362 parameters: messages and bytes sent, bytes held between steps and at the peak.
-    Tensors of all kinds count, on this rank."""
+    """Return messages and bytes that a rank sends in its third step, and bytes of tensors after it and at its peak."""
     import dtlib.backend
 
     if not dist.is_initialized():
-        dist.init_process_group("dtlib", init_method="dtlib://")  # so that the trace sees what each runtime sends
+        dist.init_process_group("dtlib", init_method="dtlib://")  # so that the trace includes every runtime's messages
     chance = torch.Generator().manual_seed(dtlib.init().rank)
     x, y = torch.randn(32, 784, generator=chance), torch.randint(0, 10, (32,), generator=chance)
     with Live() as live:

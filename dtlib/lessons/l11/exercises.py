@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 11 Beyond one machine: exercises
 #
-# *Predict* (two minutes), *fix* a batch script (eight minutes), *fix* a table of efficiencies (ten minutes), and *build* a
-# model that says how long a step takes on any number of ranks (twenty-five minutes).
+# *Predict* (two minutes), *fix* a batch script (eight minutes), *fix* a table of efficiencies (ten minutes), and
+# *build* a model of the time of a step on any number of ranks (twenty-five minutes).
 #
 # **You need** the lecture [11 Beyond one machine](../lectures/11_beyond_one_machine.ipynb). Answers:
 # [solutions](../solutions/11_beyond_one_machine_exercises.ipynb).
@@ -20,8 +20,8 @@ world = dtlib.init()
 # ## Predict
 #
 # - 5 % of a program's time is serial. How many times as fast can it become, with as many ranks as you like?
-# - 512 GPUs work for 60 minutes at 90 % efficiency, each on its 512th of the work. How many minutes would one GPU, alone,
-#   need for such a 512th?
+# - 512 GPUs work for 60 minutes at 90 % efficiency, each on its 512th of the work. How many minutes would one GPU alone
+#   need for a 512th of the work?
 
 # %% tags=["stub"]
 lab.predict("limit-of-amdahl", None)
@@ -34,8 +34,8 @@ lab.predict("minutes-of-an-hour", 54)
 # %% [markdown]
 # ## Fix: a batch script
 #
-# This script asks Slurm for two machines with four GPUs each, for half an hour. All eight GPUs should train together, with 8
-# cores for each rank. It has four faults, and Slurm complains about none of them. Fix it.
+# This script asks Slurm for two machines with four GPUs each, for half an hour. All eight GPUs should train together,
+# with 8 cores for each rank. The script has four faults, and Slurm does not report any of the four. Fix them.
 
 # %% tags=["stub"]
 # %%px
@@ -80,14 +80,14 @@ lab.check("job-fix")
 # %% [markdown]
 # ## Fix: a table of efficiencies
 #
-# `seconds` are the measured seconds of *this* rank, for several numbers of ranks: a dictionary, with the same keys on all
-# ranks. A run takes as long as its slowest rank. The function is right for the one table that it was tried on: strong
-# scaling that begins at one rank, on one rank. Published tables often begin at 8 GPUs, a node, and many show weak scaling:
-# each rank keeps the same work, on few ranks and on many.
+# `seconds` are the measured seconds of *this* rank, for several numbers of ranks: a dictionary, with the same keys on
+# all ranks. A run takes as long as its slowest rank. The function was tried with one table only: strong scaling that
+# begins at one rank, on one rank. For this table it is right. But published tables often begin at 8 GPUs, a node, and
+# many show weak scaling: each rank keeps the same work, for any number of ranks.
 #
-# Fix it. `kind` is `"strong"` or `"weak"`. The smallest number of ranks in the table counts as 100 %. Every rank returns a
-# dictionary of ranks and efficiencies, as fractions with all their digits. Take the slowest rank's seconds with
-# `dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=comm.group)`, in float64.
+# Fix it. `kind` is `"strong"` or `"weak"`. The smallest number of ranks in the table counts as 100 %. Every rank
+# returns a dictionary of ranks and efficiencies, as fractions with all their digits. Compute the slowest rank's seconds
+# with `dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=comm.group)`, in float64.
 
 # %% tags=["stub"]
 # %%px
@@ -119,16 +119,15 @@ lab.check("efficiency-fix")
 # %% [markdown]
 # ## Build: how long does a step take?
 #
-# Before you ask for a thousand GPUs, you want to know what they will bring. Write a model of a step of data
-# parallelism on `ranks` ranks, a power of two: every rank computes for `compute` seconds; then an all-reduce of
-# `count` bytes averages the gradients, by the cheapest of three algorithms. No communication is hidden behind
-# computing.
+# Before you request a thousand GPUs, you want to know how much faster they will be. Write a model of a step of data
+# parallelism on `ranks` ranks, a power of two: every rank computes for `compute` seconds; then an all-reduce of `count`
+# bytes averages the gradients, by the cheapest of three algorithms. No communication overlaps with computing.
 #
 # A message of m bytes takes `latency + m / bandwidth` seconds. Adding costs nothing. On N ranks and n bytes:
 #
 # - the *ring* has 2 (N - 1) rounds, each with an N-th of the bytes;
 # - *recursive doubling* has log2 N rounds, each with all the bytes;
-# - *Rabenseifner's* has 2 log2 N rounds, and sends the ring's bytes in all, 2 n (N - 1) / N.
+# - *Rabenseifner's* has 2 log2 N rounds, and sends as many bytes as the ring in all, 2 n (N - 1) / N.
 #
 # One rank computes, and sends nothing. Return the seconds of a step.
 
@@ -155,8 +154,8 @@ def step_seconds(ranks, compute, count, latency, bandwidth):
 lab.check("step-model-build")
 
 # %% [markdown]
-# Now ask your model what you would ask a cluster. A model of 500 million parameters has gradients of 2 GB; a rank
-# computes for 0.2 seconds; messages take 5 µs and travel at 12.5 GB/s.
+# Now use your model instead of a cluster. A network of 500 million parameters has gradients of 2 GB; a rank computes
+# for 0.2 seconds; messages take 5 µs and travel at 12.5 GB/s.
 
 # %%
 # %%px
@@ -171,12 +170,12 @@ few, many = (found(f" {n} ranks: [\\d.]+ ms a step, efficiency (\\d+)%")[0] for 
 assert few < 50 and few - many < 5
 
 # %% [markdown]
-# With 2 GB, even eight ranks wait more than half of the time. That is weak scaling: each rank keeps its batch. The model is
-# kinder than clusters are: nobody else uses this network, and no rank is ever late.
+# With 2 GB, even eight ranks wait more than half of the time. This is weak scaling: each rank keeps its batch. Real
+# clusters are slower than the model: other jobs use the same network, and some ranks are late.
 #
 # ## If you have time
 #
 # - Strong scaling: give each rank 0.2 / N seconds of computing. From which N on do more ranks make a step *longer*?
-# - Let `hidden` seconds of the all-reduce go on while a rank computes, as with buckets. How many ranks keep 95 %
-#   then?
-# - Send the gradients as 16-bit numbers. What does that bring on 8 ranks, and what on 4,096?
+# - Let `hidden` seconds of the all-reduce overlap with computing, as with buckets. Up to how many ranks is the
+#   efficiency 95 % then?
+# - Send the gradients as 16-bit numbers. How much time does this save on 8 ranks, and on 4,096?

@@ -1,4 +1,4 @@
-"""The figures of lesson 11, each with its text. What is measured is solid and filled, a model dashed and hollow."""
+"""The figures of lesson 11, each with a text equivalent; measurements are solid, models dashed and hollow."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ LINKS = (
 
 @shown
 def machine():
-    """Two machines of four accelerators with their links, thicker where more bytes a second go through."""
+    """Draw two machines of four accelerators with their links; thicker links have more bandwidth."""
     from matplotlib.colors import to_rgb
     from matplotlib.patches import FancyBboxPatch
 
@@ -50,13 +50,15 @@ def machine():
 
 
 def gpu_job() -> str:
-    """A batch script for two machines of four GPUs, with a comment on each line."""
+    """Return a commented batch script for two machines of four GPUs."""
     return Path(__file__).with_name("gpu_job.sh").read_text(encoding="utf-8")
 
 
 def slow_network() -> dict[str, dict[str, tuple]]:
-    """Seconds on two hosts that are far apart, by operation and way, with the interval of their ratio to the first way
-    (measured by benchmarks/slow_network.py)."""
+    """Return seconds on two distant hosts, by operation and method, with intervals of ratios.
+
+    The ratio is to the first method. Measured by benchmarks/slow_network.py.
+    """
     from dtlib.lab import course
 
     found = {}
@@ -68,8 +70,10 @@ def slow_network() -> dict[str, dict[str, tuple]]:
 
 
 def milliseconds_of(measured: dict, what: str) -> tuple[list, tuple]:
-    """Rows and headers of a table: a row for each way, a column for each operation that begins with these words; in
-    brackets the interval of the ratio to the first way."""
+    """Return rows and headers of a table of methods (rows) and operations (columns).
+
+    ``what`` is the beginning of the operations' names. In brackets is the interval of the ratio to the first method.
+    """
     columns = [name for name in measured if name.startswith(what)]
     peer, rows = next(iter(measured[columns[0]])), []
     for how in measured[columns[0]]:
@@ -80,8 +84,10 @@ def milliseconds_of(measured: dict, what: str) -> tuple[list, tuple]:
 
 @shown
 def scaling(strong: dict, weak: dict, cores: int):
-    """Efficiency of the same work on more ranks, and of more work on more ranks; both map ranks to seconds of runs.
-    Medians of paired runs, with their range."""
+    """Draw the efficiency of strong and of weak scaling, as medians of paired runs with their range.
+
+    Both arguments map ranks to seconds of runs.
+    """
     found = {
         "strong: the same work": {n: _ratios(strong, n, 1 / n) for n in strong},
         "weak: as much work per rank": {n: _ratios(weak, n, 1) for n in weak},
@@ -110,7 +116,7 @@ def scaling(strong: dict, weak: dict, cores: int):
 
 
 def _ratios(runs: dict[int, list[float]], n: int, ideal: float) -> list[float]:
-    """Ideal over measured, run by run."""
+    """Return ideal over measured seconds, run by run."""
     return [ideal * alone / took for alone, took in zip(runs[1], runs[n], strict=True)]
 
 
@@ -120,7 +126,7 @@ def _in_percent(some: list[float]) -> str:
 
 @shown
 def beyond(measured: dict, model, most: int, title: str):
-    """Speed-up: measured on a few ranks (``measured`` maps them to seconds), and by ``model(ranks)`` up to ``most``."""
+    """Draw speed-up: measured (``measured`` maps ranks to seconds), and by ``model(ranks)`` up to ``most`` ranks."""
     gains = {n: measured[1] / seconds for n, seconds in measured.items()}
     powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
     figure, axes = subplots(height=4)
@@ -138,7 +144,7 @@ def beyond(measured: dict, model, most: int, title: str):
 
 @shown
 def modelled(series: dict, ylabel: str, title: str, form: str = ".0%", log: bool = False):
-    """Curves of a model alone: dashed and hollow. ``series`` maps a name to a dict of ranks and values."""
+    """Draw curves of models only, dashed and hollow; ``series`` maps a name to a dict of ranks and values."""
     powers = list(next(iter(series.values())))
     figure, axes = subplots(height=4)
     for number, (name, points) in enumerate(series.items()):
@@ -156,7 +162,7 @@ def modelled(series: dict, ylabel: str, title: str, form: str = ".0%", log: bool
 
 
 def _plain_numbers(axes) -> None:
-    """1, 2, 5 and 10 on an axis of powers, not 10 with a small exponent."""
+    """Label a logarithmic axis with 1, 2, 5 and 10 instead of powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

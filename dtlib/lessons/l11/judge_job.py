@@ -1,4 +1,4 @@
-"""Lesson 11: a batch script for two machines of four GPUs, read line by line; nothing is run."""
+"""Lesson 11: check of a batch script for two machines of four GPUs, line by line, without running it."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ SHORT = {"-N": "--nodes", "-n": "--ntasks", "-t": "--time", "-c": "--cpus-per-ta
 
 
 def request(job: str) -> dict[str, str]:
-    """Options of ``#SBATCH`` lines before the first command: ``{"nodes": "2", ...}``."""
+    """Return the options of ``#SBATCH`` lines before the first command: ``{"nodes": "2", ...}``."""
     found: dict[str, str] = {}
     for line in job.splitlines()[1:]:
         if line.strip() and not line.startswith("#"):
@@ -21,7 +21,7 @@ def request(job: str) -> dict[str, str]:
 
 
 def command(job: str) -> tuple[list[str], list[str], dict[str, str]]:
-    """Words before ``torchrun``, words from there on, and its options."""
+    """Return the words before ``torchrun``, the words from there on, and torchrun's options."""
     for line in job.replace("\\\n", " ").splitlines():
         words = re.sub(r"(^|\s)#.*", "", line).split()
         if "torchrun" in words:
@@ -31,7 +31,7 @@ def command(job: str) -> tuple[list[str], list[str], dict[str, str]]:
 
 
 def _options(words: list[str]) -> dict[str, str]:
-    """``--name=value`` and ``--name value``; ``_`` is as good as ``-``."""
+    """Return options of the forms ``--name=value`` and ``--name value``; ``_`` in names counts as ``-``."""
     found = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")
@@ -41,7 +41,10 @@ def _options(words: list[str]) -> dict[str, str]:
 
 
 def minutes(time: str) -> float | None:
-    """Slurm's time: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    """Return Slurm's time in minutes, or None if it cannot be read.
+
+    Forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
+    """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if not match:
         return None
@@ -53,17 +56,18 @@ def minutes(time: str) -> float | None:
 
 
 def observe_job(job, comm):
+    """Return the script, or a description if it is no text."""
     return job if isinstance(job, str) else f"{job!r:.60}"
 
 
 def _count(options: dict, name: str) -> int | None:
-    """The last number of an option, as in ``gpu:a100:4``."""
+    """Return the number at the end of an option, as in ``gpu:a100:4``."""
     found = re.search(r"(\d+)$", options.get(name, ""))
     return int(found[1]) if found else None
 
 
 def _gpus(asked: dict) -> float:
-    """On each machine; 0 if none are asked for."""
+    """Return the GPUs per machine that the script asks for, 0 if none."""
     for name, share in (("gpus-per-node", 1), ("gres", 1), ("gpus", MACHINES), ("gpus-per-task", 1)):
         if (count := _count(asked, name)) is not None:
             return count / share
@@ -71,6 +75,7 @@ def _gpus(asked: dict) -> float:
 
 
 def judge_job(seen: list) -> None:
+    """Check that Slurm's request and torchrun's options fit each other and the machines."""
     for rank, job in enumerate(seen):
         wrong = rows(rank)
         wrong("type", not job.startswith("#!"), "a batch script, whose first line is #!/bin/bash", f"{job!r:.40}",

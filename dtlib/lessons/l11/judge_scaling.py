@@ -1,4 +1,4 @@
-"""Lesson 11: efficiencies of scaling, and a model of a step, judged by their values in many cases."""
+"""Lesson 11: checks of scaling efficiencies, and of a model of a step, by values in many cases."""
 
 import math
 
@@ -6,13 +6,13 @@ from dtlib.lab.checks.equality import number, rounded
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.theory import collectives, scaling
 
-# Times as tables give them: they do not always begin at one rank, and 16 may be more than twice as fast as 8.
+# Tables of times need not begin at one rank, and 16 ranks may be more than twice as fast as 8.
 TIMES = {
     "weak": ({1: 10.0, 4: 11.0, 64: 12.5}, {8: 20.0, 32: 25.0, 512: 32.0}, {2: 12.5, 4: 12.0, 8: 13.0}),
     "strong": ({1: 64.0, 2: 34.0, 4: 20.0, 16: 8.0}, {8: 100.0, 16: 48.0, 64: 20.0}, {3: 9.0, 2: 12.0},
         {4: 20.0, 8: 25.0}),
 }
-# ranks, compute (s), count (bytes), latency (s), bandwidth (bytes a second); what is cheapest differs
+# (ranks, compute in s, count in bytes, latency in s, bandwidth in bytes/s); the fastest algorithm differs.
 STEPS = (
     (1, 0.2, 1e8, 1e-5, 1e9), (4, 0.1, 1e8, 1e-5, 1e9), (1024, 0.05, 4e6, 5e-6, 25e9), (64, 1e-4, 1000.0, 5e-6, 25e9),
     (2, 0.0, 4e6, 1e-3, 1e8), (512, 0.3, 1e9, 2e-6, 12.5e9), (4, 0.0, 6.0, 1.0, 0.5),
@@ -22,13 +22,13 @@ MODELS = ("ring", "recursive_doubling", "rabenseifner")
 
 
 def own_seconds(seconds: dict[int, float], rank: int, ranks: int) -> dict[int, float]:
-    """Of one rank: for each ``n`` another rank is the slowest."""
+    """Return the seconds of one rank; for each ``n`` another rank is the slowest."""
     behind = {n: (rank - n.bit_length()) % ranks * (0.05 + 0.01 * (n % 7)) for n in seconds}
     return {n: took * (1 - behind[n]) for n, took in seconds.items()}
 
 
 def observe_efficiency(efficiency, comm):
-    """For each table: what was returned for each number of ranks."""
+    """Return for each table the efficiency for each number of ranks."""
     seen = []
     for kind, tables in TIMES.items():
         for seconds in tables:
@@ -41,7 +41,10 @@ def observe_efficiency(efficiency, comm):
 
 
 def judge_efficiency(observations) -> None:
-    """Of the smallest number of ranks there is; of the same work, or of as much work a rank."""
+    """Check efficiencies relative to the smallest number of ranks in the table.
+
+    Both kinds are checked: the same work (strong scaling), and the same work per rank (weak scaling).
+    """
     for rank, seen in enumerate(observations):
         for kind, seconds, got in seen:
             if isinstance(got, str):
@@ -63,7 +66,10 @@ def _efficiencies(seconds: dict, kind: str) -> dict[int, float]:
 
 
 def _judge_seconds(rank: int, ranks: int, kind: str, seconds: dict, got: dict, wanted: dict) -> None:
-    """Whose seconds they are: of all ranks the slowest counts. The formula may have the mistake that was planted."""
+    """Recognise answers that use other seconds than those of the slowest rank.
+
+    The formula may still contain the planted mistake.
+    """
     everyones = [own_seconds(seconds, each, ranks) for each in range(ranks)]
     of = {
         "own-seconds": (everyones[rank], "this rank's seconds",
@@ -115,12 +121,13 @@ def _explain_efficiency(rank, kind, seconds, n, wanted, got, strong, weak, digit
         (wanted / first**2, "base-divides", f"Do you divide the base's time by {first}? Its work is n0 * t0."),
         (1 / wanted, "upside-down", "Your value grows when ranks are slower. What do you divide by what?"),
     ]
-    if kind == "strong" and n % first:  # before this table, who takes weak for strong has been wrong already
+    if kind == "strong" and n % first:  # a mix-up of weak and strong fails at an earlier table
         hint = f"{n} ranks are {n / first:g} times {first}, which is not a whole number: // cuts it off."
         mistakes.insert(0, (seconds[first] / seconds[n] / (n // first), "whole-multiples", hint))
     if wanted > 1:
         hint = "An efficiency above 1 is possible, for example because of caches: do not limit it."
         mistakes.insert(0, (1, "cut-to-one", hint))
+    # The first mistake that gives this value is reported, so special cases were put in front.
     wrong = rows(rank, expected)
     for value, mistake, hint in mistakes:
         wrong(mistake, _same(got, value), f"{got:.4g}", hint, _EFFICIENCY)
@@ -136,12 +143,12 @@ _EFFICIENCY = "strong: n0 t0 / (n t); weak: t0 / t; n0 is the smallest number of
 
 
 def observe_step(step_seconds, comm):
-    """For each case: what was returned, a number or text."""
+    """Return the result for each case, a number or text."""
     return [number(step_seconds(**dict(zip(NAMES, case, strict=True)))) for case in STEPS]
 
 
 def judge_step(observations) -> None:
-    """Compute, and the cheapest of the three algorithms."""
+    """Check that a step takes the compute time plus the fastest of three all-reduce algorithms."""
     for rank, seen in enumerate(observations):
         right = [case[1] + scaling.fastest_all_reduce(case[0], *case[2:])[0] for case in STEPS]
         for case, got, wanted in zip(STEPS, seen, right, strict=True):
@@ -152,7 +159,7 @@ def judge_step(observations) -> None:
 
 
 def _explain_step(rank, seen, case, expected, got, digits: int) -> None:
-    """The first mistake that explains what was returned in every case with more than one rank."""
+    """Find the first mistake that explains the results in all cases with more than one rank."""
     wrong = rows(rank, expected)
     wrong("type", isinstance(got, str), got,
           "Return the seconds of a step: one number.", "Does every branch end with a return?")
@@ -186,7 +193,7 @@ def _best(*network):
 
 
 def _three(n, count, a, b, log=math.log2, rounds=None, doubling=None, halving=None):
-    """The times of the three, with pieces to turn."""
+    """Return the times of the three algorithms; the arguments replace parts of the formulas by mistakes."""
     ring = (2 * (n - 1) if rounds is None else rounds(n)) * (a + count / n / b)
     raben = 2 * log(n) * a + 2 * count * (n - 1) / n / b if halving is None else halving(n, count, a, b)
     return ring, log(n) * (a + count / b) if doubling is None else doubling(n, count, a, b), raben
@@ -200,7 +207,7 @@ _ALL = "The minimum of: ring 2(N-1)(a + n/(N B)), doubling log2 N (a + n/B), hal
 _HALVING = "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth"
 _ADD = "compute + seconds of the all-reduce"
 _LOG = "Doubling: 2, 4, 8 ... ranks. Which logarithm counts the rounds?", "log2(ranks), in both formulas"
-# What somebody computed who made this mistake, and hints.
+# Mistake -> (the result that it leads to, hints).
 _MISTAKES = {
     "no-compute": (lambda n, t, *network: _best(n, *network), "Where is the time of the computation?", _ADD),
     "overlapped": (lambda n, t, *network: max(t, _best(n, *network)),

@@ -1,17 +1,18 @@
 # %% [markdown]
 # # 11 Beyond one machine
 #
-# Sixty minutes. You take the same cells from a laptop to a cluster, measure how far a machine scales, model what
-# lies beyond, and read about hundreds of GPUs.
+# Sixty minutes. You run the same cells on a laptop and on a cluster, measure how far a machine scales, model larger
+# machines, and read about hundreds of GPUs.
 #
-# **Questions.** What changes in a program that leaves the laptop? Up to how many ranks does it get faster? What does "90 % on
-# 512 GPUs" say?
+# **Questions.** What changes in a program outside the laptop? Up to how many ranks does it get faster? What does "90 %
+# on 512 GPUs" mean?
 #
-# **Afterwards you can** start a script with mpiexec, and read each line of a GPU job; tell strong from weak scaling; use
-# Amdahl's law, and say what it leaves out; choose an all-reduce for a thousand ranks; prepare a first job.
+# **Afterwards you can** start a script with mpiexec, and read each line of a GPU job; distinguish strong and weak
+# scaling; use Amdahl's law, and know its limits; choose an all-reduce for a thousand ranks; prepare a first job.
 #
-# **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data parallelism](04_data_parallel.ipynb).
-# You need no cluster: what cannot be measured is modelled, and drawn dashed.
+# **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data
+# parallelism](04_data_parallel.ipynb). You need no cluster: if we cannot measure a value, we model it, and draw it
+# dashed.
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -38,7 +39,7 @@ comm = world.comm
 # %% [markdown]
 # ## The same cell
 #
-# Who are these ranks, and where?
+# Where does each rank run?
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -52,11 +53,11 @@ print(f"rank {world.rank} of {world.size} on {place}")
 figures.machine()
 
 # %% [markdown]
-# (Speeds from an A100 of 2020 to a B200 of 2024.) What a program may *not* assume:
+# (Speeds range from an A100 of 2020 to a B200 of 2024.) A program may *not* assume that
 #
-# - a file that one rank writes is there for the others (only in a shared folder);
-# - `localhost` is where the others are; a port that is free here is free there;
-# - rank 5 has GPU 5: a rank takes its GPU by `local_rank`, its number on the node.
+# - a file that one rank writes is visible to the others (only in a shared folder);
+# - the other ranks are on `localhost`; a port that is free here is free there;
+# - rank 5 has GPU 5: a rank chooses its GPU by `local_rank`, its number on the node.
 #
 # ## One script, started in many ways
 #
@@ -70,23 +71,24 @@ lab.read(script)
 lab.mpiexec(script, ranks=2)
 
 # %% [markdown]
-# On a cluster you ask for such a run: a *batch script* says what you need and what to run, and the scheduler runs it when
-# machines are free. Here is one for a training on eight GPUs, for Slurm. Read it line by line. **Which line would you forget?**
+# On a cluster you request such a run. A *batch script* lists the machines and the commands, and the scheduler runs it
+# when machines are free. Here is one for a training on eight GPUs, for Slurm. Read it line by line. **Which line would
+# you forget?**
 
 # %%
 print(figures.gpu_job())
 
 # %% [markdown]
-# Lines with `#SBATCH` are the request. What follows runs on the *first* machine alone: `srun` starts torchrun on both. Submit
-# it with `sbatch gpu_job.sh`. PBS has `#PBS -l select=2:ncpus=32:ngpus=4` and `qsub`; a program in mpi4py takes `mpiexec` in
-# place of `srun torchrun`. Scripts for your site: `cluster_profiles/README.md`.
+# Lines with `#SBATCH` are the request. The commands after them run only on the *first* machine: `srun` starts torchrun
+# on both. Submit it with `sbatch gpu_job.sh`. PBS has `#PBS -l select=2:ncpus=32:ngpus=4` and `qsub`; a program in
+# mpi4py takes `mpiexec` in place of `srun torchrun`. Scripts for your site: `cluster_profiles/README.md`.
 #
 # **Discuss.** torchrun starts processes, but no MPI. What would `pi_mpi4py.py` print under `torchrun --nproc-per-node 2`?
 #
 # ## Strong and weak scaling
 #
 # *Strong scaling*: the work stays the same, and each rank has less; ideally N ranks take an N-th of the time. *Weak
-# scaling*: each rank has as much as before; ideally the time stays the same.
+# scaling*: each rank's work stays the same; ideally the time stays the same.
 #
 # **Predict.** Beyond the cores of this machine, which efficiency falls: "strong", "weak", "both" or "none"?
 
@@ -111,7 +113,7 @@ def seconds_on(k, points):
 teams = {k: comm.split(0 if comm.rank < k else 1) for k in (1, 2, 3, 4)}
 pi.count_compiled(0, 1)  # compiling is not counting
 strong, weak = {k: [] for k in teams}, {k: [] for k in teams}
-for _ in range(5):  # in turns: what disturbs one disturbs all
+for _ in range(5):  # in turns: a disturbance affects all
     for k in teams:
         strong[k].append(seconds_on(k, 5 * 10**8))
         weak[k].append(seconds_on(k, k * 25 * 10**7))
@@ -127,14 +129,16 @@ assert cores >= 4 or sorted(four)[2] > 1.3 * sorted(alone)[2]
 assert cores >= 4 or sorted(shared)[2] > 0.6 * sorted(as_cores)[2]
 
 # %% [markdown]
-# Marks are medians of five runs, bars the range. Up to the dotted line the system promises each rank a core. Where
-# efficiency falls before it, these cores are two threads of one, or busy. In seconds (*as text*) strong scaling gains
-# little or nothing, weak scaling takes longer. Where bars overlap, five runs show no difference. A plot of scaling needs the number of cores, and bars.
+# Marks are medians of five runs, bars the range. Up to the dotted line the system promises each rank a core. If it
+# falls earlier, two cores share one physical core, or are busy. In seconds (*as text*) strong scaling gains little or
+# nothing, weak scaling takes longer. If bars overlap, five runs show no difference. A plot of scaling needs the number
+# of cores, and bars.
 #
 # ## Amdahl's law
 #
-# Some work is *serial*, not divided: reading the input, what rank 0 prints, a step that all wait for. Let it be a fraction
-# *s* of the time on one rank. On N ranks it stays, and the rest takes an N-th of its time:
+# Some work is *serial*, not divided: reading the input, printing on rank 0, a step that all ranks wait for. Serial work
+# takes a fraction *s* of the time on one rank. On N ranks the serial time stays the same, and the rest takes an N-th of
+# its time:
 #
 # $$\text{speed-up} = \frac{1}{s + (1 - s) / N}$$
 #
@@ -147,7 +151,7 @@ lab.predict("amdahl", {"4 ranks": None, "any number": None})
 lab.predict("amdahl", {"4 ranks": 3.08, "any number": 10})
 
 # %% [markdown]
-# Measured on an *emulated* accelerator, which sleeps where it would compute:
+# Measured on an *emulated* accelerator, which sleeps instead of computing:
 
 # %%
 # %%px
@@ -155,7 +159,7 @@ SERIAL, DIVIDED = 0.03, 0.27  # seconds
 
 
 def emulated_job(k):
-    """A tenth on rank 0 while the others wait; then k ranks share the rest."""
+    """A tenth on rank 0 while the others wait; then k ranks divide the rest."""
     runs = []
     for _ in range(3):
         comm.barrier()
@@ -188,17 +192,17 @@ models = {n: row(f"{n:,}", "A tenth is serial")[-1] for n in (64, 1024)}
 assert 0.85 < 0.1 * models[64] < 0.9 and models[1024] < 10  # the serial tenth, over the time on 64 ranks
 
 # %% [markdown]
-# Filled marks were measured, with a broadcast and barriers, which Amdahl leaves out. On 64 ranks all others wait for
+# Filled marks were measured, with a broadcast and barriers, which Amdahl's law ignores. On 64 ranks all others wait for
 # rank 0 nearly nine tenths of the time.
 #
-# Clusters are worth it because people run larger jobs on them (J. L. Gustafson, 1988): the rest grows, the serial tenth does
-# not. That is weak scaling, and training does it: more GPUs, larger batches.
+# Clusters are useful because people run larger jobs on them (J. L. Gustafson, 1988): the parallel part grows, the
+# serial part does not. This is weak scaling. Training uses it: more GPUs, larger batches.
 #
 # ## A training step, modelled
 #
-# In data parallelism nothing is serial, but every step ends with an all-reduce. A model of 25 million parameters has 100 MB
-# of gradients. Let a rank compute for 0.2 s on its batch, a message take 5 µs, and the network move 12.5 GB/s. Weak: each
-# rank keeps its batch. Strong: the batch is divided, and with it the 0.2 s.
+# In data parallelism nothing is serial, but every step ends with an all-reduce. A model of 25 million parameters has
+# 100 MB of gradients. Let a rank compute for 0.2 s on its batch, a message take 5 µs, and the network move 12.5 GB/s.
+# Weak: each rank keeps its batch. Strong: ranks divide the batch, and the 0.2 s.
 
 # %%
 NETWORK = {"count": 100e6, "latency": 5e-6, "bandwidth": 12.5e9}
@@ -218,16 +222,16 @@ assert few[0] == many[0] == 93 and many[1] == 0 < few[1] and 2 * 4095 / 4096 < 1
 assert 100 > row("8", "A step of data")[1] > 50 > row("16", "A step of data")[1]  # 0.2 s / 8 are 25 ms, the all-reduce 14
 
 # %% [markdown]
-# Strong scaling ends where a rank's computing is as short as the all-reduce, which gets no shorter. Weak scaling hardly
-# ends: a rank sends little more with 4,096 ranks than with 8, and the fastest algorithm has few rounds. Real curves are lower:
-# links are shared, and some rank is late.
+# Strong scaling ends where a rank's computing is as short as the all-reduce, which does not get shorter. Weak scaling
+# hardly ends: a rank sends little more with 4,096 ranks than with 8, and the fastest algorithm has few rounds. Real
+# curves are lower: links are shared, and one rank is always late.
 #
 # **Discuss.** Overlap ([04](04_data_parallel.ipynb)) hides communication behind computing. Which of the two curves does
 # it help more, and up to which number of ranks?
 #
 # ## What 90 % on 512 GPUs means
 #
-# Horovod's authors published Inception V3 and ResNet-101 at 90 %, VGG-16 at 68 %. Everybody quotes the first:
+# Horovod's authors published Inception V3 and ResNet-101 at 90 %, VGG-16 at 68 %. Most people quote the first:
 
 # %%
 with open(Path("..") / ".." / "data" / "horovod_scaling.csv") as file:
@@ -240,7 +244,7 @@ print(published["source"])
 assert found(r"on (\d+) GPUs: (\d+) %") == [512, 90]
 
 # %% [markdown]
-# **Predict.** How many times the images per second of one GPU is that?
+# **Predict.** How many times the images per second of one GPU is this?
 
 # %% tags=["stub"]
 lab.predict("times-of-512", None)
@@ -255,10 +259,10 @@ print(f"{times:.0f} times one GPU; {(1 - share) * gpus:.0f} GPUs' worth of work 
 print(f"a step takes {1 / share - 1:.0%} longer than alone")
 
 # %% [markdown]
-# It is *weak* scaling, of *throughput*: each GPU keeps its batch. It does not say how soon the network is trained (lesson
-# 05), nor how fast one GPU is: a slower program gets a better efficiency. Few
-# parameters and much computing, as in Inception V3, is the easy case. Our model for 512 ranks, with more and more
-# parameters for the same computing:
+# This is *weak* scaling, of *throughput*: each GPU keeps its batch. The number does not tell when the network is
+# trained (lesson 05), or how fast one GPU is: a slower program has a better efficiency. Few parameters and much
+# computing, as in Inception V3, is the easy case. Our model for 512 ranks, with more and more parameters for the same
+# computing:
 
 # %%
 for million in (25, 140, 700, 3500):
@@ -272,14 +276,14 @@ kept = [found(f"{million} million parameters: (\\d+)%")[0] for million in (25, 1
 assert kept == sorted(kept, reverse=True) and kept[0] > 90 and abs(kept[1] - 68) < 3
 
 # %% [markdown]
-# **Three questions for any such figure:** strong or weak? Efficiency against which base, one GPU or one node? What is
-# the time to a result?
+# **Three questions for any such figure:** strong or weak? Efficiency relative to which base, one GPU or one node? What
+# is the time to a result?
 #
 # ## Why a ring of 1,024 is slow for small messages
 #
-# The ring sends the fewest bytes. But it is a queue: a chunk visits all ranks in turn, twice. **Predict.** How many
-# rounds does an all-reduce of 1,024 ranks take as a ring? And with Rabenseifner's algorithm, which halves the array
-# with a partner log2 N times and then doubles it again?
+# The ring sends the fewest bytes. But each chunk visits all ranks in turn, twice. **Predict.** How many rounds does an
+# all-reduce of 1,024 ranks take as a ring? And with Rabenseifner's algorithm, which halves the array with a partner
+# log2 N times and then doubles it again?
 
 # %% tags=["stub"]
 lab.predict("rounds-of-1024", {"ring": None, "rabenseifner": None})
@@ -288,7 +292,7 @@ lab.predict("rounds-of-1024", {"ring": None, "rabenseifner": None})
 lab.predict("rounds-of-1024", {"ring": 2046, "rabenseifner": 20})
 
 # %% [markdown]
-# On four ranks, by the trace:
+# The trace shows four ranks:
 
 # %%
 # %%px
@@ -307,7 +311,7 @@ if comm.rank == 0:
 assert few < many and sent == as_much
 
 # %% [markdown]
-# The same bytes in fewer messages. And on many ranks, by the model of lesson 03 (5 µs, 25 GB/s):
+# The same bytes in fewer messages. For many ranks we use the model of lesson 03 (5 µs, 25 GB/s):
 
 # %%
 def milliseconds(algorithm, count):
@@ -335,14 +339,14 @@ assert ring < 1.05 * halving
 # At 4 MB on 1,024 ranks the ring pays 2,046 latencies, and takes 25 times as long as Rabenseifner's. At 4 GB the two
 # hardly differ. So a library chooses: dtlib in `dtlib/comm/selection.py`, NVIDIA's NCCL between ring and tree.
 #
-# Links inside a machine are faster: libraries often reduce there first, then between machines.
+# Links inside a machine are faster, so libraries often reduce inside first, then between machines.
 #
 # ## Two hosts, measured
 #
-# Two hosts with two ranks each, 5 ms and 20 MB/s apart, over TCP (network namespaces of one machine).
+# Two hosts with two ranks each are connected by TCP, with 5 ms and 20 MB/s (network namespaces of one machine).
 #
 # **Predict.** By the model of lesson 03, which all-reduce of 4 MB is fastest: `"ring"` (6 rounds of 1 MB) or
-# `"recursive_doubling"` (one round between the hosts, of two arrays of 4 MB on one link)?
+# `"recursive_doubling"` (one round between the hosts, with two arrays of 4 MB on one link)?
 
 # %% tags=["stub"]
 lab.predict("fastest-by-the-model", None)
@@ -364,24 +368,24 @@ assert all(min(table, key=lambda way: table[way][column]) == "recursive_doubling
 assert found(r"'ring': '(\d+) ms', 'recursive_doubling': '(\d+) ms'") == [330, 405] and round(table["ring"][3] / 6) == 107
 
 # %% [markdown]
-# The ring sends the fewest bytes, but is not the fastest here: it crosses between the hosts six times in a row. Doubling
-# crosses once. A round of the ring took 107 ms, not 55: over TCP a message costs more than α + n β. So measure before you
-# choose (`python -m benchmarks slow-network`, as root). Brackets are intervals of the ratio to the ring: where two overlap,
-# neither way has won.
+# The ring sends the fewest bytes, but is not the fastest here: it uses the link between the hosts six times in a row.
+# Doubling uses it once. A round of the ring took 107 ms, not 55: over TCP a message costs more than α + n β. So measure
+# before you choose (`python -m benchmarks slow-network`, as root). Brackets are intervals of the ratio to the ring: if
+# two overlap, neither algorithm has won.
 #
 # ## Your first job: a checklist
 #
 # 1. It runs on the laptop on 2 ranks, from the command line.
-# 2. It takes its GPU by `local_rank`, and its data from a shared folder, not from your home.
+# 2. It chooses its GPU by `local_rank`, and reads its data from a shared folder, not from your home.
 # 3. It saves a checkpoint, and you have resumed from one. Jobs end at their time limit.
-# 4. Ask for one node and five minutes first, then two nodes.
+# 4. Request one node and five minutes first, then two nodes.
 # 5. Let it print the number of ranks and nodes. A wrong launcher gives N worlds of one rank each: `dtlib.init()` refuses
 #    that.
-# 6. Name the network (`interface` in site.toml). The wrong one works, at a tenth of the speed.
+# 6. Name the network (`interface` in site.toml). A wrong network works, but at a tenth of the speed.
 # 7. Compare one step on 1 node and on 2. Below 80 % efficiency? More nodes will not fix it.
-# 8. Ask for as many cores as ranks and their data loaders need; ranks' threads must not compete (`OMP_NUM_THREADS`).
-# 9. Look at the queue (`squeue --me`, `qstat -u $USER`); end what went wrong (`scancel`, `qdel`).
-# 10. Open no port to other machines unless you must, and keep your keys private: `dtlib doctor` says who can be reached.
+# 8. Request enough cores for ranks and their data loaders; ranks' threads must not compete (`OMP_NUM_THREADS`).
+# 9. Look at the queue (`squeue --me`, `qstat -u $USER`); end failed jobs (`scancel`, `qdel`).
+# 10. Open no port to other machines unless you must, and keep your keys private: `dtlib doctor` looks for open ports.
 
 # %% [markdown]
 # ## Quiz
@@ -392,8 +396,8 @@ lab.quiz("11")
 # %% [markdown]
 # ## Summary
 #
-# - The same cells and script run on a laptop and on a cluster; who starts the ranks differs.
-# - Strong scaling: the same work, and Amdahl's limit. Weak scaling: work that grows, and batches with it.
+# - The same cells and script run on a laptop and on a cluster; only the launcher of the ranks differs.
+# - Strong scaling: the same work, and Amdahl's limit. Weak scaling: the work grows, and the batch too.
 # - A published efficiency is mostly weak scaling of throughput. Ask for the base, and for the time to a result.
 # - Rings are slow on many ranks: each round costs a latency. Halving and doubling sends the same bytes in 2 log2 N rounds.
 #

@@ -1,4 +1,4 @@
-"""Lesson 11: what is predicted in it, and where the answers come from."""
+"""Lesson 11: the questions that learners predict, and the sources of the answers."""
 
 from statistics import median
 
@@ -12,7 +12,7 @@ def _rounds() -> dict:
 
 
 def _falls(strong: dict, weak: dict, cores: int) -> str:
-    """Which efficiency is lower on four ranks than on as many as there are cores."""
+    """Return which efficiency is lower on all ranks than on one rank per core: strong, weak, both or none."""
     most = max(strong)
     fall = {
         "strong": median(strong[1]) / most / median(strong[most]) < 0.9,

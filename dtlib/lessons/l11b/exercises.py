@@ -25,9 +25,10 @@ world = dtlib.init()
 # %% [markdown]
 # ## Predict
 #
-# Seventeen steps are done on all ranks. In the next one a rank is killed, before its gradients have left. How many of the
-# seventeen are done once more: by shrinking, with a commit every 5 steps, with a checkpoint every 10? And a step has 50
-# samples, of which rank r takes those from 50 r // N to 50 (r + 1) // N. How many are on each of the three ranks that are left?
+# Seventeen steps are done on all ranks. In the next step a rank is killed before it sends its gradients. How many of
+# the seventeen steps are done again: by shrinking, with a commit every 5 steps, with a checkpoint every 10? And a step
+# has 50 samples; rank r takes the samples from 50 r // N to 50 (r + 1) // N. How many samples does each of the three
+# surviving ranks have?
 
 # %% tags=["stub"]
 lab.predict("done-once-more", {
@@ -44,9 +45,10 @@ lab.predict("slices-of-three", {0: 16, 1: 17, 2: 17})
 # %% [markdown]
 # ## What is given
 #
-# In the exercises a death is SIMULATED, as the engines have to live on. In some step an all-reduce raises MPI's own error on
-# the ranks that notice the death; some others still get the result. From then on every call on that communicator fails. `shrunk(comm)` gives the communicator of those who live, on which another rank may die in a later step; all of
-# them have to call it. Which errors say that a rank has died:
+# In the exercises a death is SIMULATED, because the engines must survive. In some step an all-reduce raises MPI's own
+# error on the ranks that notice the death; some others still get the result. From then on every call on that
+# communicator fails. `shrunk(comm)` returns the communicator of the surviving ranks, and all of them have to call it.
+# On this communicator another rank may die in a later step. These errors mean that a rank has died:
 
 # %%
 from dtlib.recovery.shrink import failure_of_a_rank
@@ -73,9 +75,9 @@ def step_on(comm, model, optimizer, batch):
 # %% [markdown]
 # ## Fix: one step too late on one rank
 #
-# This recovery is right in most runs: they go on, and the loss falls. Now and then one rank goes on with another step than the
-# others, and its gradients are those of another batch. Fix it. (`dist.broadcast_object_list` fills a list with the Python
-# objects of another rank.)
+# This recovery is right in most runs: they continue, and the loss falls. Sometimes one rank continues with another step
+# than the other ranks, and its gradients are those of another batch. Fix it. (`dist.broadcast_object_list` fills a list
+# with the Python objects of another rank.)
 
 # %% tags=["stub"]
 # %%px
@@ -124,14 +126,16 @@ lab.check("resume-fix")
 # %% [markdown]
 # ## Build: shrink and go on
 #
-# Write `shrink_and_go_on(comm, model, optimizer, batch_of, steps)`: data parallelism from step 0 to the end, on the ranks
-# that are left.
+# Write `shrink_and_go_on(comm, model, optimizer, batch_of, steps)`: data parallelism from step 0 to the end, on the
+# surviving ranks.
 #
-# - `batch_of(step)` is the batch of *all* ranks together: `x, y`. Each rank computes its part of it; the gradient of a step is
-#   the mean over the whole, however many ranks there are. The number of samples need not divide by them.
+# - `batch_of(step)` is the batch of *all* ranks together: `x, y`. Each rank computes its part of the batch. The
+#   gradient of a step is the mean over the whole batch, for any number of ranks. The number of samples need not be a
+#   multiple of the number of ranks.
 # - Model and optimizer are the same on all ranks at the beginning. The optimizer has momentum.
-# - After a death, and after another one, training goes on with the step that failed; nothing is done again that all had done.
-# - When it returns, every rank that lives has the parameters of an undisturbed training.
+# - After one death, or more, training continues with the step that failed. Do not repeat a step that all ranks have
+#   done.
+# - When it returns, every surviving rank has the parameters of an undisturbed training.
 # - Any other error ends the training.
 # - Send with `torch.distributed` on `comm.group`, or with `comm` itself.
 
@@ -174,6 +178,6 @@ lab.check("shrink-build")
 # ## If you have time
 #
 # - Kill two ranks at once in the fault lab of the lecture, or one while the others recover.
-# - Where must a line be added so that dropout draws the same random numbers after a death? Is that possible with fewer
+# - Where must you add a line so that dropout draws the same random numbers after a death? Is that possible with fewer
 #   ranks?
-# - Design a buddy scheme: each rank keeps a copy of its neighbour's shard. Which two deaths does it not survive?
+# - Design a buddy scheme: each rank keeps a copy of its neighbour's shard. Which pairs of deaths does it not survive?

@@ -1,6 +1,6 @@
-"""The fault lab: a training on ranks of its own, a button that kills one, a sentence, a curve that goes on.
+"""The fault lab: a training on separate ranks, buttons that kill a rank, and a live curve of the loss.
 
-The ranks are no engines: what dies here takes nothing of the notebook along.
+These ranks are not engines, so a kill does not affect the notebook.
 """
 
 import atexit
@@ -18,18 +18,21 @@ from dtlib.lessons.l11b import figures
 from dtlib.lessons.l11b.training import alone
 from dtlib.recovery import Run, supervise
 
-STEPS, SECONDS = 60, 0.05  # EMULATED computing of a rank in a step
+STEPS, SECONDS = 60, 0.05  # SECONDS is the EMULATED computation of a rank per step
 DRAW_SECONDS = 0.3
-LIMIT = 180.0  # seconds of a run
+LIMIT = 180.0  # longest run in seconds
 
 
 def tell(sentence: str) -> None:
-    """Print it, no wider than a page."""
+    """Print a sentence, folded to the width of a page."""
     print(fold(sentence))
 
 
 class Training:
-    """One training by ``by`` ("checkpoint", "memory" or "shrink") on ``ranks`` ranks; ``say`` is told each sentence."""
+    """A training on ``ranks`` ranks that recovers by ``by``: "checkpoint", "memory" or "shrink".
+
+    ``say`` is called with each message.
+    """
 
     def __init__(self, by: str, ranks: int = 4, say=tell, **options):
         if by not in figures.NAMES:
@@ -41,7 +44,7 @@ class Training:
         atexit.register(self.end)
 
     def go(self) -> "Training":
-        """Run it to its end, and start it again if that is its way."""
+        """Run to the end, with restarts if recovery is by checkpoint; return self."""
         folder = Path(self._folder.name)
         try:
             if self.by == "checkpoint":
@@ -55,14 +58,16 @@ class Training:
 
     @property
     def events(self) -> list[dict]:
+        """The events of all runs."""
         return [event for run in list(self.runs) for event in list(run.events)]
 
     def kill(self, rank: int) -> None:
-        """kill -9, if it lives."""
+        """Send kill -9 to a rank, if it is alive."""
         if self.runs and rank in self.runs[-1].processes:
             self.runs[-1].strike(rank)
 
     def end(self) -> None:
+        """End all processes, and delete the folder."""
         atexit.unregister(self.end)
         for run in self.runs:
             run.end()
@@ -70,7 +75,7 @@ class Training:
 
 
 def run(by: str, rank: int = 2, step: int = 25, **options) -> list[dict]:
-    """A training in which one rank is killed at the beginning of a step; returns its events."""
+    """Run a training in which one rank is killed at the beginning of a step; return its events."""
     killed = {"kind": "kill", "rank": rank, "step": step, "at": "begin"}
     training = Training(by, faults=[killed], **options)
     try:
@@ -80,7 +85,7 @@ def run(by: str, rank: int = 2, step: int = 25, **options) -> list[dict]:
 
 
 def now(ranks: int, events: list[dict], killable: bool) -> str:
-    """What a training does, by the events of its last run, and what a learner may do."""
+    """Return the state of a training from the events of its last run, with the learner's next actions."""
     if not (steps := figures.steps_of(events)):
         return f"{ranks} processes start, which takes some seconds; the kill buttons wait for the first step."
     say = "press a kill button now" if killable and steps[-1]["step"] < STEPS else "it ends"
@@ -88,7 +93,7 @@ def now(ranks: int, events: list[dict], killable: bool) -> str:
 
 
 class FaultLab:
-    """The widgets; ``box`` is shown. Drawn by a thread, so that cells can be run meanwhile."""
+    """The widgets; ``box`` is shown. A thread updates them, so that other cells can run."""
 
     def __init__(self, ranks: int = 4):
         import ipywidgets
@@ -112,6 +117,7 @@ class FaultLab:
         self._draw()
 
     def start(self) -> None:
+        """Start a training, unless one is running."""
         if self._thread is not None and self._thread.is_alive():
             return
         self.start_button.disabled, self._said, self.sentences.value = True, [], ""
@@ -122,6 +128,7 @@ class FaultLab:
         self._thread.start()
 
     def kill(self, rank: int) -> None:
+        """Kill a rank of the current training."""
         self.training.kill(rank)
 
     def _follow(self, worker) -> None:
@@ -160,5 +167,5 @@ class FaultLab:
 
 
 def fault_lab(ranks: int = 4) -> None:
-    """Show it: choose a recovery, start, and kill."""
+    """Show the fault lab: choose a recovery, start, and kill."""
     show_widget(FaultLab(ranks).box, "A choice of recovery, Start, a button that kills each rank, and the curves.")

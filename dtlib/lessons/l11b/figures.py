@@ -1,4 +1,4 @@
-"""The figures of lesson 11b: what a training did before and after a rank died, and how long it took to go on."""
+"""The figures of lesson 11b: training before and after a rank died, and the time of recovery."""
 
 from dtlib.lab.colours import RANK_COLOURS
 from dtlib.lab.drawing import STYLE, Picture, subplots
@@ -13,20 +13,22 @@ _MARKERS = {"checkpoint": "s", "memory": "^", "shrink": "o"}
 
 
 def steps_of(events: list[dict]) -> list[dict]:
+    """Return the events of steps."""
     return [event for event in events if event["what"] == "step"]
 
 
 def draw(histories: dict, undisturbed: list[float]):
-    """A figure: losses against steps, over those of one process; and when each step was done, and who died when.
+    """Draw losses against steps, and below them the time of each step and death.
 
-    ``histories`` maps a recovery (a key of ``NAMES``) to the events of its runs, in order.
+    ``histories`` maps a recovery (a key of ``NAMES``) to the events of its runs, in order. ``undisturbed`` are losses
+    of one process without faults.
     """
     from matplotlib import rc_context
 
     with rc_context(STYLE):
         began = any(steps_of(events) for events in histories.values())
         figure, axes = subplots(1 + began, 1, height=2.8 * (1 + began), squeeze=False)
-        by_step, by_time = axes[0, 0], axes[-1, 0]  # the same one, as long as there is nothing to draw below
+        by_step, by_time = axes[0, 0], axes[-1, 0]  # the same axes, if there are no steps to draw below
         by_step.plot(range(1, len(undisturbed) + 1), undisturbed, color="black", lw=6, alpha=0.2, label="undisturbed")
         for lane, (by, events) in enumerate(histories.items()):
             steps, colour = steps_of(events), RANK_COLOURS[lane]
@@ -48,13 +50,13 @@ def draw(histories: dict, undisturbed: list[float]):
 
 
 def times(histories: dict) -> list[tuple]:
-    """A row for each recovery: seconds to go on, ranks before and after, steps done twice."""
-    from dtlib.recovery.journal import seconds_to_go_on
+    """Return for each recovery its seconds, the ranks before and after, and the number of repeated steps."""
+    from dtlib.recovery.journal import recovery_seconds
 
     rows = []
     for by, events in histories.items():
         steps = steps_of(events)
-        seconds = ", ".join(f"{taken:.2f}" for taken in seconds_to_go_on(events)) or "-"
+        seconds = ", ".join(f"{taken:.2f}" for taken in recovery_seconds(events)) or "-"
         ranks = f"{steps[0]['ranks']} -> {steps[-1]['ranks']}" if steps else "-"
         rows.append((NAMES[by], seconds, ranks, len(steps) - len({event["step"] for event in steps})))
     return rows
@@ -64,7 +66,7 @@ HEADERS = ("recovery", "seconds from the kill to the next good step", "ranks", "
 
 
 def picture(histories: dict, undisturbed: list[float]) -> Picture:
-    """The figure, with its table as text."""
+    """Return the figure with its table as text equivalent."""
     from matplotlib import rc_context
 
     done = [f"{NAMES[by]}, {len(steps)} steps" for by, events in histories.items() if (steps := steps_of(events))]
@@ -75,7 +77,7 @@ def picture(histories: dict, undisturbed: list[float]) -> Picture:
 
 
 def compare(histories: dict, undisturbed: list[float]) -> None:
-    """Show the figure, and its table."""
+    """Show the figure and its table."""
     from IPython.display import display
 
     display(picture(histories, undisturbed), Table(times(histories), HEADERS))

@@ -1,4 +1,4 @@
-"""Lesson 11b: recoveries after a death that is simulated, judged by losses and parameters against one process."""
+"""Lesson 11b: check of recoveries after simulated deaths, by losses and parameters against one process."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ from dtlib.lessons.l11b.observe_recovery import DEATHS, MISTAKE, SAMPLES, STEPS,
 
 
 def judge(observations) -> None:
-    """Who lives has the parameters of a run that nothing happened to, whoever died and however far the others were."""
+    """Check that all survivors have the parameters of an undisturbed run, in every case of deaths."""
     wrong = rows(None)
     wrong("too-few", not all(observations), "at least two ranks", "one", "Start more ranks: lab.engines(3).")
     right = alone()
@@ -33,7 +33,7 @@ def judge(observations) -> None:
 
 
 def _judge_steps(name: str, living: dict) -> None:
-    """Parameters are right: has it gone on, or begun anew?"""
+    """With right parameters, check that training continued instead of starting from the beginning."""
     for rank, case in living.items():
         for death, steps in zip(DEATHS[name], case["steps"][1:], strict=True):
             if steps and min(steps) < death.step:
@@ -45,7 +45,7 @@ def _judge_steps(name: str, living: dict) -> None:
 
 
 def _judge_shares(name: str, living: dict) -> None:
-    """Parameters are right: was the work shared out?"""
+    """With right parameters, check that ranks divided the samples instead of repeating them."""
     of_step = sorted({key for case in living.values() for key in case["samples"] if key[0] == case["deaths"]})
     for key in of_step:
         sizes = [len(case["samples"].get(key, [])) for case in living.values()]
@@ -64,8 +64,8 @@ def _judge_ends(name: str, living: dict) -> None:
               "an error of batch_of, which is not the end of a rank, ends the training", "your code caught it",
               "Not every error means that a rank has ended. Which errors do you catch?",
               "In the except clause: if not failure_of_a_rank(error): raise")
-        wrong("world-comm", case["end"] == "OfTheWorld",
-              f"{name}: every call on comm, and on the result of shrunk(comm)", case.get("said"),
+        wrong("world-comm", case["end"] == "WorldCommUsed", f"{name}: every call on comm and on shrunk(comm)",
+              case.get("said"),
               "world.comm contains ranks that have ended. Which communicator contains only the others?",
               "Use comm.rank, comm.size and comm.all_reduce, and after a failure comm = shrunk(comm).")
         wrong("no-such-root", case["end"] == "NoSuchRoot", f"{name}: a root that still runs",
@@ -102,6 +102,7 @@ def _explain(name: str, living: dict, rank: int) -> None:
         case["deaths"] for case in living.values()
     ):
         wrong("other-steps", True, f"ranks did {sorted(begun)} steps", "All ranks must do all steps.")
+    # The first step of each survivor after the death.
     resumed = {r: min(c["steps"][c["deaths"]], default=STEPS) for r, c in living.items()}
     wrong("from-the-beginning", not any(resumed.values()), "it starts again with step 0, on trained parameters",
           "What still exists after the failure, and which steps does it include?",
@@ -141,12 +142,12 @@ def _out_of_step(rank: int, name: str) -> Wrong:
 
 
 def _shares(living: dict, deaths: int, step: int) -> list:
-    """Which samples of a step each rank has computed, after so many deaths."""
+    """Return the samples of a step that each rank has computed, after this number of deaths."""
     return [case["samples"].get((deaths, step), []) for case in living.values()]
 
 
 def _explain_step(living: dict, rank: int, what: str) -> None:
-    """Nothing has happened, and parameters are wrong: by what the ranks have computed in the first step."""
+    """Recognise a mistake without any death, from the samples and gradients of the first step."""
     shares = _shares(living, 0, 0)
     seen = Counter(sample for share in shares for sample in share)
     if lost := sorted(set(range(SAMPLES)) - set(seen)):
@@ -159,6 +160,7 @@ def _explain_step(living: dict, rank: int, what: str) -> None:
                     f"samples {twice[:5]} are on several ranks",
                     "batch_of returns the batch of all ranks. Which part belongs to this rank?",
                     "x[comm.rank :: comm.size] gives each sample to one rank.")
+    # Train in one process with each mistake, and compare the parameters.
     wrong = rows(rank, what)
     for factor, mistake in ((len(living), "mean-of-means"), (1, "sum-of-means")):
         wrong(mistake, _close(living[rank]["parameters"], alone(weights=_of_means(shares, factor))),
@@ -182,7 +184,7 @@ def _of_means(shares, factor: int) -> tuple:
 
 
 def _explain_shares(name: str, living: dict, rank: int, what: str) -> None:
-    """All ranks have the same, and it is wrong: by what they have computed after the death."""
+    """Recognise a mistake from the samples after the death, if wrong parameters are equal on all ranks."""
     deaths = living[rank]["deaths"]
     step = min(living[rank]["steps"][deaths], default=0)
     seen = Counter(sample for share in _shares(living, deaths, step) for sample in share)

@@ -2,14 +2,14 @@
 # # 11b Faults: a rank dies, and training goes on
 #
 # Forty-five minutes. On 16,384 GPUs, Llama 3's training had 419 unplanned interruptions in 54 days: one every three
-# hours (Llama team, below). You kill ranks of a training with `kill -9`, read the sentence that names them, and see
-# three ways to go on.
+# hours (Llama team, below). You kill ranks of a training with `kill -9`, read the error message that names them, and
+# compare three ways to continue.
 #
-# **Questions.** What does a rank take with it when it dies? Who notices, and how do the others learn of it? How long does
-# it take to go on, and what is done twice?
+# **Questions.** Which data are lost when a rank dies? Who notices the death, and how do the other ranks learn of it?
+# How long does a recovery take, and which steps are done twice?
 #
-# **Afterwards you can** say for each strategy what is lost with a rank; choose between a checkpoint, a commit in memory and
-# shrinking; read and write a recovery with ULFM, MPI's way to survive failures.
+# **Afterwards you can** name for each strategy the data that are lost with a rank; choose between a checkpoint, a
+# commit in memory and shrinking; read and write a recovery with ULFM, an extension of MPI for surviving failures.
 #
 # **You need** lesson 04, and the checkpoints of lesson 06 for one section.
 
@@ -19,30 +19,30 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 # %%
 from dtlib.lessons.l11b import fault_lab, figures
 from dtlib.lessons.l11b.training import alone
-from dtlib.recovery import replica, restart, shrink, signs
-from dtlib.recovery import memory as memory_commit
+from dtlib.recovery import rank_status, replica, restart, shrink
+from dtlib.recovery import commit as memory_commit
 
 # %% [markdown]
 # ## The fault lab
 #
-# Choose a recovery, start a training on four ranks, and kill one of them while it runs. The ranks of the lab are processes
-# of their own, so nothing of this notebook dies with them. Each step has 0.05 s of EMULATED computing, so that there is
-# time to aim.
+# Choose a recovery, start a training on four ranks, and kill one of them while it runs. The ranks of the lab are
+# separate processes, so this notebook does not die with them. Each step has 0.05 s of EMULATED computing, so that you
+# have time to kill a rank.
 
 # %% tags=["nbval-ignore-output"]
 fault_lab.fault_lab(4)
 
 # %% [markdown]
-# The grey line is an undisturbed training in one process. The dots should lie on it, whatever you killed.
+# The grey line is an undisturbed training in one process. The dots should lie on this line, whichever rank you killed.
 #
-# Now the same without buttons, to compare below. Steps count from 0. Rank 2 is killed at the beginning of step 25, so 25 steps
-# are done.
+# Now we do the same without buttons, to compare the results below. Steps count from 0. Rank 2 is killed at the
+# beginning of step 25, so 25 steps are done.
 
 # %% [markdown]
 # ## One: start all again from the checkpoint
 #
-# By default MPI ends the whole job when a rank dies. Somebody outside, such as a scheduler, starts it again, and it loads
-# the last checkpoint. Here one is saved after every 10 steps.
+# By default MPI ends the whole job when a rank dies. An outside program, such as a scheduler, starts the job again, and
+# the job loads the last checkpoint. Here a checkpoint is saved after every 10 steps.
 #
 # **Predict.** Rank 2 dies when 25 steps are done. How many steps are done twice?
 
@@ -57,25 +57,25 @@ of_checkpoint = fault_lab.run("checkpoint")
 histories = {"checkpoint": of_checkpoint}
 
 # %% [markdown]
-# The sentence is written outside of the job: `mpiexec` says which rank ended on which signal, and `dtlib.recovery.supervise`
-# starts the job again. The core of this recovery:
+# The error message is written outside of the job: `mpiexec` reports which rank ended on which signal, and
+# `dtlib.recovery.supervise` starts the job again. This is the core of the recovery:
 
 # %%
 lab.read(restart.train_and_save)
 
 # %% [markdown]
-# This way works for every strategy, and on any number of ranks: a checkpoint says to which parameter each shard
-# belongs. Most of the time to the next good step starts four processes that import torch. On a cluster you also wait in
-# the queue.
+# This works for every strategy, and on any number of ranks, because a checkpoint stores to which parameter each shard
+# belongs. Most of the time until the next good step is spent on starting four processes that import torch. On a cluster
+# you also wait in the queue.
 #
 # ## Two: shrink and go on
 #
 # `mpiexec --with-ft ulfm` starts ranks that survive the death of others (ULFM is user-level failure mitigation). Then a
-# call that talks with a dead rank raises an error. Three things are left to do:
+# call that exchanges messages with a dead rank raises an error. Now three things remain to do:
 #
-# 1. `Revoke` the communicator, the group of ranks that talk: ranks that wait for somebody else get an error too.
-# 2. `Shrink` it: that makes a new one of those who live, in their old order.
-# 3. Settle where to go on: here the lowest rank broadcasts its state, with the step.
+# 1. `Revoke` the communicator, the group of ranks: ranks that wait for another living rank get an error too.
+# 2. `Shrink` it: this makes a new communicator of the surviving ranks, in their old order.
+# 3. Agree on the step to continue with: here the lowest rank broadcasts its state, with the step.
 #
 # **Discuss.** Rank 2 dies in an all-reduce. Why can rank 3 have the result, and rank 0 not?
 #
@@ -95,23 +95,22 @@ histories["shrink"] = of_shrink
 lab.read(shrink.train_and_shrink, shrink.shrunk)
 
 # %% [markdown]
-# Survivors may be one step apart: that is why the step is broadcast with the state. Two things keep this code short.
-# The *batch belongs to the step*, not to a rank: each rank takes its slice, and with
-# three ranks the slices are larger. And a *step is done as a whole or not at all*: an error is raised before anything
-# has changed.
+# Survivors may be one step apart: therefore the step is broadcast with the state. Two things keep this code short. The
+# *batch belongs to the step*, not to a rank: each rank takes its slice, and with three ranks the slices are larger. And
+# a *step is done as a whole or not at all*: an error is raised before anything has changed.
 
 # %%
 lab.read(replica.Replica.step)
 
 # %% [markdown]
-# `Revoke` and `Shrink` are extensions of Open MPI and MPICH. They are *not in the MPI standard* (5.0, 2025). Known open bugs:
-# `Agree` across nodes may hang, so the code above avoids it. `MPI_Finalize` after a failure may hang too, so each rank
-# ends by `os._exit` after a barrier.
+# `Revoke` and `Shrink` are extensions of Open MPI and MPICH. They are *not in the MPI standard* (5.0, 2025). There are
+# known open bugs: `Agree` across nodes may hang, so the code above does not call it. `MPI_Finalize` after a failure may
+# hang too, so each rank ends by `os._exit` after a barrier.
 #
 # ## Three: commit in memory
 #
-# What if a step fails in the middle, or fails although nobody has died? Elastic Horovod keeps a copy of the last good
-# state in memory, and goes back to it. A copy takes time, so here one is made after every 5 steps.
+# What if a step fails in the middle, or fails although no rank has died? Elastic Horovod keeps a copy of the last good
+# state in memory, and restores it. A copy takes time, so here it copies after every 5 steps.
 #
 # **Predict.** Rank 2 dies when 27 steps are done. How many steps are done twice?
 
@@ -136,15 +135,15 @@ undisturbed = alone({"steps": fault_lab.STEPS})[1]
 figures.compare(histories, undisturbed)
 
 # %% tags=["statement"]
-# "The lower one shows the price in seconds."
+# "The lower picture shows the price in seconds."
 from_disk, again = found(r"start all again from the ([\d.]+) 4 -> 4 (\d+)")
 shrunk, none = found(r"shrink and go on ([\d.]+) 4 -> 3 (\d+)")
 restored, twice = found(r"commit and restore in memory ([\d.]+) 4 -> 3 (\d+)")
 assert from_disk > 5 * max(shrunk, restored) and (again, none, twice) == (5, 0, 2)
 
 # %% [markdown]
-# In the upper picture all three lie on the undisturbed curve: the global batch stays the same on three ranks, and a checkpoint is
-# a step of that curve. The lower one shows the price in seconds. Are the losses really equal?
+# In the upper picture all three lie on the undisturbed curve: the global batch stays the same on three ranks, and a
+# checkpoint is a point of that curve. The lower picture shows the price in seconds. Are the losses really equal?
 
 # %%
 def furthest_off(events):
@@ -162,8 +161,8 @@ assert count(r"(?m)equal to 1e-9$|equal to 1e-9\n") == 3 and not count("not equa
 # %% [markdown]
 # ## What is lost with a rank
 #
-# Shrinking needs a copy of everything on the ranks that live. **Predict** for each strategy what is lost for good
-# when one rank dies: "nothing", "optimizer states", or "parameters and optimizer states".
+# Shrinking needs a copy of all data on the surviving ranks. **Predict** for each strategy what is lost for good when
+# one rank dies: "nothing", "optimizer states", or "parameters and optimizer states".
 
 # %% tags=["stub"]
 lab.predict("lost-with-a-rank", {
@@ -179,7 +178,7 @@ lab.predict("lost-with-a-rank", {
 })
 
 # %% [markdown]
-# So ZeRO and pipelines have to go back to the checkpoint, and say so:
+# So ZeRO and pipelines must use the checkpoint, and their error message says so:
 
 # %% tags=["raises-exception"]
 # %%px
@@ -201,24 +200,24 @@ if world.rank == 0:
 # %% [markdown]
 # ## Who says what
 #
-# A dead rank is the simple case. Other faults are worse, because nobody has died:
+# A dead rank is the simple case. Other faults are harder, because no rank dies:
 #
 # | fault | who notices | what happens |
 # |---|---|---|
-# | a rank is killed, or crashes | mpiexec; with ULFM whoever talks with it | as above |
-# | an error on one rank | a journal, which has its last words | all end with that sentence; with commits, the step is tried again |
-# | NaN on one rank | a flag that travels with the gradients | all ranks raise the same, before any parameter changes |
-# | a straggler, a slow rank | the seconds of each rank, which travel too | a sentence; training goes on, at its pace |
-# | a rank is stopped (SIGSTOP) | nobody in MPI: it counts as alive | a sentence from outside; killed, it counts as dead |
-# | a node is cut off | mpiexec, by its daemon there | the job ends with status 0: believe the last words, not the status |
-# | the disk is full | the rank that saves | all raise the same; the checkpoint before is whole |
+# | a rank is killed, or crashes | mpiexec; with ULFM each rank that communicates with it | as above |
+# | an error on one rank | a journal, which stores the rank's last message | all end with this error message; with commits, the step is tried again |
+# | NaN on one rank | a flag that travels with the gradients | all ranks raise the same error, before any parameter changes |
+# | a straggler, a slow rank | the seconds of each rank, which travel too | a warning; training continues, at this rank's speed |
+# | a rank is stopped (SIGSTOP) | nobody in MPI: it counts as alive | an error message from outside; once killed, it counts as dead |
+# | a node is cut off | mpiexec, by its daemon there | the job ends with status 0: trust the last messages, not the status |
+# | the disk is full | the rank that saves | all raise the same error; the previous checkpoint is whole |
 # | the scheduler's time limit | a handler of SIGTERM and SIGUSR1 | all save after the same step, and end |
 #
-# Take NaN (not a number). A mean with one NaN in it is NaN on every rank, and then nobody knows whose it was. So each rank
-# sends a flag along, in a place of its own:
+# Take NaN (not a number). A mean with one NaN in it is NaN on every rank, and then no rank knows where it began. So
+# each rank also sends a flag, in its own place of an array:
 
 # %%
-lab.read(signs.Signs.of_this_rank)
+lab.read(rank_status.Signs.of_this_rank)
 
 # %% tags=["nbval-ignore-output"]
 nan = {"kind": "nan", "rank": 1, "step": 12, "at": "nan"}
@@ -226,12 +225,12 @@ training = fault_lab.Training("memory", ranks=2, steps=20, faults=[nan]).go()
 training.end()
 
 # %% tags=["statement"]
-# "So each rank sends a flag along, in a place of its own:"
+# "So each rank also sends a flag, in its own place of an array:"
 assert found(r"The gradient of rank (\d) is not finite in step (\d+)") == [1, 12]
 
 # %% [markdown]
-# A rank that is stopped is the hardest to see: MPI has no word for "alive, but it does not arrive". The only help is a limit on
-# waiting (`comm.time_limit`), or somebody who looks at the processes.
+# A rank that is stopped is the hardest to see: for MPI it is alive, but it does not arrive. The only help is a limit on
+# waiting (`comm.time_limit`), or a look at the processes from outside.
 
 # %% tags=["nbval-ignore-output"]
 stop = {"kind": "stop", "rank": 1, "step": 12, "at": "begin"}
@@ -247,20 +246,22 @@ assert count("is stopped, by SIGSTOP") == 1 and count("rank 1 has not arrived") 
 #
 # | | needs | loses | costs meanwhile |
 # |---|---|---|---|
-# | checkpoint | a disk that all see | steps since it, and the start of the job | a save now and then |
-# | commit in memory | ULFM or the like; whole copies | steps since the commit | a copy of model and optimizer states per commit |
-# | shrink | ULFM, whole copies, and all-or-nothing steps | the step under way | a whole copy on every rank |
+# | checkpoint | a disk that all ranks can read | steps since the checkpoint, and the start of the job | regular saves |
+# | commit in memory | ULFM or something similar; whole copies | steps since the commit | a copy of model and optimizer states per commit |
+# | shrink | ULFM, whole copies, and all-or-nothing steps | the current step | a whole copy on every rank |
 #
-# How often does one save? If a save takes C and something fails every M: every √(2 C M) (J. W. Young, 1974).
+# How often should you save? If a save takes C and there is one failure every M, save every √(2 C M) (J. W. Young,
+# 1974).
 #
-# **Compute.** Llama 3's training failed every 3.1 hours. A save of one minute: how often, and how much is lost in a failure?
+# **Compute.** Llama 3's training failed every 3.1 hours. If a save takes one minute, how often should you save, and how
+# much is lost in a failure?
 #
 # <details><summary>Answer</summary>√(2 · 60 · 11,160) = 1,157 s, every 19 minutes. Half an interval is lost on average, ten
 # minutes.</details>
 #
-# Large trainings use checkpoints, with copies of shards in a neighbour's memory, and spare nodes instead of shrinking. At work:
-# `torchrun --max-restarts=3 --nnodes=2:4` starts ranks again, as our `supervise` does; `torch.distributed.checkpoint` saves
-# shards; the `timeout` of `init_process_group` ends a wait for a stopped rank.
+# Large trainings use checkpoints, with copies of shards in a neighbour's memory, and spare nodes instead of shrinking.
+# In practice, `torchrun --max-restarts=3 --nnodes=2:4` starts ranks again, as our `supervise` does;
+# `torch.distributed.checkpoint` saves shards; the `timeout` of `init_process_group` ends a wait for a stopped rank.
 
 # %% [markdown]
 # ## Quiz
@@ -271,11 +272,11 @@ lab.quiz("11b")
 # %% [markdown]
 # ## Summary
 #
-# - What only one rank has is lost with it: nothing in data parallelism, shards in ZeRO, a stage in a pipeline.
-# - Ranks that talk with the dead one notice its death; revoking tells the others.
-# - Survivors may be one step apart, so the state and its step travel together.
-# - The batch belongs to the step, so the curve goes on without a kink.
-# - Only a checkpoint survives everybody's death.
+# - Data on only one rank are lost with it: nothing in data parallelism, shards in ZeRO, a stage in a pipeline.
+# - Ranks that communicate with the dead rank notice its death; revoking informs the others.
+# - Survivors may be one step apart, so a rank broadcasts the state together with its step.
+# - The batch belongs to the step, so the curve continues without a kink.
+# - Only a checkpoint survives the death of all ranks.
 #
 # Now the [exercises](../exercises/11b_faults_exercises.ipynb).
 #

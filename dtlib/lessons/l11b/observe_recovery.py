@@ -1,14 +1,14 @@
-"""Lesson 11b: recoveries, observed: what became of each rank, and what it has computed, in every case of a death."""
+"""Observation of recoveries: the end of each rank, and its computations, in every case of deaths."""
 
 import functools
 
 from dtlib.errors import CommunicationError, WaitTimeout
-from dtlib.lab.checks.given import OfTheWorld, world_out_of_reach
-from dtlib.lessons.l11b.simulated_death import Apart, Death, Died, Dying, Endless, NoSuchRoot
+from dtlib.lab.checks.world_guard import WorldCommUsed, refuse_world_comm
+from dtlib.lessons.l11b.simulated_death import Apart, Death, Died, Endless, FaultyCommunicator, NoSuchRoot
 from dtlib.recovery.shrink import failure_of_a_rank
 
 STEPS = 6
-SAMPLES = 13  # divides by no number of ranks
+SAMPLES = 13  # a prime, which no number of ranks divides
 MISTAKE = "batch_of raises an error"
 DEATHS = {
     "nobody dies": (),
@@ -20,10 +20,11 @@ DEATHS = {
     "rank 0 dies in the last step, of which rank 1 has the result": (Death(0, STEPS - 1, (1,)),),
     "the last rank dies in step 0, and rank 0 of the others in step 4": (Death(-1, 0), Death(0, 4)),
 }
-ENDS = {kind.__name__: kind for kind in (Apart, Died, Endless, NoSuchRoot, OfTheWorld)}
+ENDS = {kind.__name__: kind for kind in (Apart, Died, Endless, NoSuchRoot, WorldCommUsed)}
 
 
 def make_model(seed: int = 0):
+    """Return model and optimizer."""
     import torch
     from torch import nn
 
@@ -33,7 +34,7 @@ def make_model(seed: int = 0):
 
 
 def batch_of(step: int):
-    """The batch of all ranks together in a step."""
+    """Return the batch of all ranks together in a step."""
     import torch
 
     chance = torch.Generator().manual_seed(100 + step)
@@ -43,8 +44,11 @@ def batch_of(step: int):
 
 @functools.cache
 def alone(skip=None, again=None, weights=None, forget=None) -> list:
-    """Parameters of one process; without step ``skip``, with step ``again`` done twice, with other ``weights`` of the
-    samples of a step than 1 / SAMPLES each, or without momentum from before step ``forget``."""
+    """Return the parameters of one process after training.
+
+    Mistakes can be planted: step ``skip`` is left out, step ``again`` is done twice, samples have other ``weights``
+    than 1 / SAMPLES, or momentum is cleared before step ``forget``.
+    """
     import torch
 
     model, optimizer = make_model()
@@ -60,36 +64,41 @@ def alone(skip=None, again=None, weights=None, forget=None) -> list:
 
 
 def flat(model) -> list:
+    """Return all parameters as one list."""
     return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
 
 
 def observe(train, comm):
-    """For each of ``DEATHS`` that this number of ranks allows, and for a mistake: what became of this rank."""
+    """Return the end of this rank in each of ``DEATHS`` that this number of ranks allows, and for a planted error."""
     fits = {name: plan for name, plan in DEATHS.items() if comm.size > len(plan) + any(death.ahead for death in plan)}
     seen = []
-    with world_out_of_reach():
+    with refuse_world_comm():
         for name, plan in fits.items() if comm.size > 1 else ():
-            calls = seen[0]["calls"] if seen else 1  # of a step: who is ahead has what the last of them returns
+            # The death is in the last all_reduce of a step, so that ranks ahead of it have all results.
+            calls = seen[0]["calls"] if seen else 1
             plan = [death._replace(call=max(0, calls - 1)) if death.ahead else death for death in plan]
             seen.append(_train(train, comm, name, plan))
-            if any(comm.all_gather_object(seen[-1]["end"] in ("Apart", "waited", "OfTheWorld"))):
-                return seen  # before they wait for one another
+            if any(comm.all_gather_object(seen[-1]["end"] in ("Apart", "waited", "WorldCommUsed"))):
+                return seen  # otherwise ranks would wait for each other
         return [*seen, _train(train, comm, MISTAKE)] if seen else []
 
 
 class _Mistake(Exception):
-    """Not a rank's failure: nothing that an answer should catch."""
+    """An error in the program, not of a rank, which an answer must not catch."""
 
 
 def _train(train, comm, case: str, deaths=()) -> dict:
-    """``steps`` are those that were begun, and ``samples`` what was computed in each, before and after each death."""
+    """Run the answer in one case of deaths; return the observations of this rank.
+
+    ``steps`` are the steps that it began, and ``samples`` the samples it computed in each, before and after each death.
+    """
     import torch
     from mpi4py import MPI
 
     model, optimizer = make_model()
     part = comm.split(0)
-    part.time_limit = comm.time_limit / 2  # so that a rank that waits for nobody reaches the next case in time
-    first = Dying(part, deaths)
+    part.time_limit = comm.time_limit / 2  # so that waiting ranks reach the next case in time
+    first = FaultyCommunicator(part, deaths)
     got = {"case": case, "steps": [[] for _ in range(len(deaths) + 1)], "samples": {}, "end": "returned"}
     of_step = {}
 
@@ -101,6 +110,7 @@ def _train(train, comm, case: str, deaths=()) -> dict:
         if case == MISTAKE and step == 2 and len(steps) == 2:
             steps.append(step)
             raise _Mistake
+        # Endless and Apart are BaseExceptions, so an answer that catches the failure of a rank does not catch them.
         if len(steps) > 3 * STEPS:
             raise Endless
         steps.append(step)
@@ -110,6 +120,7 @@ def _train(train, comm, case: str, deaths=()) -> dict:
         of_step[step] = batch_of(step)
         return of_step[step]
 
+    # Find out which samples of the step's batch this rank computes, by comparing rows.
     def look(_, inputs):
         last = first.last()
         if last.at is not None and torch.is_grad_enabled():
@@ -127,7 +138,7 @@ def _train(train, comm, case: str, deaths=()) -> dict:
         if failure_of_a_rank(error):
             got["end"] = "failed"
         elif isinstance(error, (WaitTimeout, CommunicationError, MPI.Exception)) and first.next:
-            got["end"] = "waited"  # for calls that others make in another order
+            got["end"] = "waited"  # for calls that other ranks make in another order
         else:
             raise
     got["deaths"], got["calls"] = min(first.last().shrinks, len(deaths)), first.calls

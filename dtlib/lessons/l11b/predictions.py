@@ -1,4 +1,4 @@
-"""Lesson 11b: what is predicted in it, and where the answers come from."""
+"""Lesson 11b: the questions that learners predict, and the sources of the answers."""
 
 from dtlib.lab.checks.exercise import Prediction
 

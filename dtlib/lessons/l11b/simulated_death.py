@@ -1,41 +1,42 @@
-"""A rank that dies without dying: SIMULATED, so that an exercise on engines can lose one and keep it.
+"""SIMULATED deaths of ranks, so that an exercise on engines loses no engine.
 
-    before the step       as always
-    an all_reduce of it   all ranks take part; then one dies, some get an error, the others what they waited for
-    calls after that      an error on all who are left, until they have a new communicator from ``shrunk(comm)``
+    before the step       all calls work
+    an all_reduce of it   all ranks take part; then one dies, the ranks ahead get the result, the others an error
+    calls after that      an error on all survivors, until they have a new communicator from ``shrunk(comm)``
 
-The error is MPI's own, and ``shrunk`` does what that of dtlib.recovery does: with it an answer runs under ULFM too.
+The error is MPI's own, and ``shrunk`` works like the function of dtlib.recovery. So an answer also runs under ULFM.
 """
 
 from functools import cached_property
 from typing import NamedTuple
 
 from dtlib.errors import DtlibError
-from dtlib.lab.checks.given import OfTheWorld
+from dtlib.lab.checks.world_guard import WorldCommUsed
 
 MOST_SHRINKS = 3
 
 
 class Died(BaseException):
-    """Ends this rank's part: nothing in an answer should catch it."""
+    """Ends a rank; an answer must not catch it."""
 
 
 class Apart(BaseException):
-    """Ranks go on with different steps."""
+    """Raised if ranks continue with different steps."""
 
 
 class Endless(BaseException):
-    """An answer that goes on for ever."""
+    """Raised if an answer runs forever."""
 
 
 class NoSuchRoot(BaseException):
-    """A broadcast from a rank that the communicator does not have."""
+    """Raised for a broadcast from a rank that the communicator does not have."""
 
 
 class Death(NamedTuple):
-    """``rank`` dies in ``step``, counted from 0, in this ``call`` of all_reduce; those ``ahead`` get what it returns.
+    """A death of ``rank`` in ``step``, counted from 0, in this ``call`` of all_reduce.
 
-    A negative rank counts from the last one."""
+    The ranks ``ahead`` still get the result of that call. A negative rank counts from the last one.
+    """
 
     rank: int
     step: int
@@ -43,11 +44,12 @@ class Death(NamedTuple):
     call: int = 0
 
 
-class Dying:
-    """``comm`` with the first of these ``deaths`` on it; the next one is on the communicator of those who are left.
+class FaultyCommunicator:
+    """A communicator on which the first of ``deaths`` happens.
 
-    ``at`` is the step under way, and ``calls`` those of all_reduce in it; ``shrinks`` is how many deaths it has met
-    through."""
+    Further deaths happen on the communicators after it. ``at`` is the current step, ``calls`` counts its all_reduces,
+    and ``shrinks`` counts survived deaths.
+    """
 
     def __init__(self, comm, deaths=(), shrinks: int = 0):
         self.rank, self.size, self.members, self.at, self.calls = comm.rank, comm.size, comm.members, None, 0
@@ -56,6 +58,7 @@ class Dying:
         self._dead = False
 
     def all_reduce(self, tensor, op="sum"):
+        """Reduce in place; this call may kill this rank, or raise because another rank died."""
         self._refuse_if_failed()
         before = tensor.clone()
         self._comm.all_reduce(tensor, op)
@@ -71,25 +74,29 @@ class Dying:
         return tensor
 
     def broadcast(self, tensor, root=0):
+        """Broadcast, or raise if a rank has died."""
         self._refuse_if_failed(root)
         return self._comm.broadcast(tensor, root)
 
     def broadcast_object(self, thing, root=0):
+        """Broadcast an object, or raise if a rank has died."""
         self._refuse_if_failed(root)
         return self._comm.broadcast_object(thing, root)
 
     def all_gather_object(self, thing):
+        """All-gather an object, or raise if a rank has died."""
         self._refuse_if_failed()
         return self._comm.all_gather_object(thing)
 
     @cached_property
     def group(self):
-        """For ``torch.distributed``, whose calls become those above."""
+        """A process group of torch, whose collectives call the methods above."""
         from dtlib.comm.torch.backend_group import group_over
 
         return group_over(self)
 
     def barrier(self):
+        """Wait for all ranks, or raise if a rank has died."""
         self._refuse_if_failed()
         self._comm.barrier()
 
@@ -107,28 +114,28 @@ class Dying:
             "and barrier."
         )
 
-    def last(self) -> "Dying":
-        """The communicator of those who are left now."""
+    def last(self) -> "FaultyCommunicator":
+        """Return the current communicator of the survivors."""
         return self.next.last() if self.next else self
 
     def same_on_all(self, thing) -> bool:
-        """Whether the survivors of a death have the same; before one, and during one, they are not asked."""
+        """Return whether all survivors of a death pass the same; True before a death and during one."""
         return not self.shrinks or self.failed or len(set(self._comm.all_gather_object(thing))) == 1
 
     def leave(self) -> None:
-        """What a rank that has died, or is through, does while the others shrink: they are told, and go on without."""
+        """Take part in the next shrink as a rank that leaves, because a split needs all ranks."""
         last = self.last()
         if last._death is not None:
             last._comm.split(None)
 
 
-def shrunk(comm: Dying) -> Dying:
-    """A communicator of those who live, in their old order; all of them call it. SIMULATED: the dead one, too."""
-    if not isinstance(comm, Dying):
-        raise OfTheWorld("shrunk(world.comm)")
+def shrunk(comm: FaultyCommunicator) -> FaultyCommunicator:
+    """Return a communicator of the survivors in their old order; all of them call it. SIMULATED, the dead rank too."""
+    if not isinstance(comm, FaultyCommunicator):
+        raise WorldCommUsed("shrunk(world.comm)")
     if comm._dead:
         raise Died
     if comm.shrinks == MOST_SHRINKS:
         raise Endless
-    comm.next = Dying(comm._comm.split(0), comm._later, comm.shrinks + 1)
+    comm.next = FaultyCommunicator(comm._comm.split(0), comm._later, comm.shrinks + 1)
     return comm.next

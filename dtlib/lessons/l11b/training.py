@@ -1,8 +1,8 @@
-"""A training whose ranks have accidents: ``python -m dtlib.lessons.l11b.training OPTIONS FOLDER``, on ranks.
+"""A training with planned faults, on ranks: ``python -m dtlib.lessons.l11b.training OPTIONS FOLDER``.
 
-OPTIONS is JSON: those of ``OPTIONS`` below. The training is a small network on digits, 48 images a step over all ranks
-together, in float64 unless told otherwise, so that runs can be compared to the last digits. FOLDER gets the journal,
-checkpoints if they are asked for, and at the end the parameters.
+OPTIONS is JSON with keys of ``OPTIONS`` below. A small network learns digits with 48 images per step over all ranks.
+The default is float64, so that runs can be compared to the last digits. FOLDER gets the journal, checkpoints if
+requested, and the final parameters.
 """
 
 import json
@@ -23,13 +23,13 @@ from dtlib import recovery
 from dtlib.workloads import digits
 
 OPTIONS = {
-    "by": "checkpoint",  # or "memory", "shrink", or "engine": from its checkpoint, by dtlib.initialize
-    "runtime": "dtlib",  # of that engine
-    "stage": 0,  # of ZeRO, of that engine
+    "by": "checkpoint",  # or "memory", "shrink", or "engine" (dtlib.initialize with checkpoints)
+    "runtime": "dtlib",  # of the engine
+    "stage": 0,  # ZeRO stage of the engine
     "steps": 60,
     "every": 10,  # steps from one checkpoint to the next
     "commit": 1,  # steps from one commit in memory to the next
-    "seconds": 0.0,  # EMULATED computing in a step, in which the core is idle
+    "seconds": 0.0,  # EMULATED computation per step; the core is idle
     "hidden": 32,
     "dtype": "float64",  # DeepSpeed has no float64
     "time_limit": None,  # seconds that a rank waits for others
@@ -40,7 +40,7 @@ PARAMETERS = "parameters.safetensors"
 
 
 def make(options: dict):
-    """Model, optimizer, loss and batches: the same wherever they are made."""
+    """Return model, optimizer, loss and the function of batches; every caller gets the same."""
     torch.manual_seed(0)
     hidden, dtype = options["hidden"], getattr(torch, options["dtype"])
     model = nn.Sequential(nn.Linear(64, hidden), nn.Tanh(), nn.Linear(hidden, 10)).to(dtype)
@@ -56,7 +56,7 @@ def make(options: dict):
 
 
 def alone(options: dict) -> tuple[nn.Module, list[float]]:
-    """The same training in this process, without accidents and without anything of dtlib.recovery."""
+    """Train in this process, without faults and without dtlib.recovery; return the model and its losses."""
     options = OPTIONS | options
     model, optimizer, loss_fn, batch_of = make(options)
     losses = []
@@ -70,14 +70,15 @@ def alone(options: dict) -> tuple[nn.Module, list[float]]:
     return model, losses
 
 
-class Accidents:
-    """Those of this rank, each of which happens once, however often its step is done, or else ``always``."""
+class PlannedFaults:
+    """The faults of this rank. Each happens once, even if its step is repeated, unless it has ``always``."""
 
     def __init__(self, faults: list[dict], rank: int, folder: Path, journal):
         self.faults = [(folder / f"fault-{number}", f) for number, f in enumerate(faults) if f["rank"] == rank]
         self.journal = journal
 
     def due(self, step: int, moment: str) -> list[dict]:
+        """Return the faults of this moment, and record that they happened."""
         found = []
         for mark, fault in self.faults:
             if (fault["step"], fault.get("at", "begin")) == (step, moment) and not mark.exists():
@@ -88,9 +89,10 @@ class Accidents:
         return found
 
     def happen(self, step: int, moment: str) -> None:
+        """Execute the faults of this moment."""
         for fault in self.due(step, moment):
             match fault["kind"]:
-                case "kill" if "seconds" in fault:  # some time later, whatever it does then
+                case "kill" if "seconds" in fault:  # a kill after this time, at any point of the program
                     signal.setitimer(signal.ITIMER_REAL, fault["seconds"])
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -104,8 +106,8 @@ class Accidents:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 
 
-def with_accidents(replica, options: dict, accidents: Accidents):
-    """The same replica; what is planned for this rank happens to it."""
+def with_accidents(replica, options: dict, accidents: PlannedFaults):
+    """Return the same replica, with the planned faults of this rank."""
     batch_of = replica.batch_of
     late = [fault for _, fault in accidents.faults if fault["kind"] == "late"]
 
@@ -124,7 +126,7 @@ def with_accidents(replica, options: dict, accidents: Accidents):
 
 
 def train_by_engine(options: dict, world, folder: Path, journal) -> None:
-    """The same training by ``dtlib.initialize``: at any stage of ZeRO, and on torch's own classes too."""
+    """Train with ``dtlib.initialize``, at any stage of ZeRO, with dtlib's or torch's classes."""
     model, _, _, batch_of = make(options)
     config = {
         "train_batch_size": BATCH,
@@ -132,7 +134,7 @@ def train_by_engine(options: dict, world, folder: Path, journal) -> None:
         "zero_optimization": {"stage": options["stage"]},
     }
     engine, *_ = dtlib.initialize(model=model, config=config, runtime=options["runtime"])
-    accidents, losses = Accidents(options["faults"], world.rank, folder, journal), []
+    accidents, losses = PlannedFaults(options["faults"], world.rank, folder, journal), []
     if (folder / "latest").exists():
         losses = engine.load_checkpoint(folder)[1]["losses"]
     while engine.global_steps < options["steps"]:
@@ -148,6 +150,7 @@ def train_by_engine(options: dict, world, folder: Path, journal) -> None:
 
 
 def main() -> None:
+    """Run the training of the command line."""
     options, folder = OPTIONS | json.loads(sys.argv[1]), Path(sys.argv[2])
     ways = {
         "checkpoint": partial(recovery.train_and_save, folder=folder / "checkpoint", every=options["every"]),
@@ -157,10 +160,10 @@ def main() -> None:
     world = dtlib.init()
     world.comm.time_limit = options["time_limit"]
     journal = recovery.Journal(folder, world)
-    with journal.last_words():
+    with journal.log_outcome():
         if options["by"] == "engine":
             return train_by_engine(options, world, folder, journal)
-        accidents = Accidents(options["faults"], world.rank, folder, journal)
+        accidents = PlannedFaults(options["faults"], world.rank, folder, journal)
         replica = with_accidents(recovery.Replica(*make(options)), options, accidents)
         replica.signs.listen()
         comm = ways[options["by"]](replica, world.comm, options["steps"], tell=journal)

@@ -1,8 +1,8 @@
-"""A step of one small transformer, cut along each axis in turn: what a rank has of it, and what it sends when.
+"""One step of a small transformer, parallelised along each axis in turn: memory and communication of a rank.
 
-A row of AXES makes the model, its optimizer and a forward pass on all ranks of a communicator. ``measured`` trains it
-for a step, and then counts one: bytes by ``dtlib.memory()``, operations by ``dtlib.trace()``. Nothing is computed by
-formula.
+Each row of AXES creates a model, its optimizer and a forward pass on the ranks of a communicator. ``measured`` trains
+it for one step, and measures the next: bytes by ``dtlib.memory()``, operations by ``dtlib.trace()``. No number is
+computed by a formula.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ ADAM = {"lr": 0.01, "eps": 1e-4}
 
 
 class Block(nn.Module):
-    """Attention and a perceptron; ``comm`` shares both, or the tokens too."""
+    """Attention and a perceptron, both split over ``comm``; with sequence parallelism, tokens too."""
 
     def __init__(self, comm, sequence_parallel=False):
         super().__init__()
@@ -37,18 +37,19 @@ class Block(nn.Module):
             sum_over_ranks(self.norm1, comm), sum_over_ranks(self.norm2, comm)
 
     def forward(self, x):
+        """Apply attention and perceptron with residual connections."""
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 def transformer(comm, sequence_parallel=False) -> nn.Sequential:
-    """On a communicator of one rank it is the model of one process."""
+    """Return the transformer, split over ``comm``; on one rank it is whole."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block(comm, sequence_parallel) for _ in range(BLOCKS))).double()
 
 
 def with_experts(comm, alone) -> nn.Sequential:
-    """Perceptrons are experts, of which each rank of ``comm`` has its share."""
+    """Return a transformer whose perceptrons are experts, divided among the ranks of ``comm``."""
     model, mine = transformer(alone), EXPERTS // comm.size
     for number, block in enumerate(model):
         experts = []
@@ -61,11 +62,13 @@ def with_experts(comm, alone) -> nn.Sequential:
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the whole batch of inputs and targets."""
     chance = torch.Generator().manual_seed(1)
     return tuple(torch.randn(2, BATCH, TOKENS, WIDTH, generator=chance, dtype=torch.float64))
 
 
 def adam(model):
+    """Return the optimizer of a model."""
     return torch.optim.AdamW(model.parameters(), **ADAM)
 
 
@@ -134,11 +137,11 @@ def _experts_alone(comm, alone, x, y):
 
 
 def _balance_of(model):
-    """Taken from the layers, which would keep the last step's graph beside this one's."""
+    """Return the balance losses, and remove them from the layers, which would keep the graph alive."""
     return sum(0.01 * vars(block.mlp).pop("balance") + 0.001 * vars(block.mlp).pop("z_loss") for block in model)
 
 
-# How it is made, and what becomes of the ranks' losses: the mean, the sum, or the last rank's.
+# Axis -> (function that creates the model, how ranks' losses are combined: mean, sum, or the last rank's).
 AXES = {
     "one process": (_whole, "mean"),
     "data": (_data, "mean"),
@@ -157,11 +160,14 @@ WHEN = ("forward", "backward", "step")
 
 
 def measured(axis: str, comm) -> dict:
-    """Of the busiest rank of ``comm``: bytes that it holds (HELD), calls by name in each part of a step (WHEN), bytes
-    sent; and the loss of all. Numbers of float64 count, notes do not. All ranks call it."""
+    """Return memory, calls and bytes sent of the busiest rank of ``comm``, and the loss.
+
+    Bytes have the keys HELD, and calls are counted by name for each part of a step (WHEN). Only operations on float64
+    count, not those on metadata. All ranks call this function.
+    """
     make, losses = AXES[axis]
     model, optimizer, forward = make(comm, comm.split(comm.rank), *batch())
-    for _ in range(2):  # the second step shows what the first has changed
+    for _ in range(2):  # the first step allocates states; the second is measured
         with dtlib.memory(model, optimizer) as memory:
             optimizer.zero_grad()
             with dtlib.trace() as of_forward:
@@ -173,7 +179,8 @@ def measured(axis: str, comm) -> dict:
                 optimizer.step()
     traces = dict(zip(WHEN, (of_forward, of_backward, of_step), strict=True))
     calls = {when: Counter(event.name for event in _of_numbers(trace)) for when, trace in traces.items()}
-    if axis == "pipeline":  # passes take turns: activations go on, gradients go back
+    # A pipeline interleaves both passes, so they are separated by direction: activations go up, gradients down.
+    if axis == "pipeline":
         sends = Counter(e.peer > comm.rank for e in _of_numbers(of_forward) if e.name == "send")
         calls |= {"forward": Counter(send=sends[True]), "backward": Counter(send=sends[False])}
     held = {name: getattr(memory, name) for name in HELD}
@@ -190,7 +197,7 @@ def measured(axis: str, comm) -> dict:
 
 
 def _of_numbers(trace) -> list:
-    """Operations that send: on a communicator of one rank they do not."""
+    """Return operations on float64 that sent messages; on a communicator of one rank there are none."""
     return [e for e in trace.events if e.kind == "operation" and e.dtype == "float64" and e.messages]
 
 

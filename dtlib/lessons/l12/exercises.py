@@ -21,8 +21,8 @@ world = dtlib.init()
 # %% [markdown]
 # ## Predict
 #
-# - Eight ranks share a sequence, causal. In how many of the ring's eight steps is there work for rank 3, with contiguous
-#   slices?
+# - Eight ranks divide a sequence; attention is causal. In how many of the ring's eight steps does rank 3 have work,
+#   with contiguous slices?
 # - A step ends with its slowest rank. On eight ranks, what fraction of the time of eight contiguous steps do eight
 #   zigzag steps take?
 
@@ -37,10 +37,10 @@ lab.predict("zigzag-on-eight", 16 / 30)
 # %% [markdown]
 # ## Fix: a softmax in blocks
 #
-# Attention of this rank's queries, one block of keys after the other (the *online softmax*). `top` is the largest score so
-# far, `total` the sum of exp(score - top), and `out` the sum of exp(score - top) times the values; in the end `out /
-# total[:, None]` is the average. At first `top` is -inf, and the others are zero. `scores` has one row per query. The code
-# is right for some inputs only. Fix it.
+# This function computes attention of this rank's queries, one block of keys at a time (the *online softmax*). `top` is
+# the largest score so far, `total` the sum of exp(score - top), and `out` the sum of exp(score - top) times the values;
+# at the end `out / total[:, None]` is the average. At first `top` is -inf, and `total` and `out` are zero. `scores` has
+# one row per query. The code is right for some inputs only. Fix it.
 
 # %% tags=["stub"]
 # %%px
@@ -67,9 +67,10 @@ lab.check("rescaling-fix")
 # %% [markdown]
 # ## Build: the merge of two blocks
 #
-# The ring keeps averages, not sums. `out` (queries, width) is the average of the values so far, and `lse` (queries,) the
-# log-sum-exp of their scores; `block_out` and `block_lse` are those of a new block. Write `merge`: it returns both for all
-# keys together. Scores may be large: exp(10,000) is no number. At first `out` is 0 and `lse` is -inf.
+# The ring keeps averages, not sums. `out` (queries, width) is the average of the values so far, and `lse` (queries,)
+# the log-sum-exp of their scores; `block_out` and `block_lse` are the same two for a new block. Write `merge`: it
+# returns both for all keys together. Scores may be large: exp(10,000) is not a finite number. At first `out` is 0 and
+# `lse` is -inf.
 
 # %% tags=["stub"]
 # %%px
@@ -89,10 +90,11 @@ lab.check("merge-build")
 # %% [markdown]
 # ## Fix: the last hop
 #
-# The backward ring. In step s a rank has the keys of rank - s and no others, and `summand(owner)` is what its queries add
-# to their gradients. These travel behind the keys, and each rank adds its own. `pass_on` starts to send a tensor to the next rank and to
-# receive one from the previous rank, and returns a function that waits for it. Outputs and
-# gradients of queries are right. Each gradient of keys is complete, but it ends on the wrong rank. Fix it.
+# This is the backward ring. In step s a rank has only the keys of rank - s. `summand(owner)` returns the part of their
+# gradients from this rank's queries. The gradients travel behind the keys, and each rank adds its own part. `pass_on`
+# starts to send a tensor to the next rank and to receive one from the previous rank, and returns a function that waits
+# for it. Outputs and gradients of queries are right. Each gradient of keys is complete, but it ends on the wrong rank.
+# Fix this.
 
 # %% tags=["stub"]
 # %%px
@@ -144,4 +146,4 @@ lab.check("last-hop-fix")
 #
 # - Put your `merge` into the ring: `plain.merge = merge`, with `from dtlib.parallel.context import plain`, and run
 #   `plain.ring_attention`. There `out` has more dimensions: `[..., None]` in place of `[:, None]`.
-# - Give `add_block` a mask, so that queries do not look at later keys. What happens to a query without any key in a block?
+# - Give `add_block` a mask, so that queries do not use later keys. What happens to a query without any key in a block?

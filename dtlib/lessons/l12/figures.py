@@ -1,4 +1,4 @@
-"""The figures of lesson 12, each with its text."""
+"""The figures of lesson 12, each with a text equivalent."""
 
 from dtlib.lab.colours import rank_colour
 from dtlib.lab.drawing import shown, subplots
@@ -8,7 +8,7 @@ from dtlib.lessons.l12.work import path
 
 @shown
 def work_by_step(**orders):
-    """A panel an order: quarter blocks of work of each rank (rows) in each step (columns); idle is empty."""
+    """Draw one panel per order: quarter blocks of work of each rank (rows) in each step (columns)."""
     figure, panels = subplots(1, len(orders), height=3.6, squeeze=False)
     tables = []
     for panel, (order, work) in zip(panels[0], orders.items(), strict=True):

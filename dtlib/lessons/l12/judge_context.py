@@ -1,47 +1,49 @@
-"""Lesson 12, long sequences: two blocks merged, and a block taken in."""
+"""Lesson 12, long sequences: checks of merging two blocks of attention, and of adding a block."""
 
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 QUERIES, KEYS, WIDTH = 3, 4, 2
-LARGE = 1e4  # whose exponential is no number
-# What scores are multiplied by, and what is added to them.
+LARGE = 1e4  # its exponential overflows
+# Case -> (factor of the scores, constant added to them).
 SCORES = {"ordinary scores": (1, 0), "large scores": (LARGE, 0), "scores far below zero": (1, -10 * LARGE)}
 _ONE_AT_LEAST = ("The code works for ordinary scores. Does it use 0, or -1e4, as the smallest possible score?",
                  "Only -inf is below every score: do not limit scores, with clamp() or with a start value.")
 
 
 def numbers(rank: int, *shape: int, of: int = 0):
-    """The same for the same rank, and for what they are ``of``."""
+    """Return random numbers that depend on the rank and on ``of`` only."""
     import torch
 
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * of + rank), dtype=torch.float64)
 
 
 def same(got, expected, within: float = 1e-6) -> bool:
-    """Not where one of them is no number. Shares of whole numbers are float32 in torch."""
+    """Return whether two tensors are close; False for NaN. The tolerance allows shares in float32."""
     return got.shape == expected.shape and bool((got - expected).abs().max() < within)
 
 
 def is_like(thing, *shape: int) -> bool:
+    """Return whether ``thing`` is a floating-point tensor of this shape."""
     import torch
 
     return isinstance(thing, torch.Tensor) and thing.shape == shape and thing.is_floating_point()
 
 
 def about(thing) -> str:
+    """Return a description of a wrong result."""
     return f"a tensor of {tuple(thing.shape)}" if hasattr(thing, "shape") else f"{thing!r:.60}"
 
 
-# Two blocks merged
+# Merging two blocks
 
 
 def block(rank: int, number: int, size: float, more: float = 0):
-    """Scores and values of a block of keys, for this rank's queries."""
+    """Return scores and values of a block of keys, for this rank's queries."""
     return numbers(rank, QUERIES, KEYS, of=number) * size + more, numbers(rank, KEYS, WIDTH, of=number + 50)
 
 
 def looked_at(blocks):
-    """The average of values, and the log-sum-exp, over the keys of all these blocks."""
+    """Return the average of values, and the log-sum-exp, over the keys of all these blocks."""
     import torch
 
     scores, values = (torch.cat(each, dim) for each, dim in zip(zip(*blocks, strict=True), (-1, 0), strict=True))
@@ -49,19 +51,24 @@ def looked_at(blocks):
 
 
 def nothing():
+    """Return output and log-sum-exp of no keys."""
     import torch
 
     return torch.zeros(QUERIES, WIDTH).double(), torch.full((QUERIES,), -torch.inf).double()
 
 
 def pairs(rank: int) -> dict:
-    """What ``merge`` is called with: two blocks, of scores too large or too small for exp, too, and first blocks."""
+    """Return the inputs of ``merge`` by case.
+
+    Cases include scores whose exponentials overflow or underflow, and first blocks, merged into nothing.
+    """
     found = {what: [looked_at([block(rank, number, *scores)]) for number in (1, 2)] for what, scores in SCORES.items()}
     first = {"the first block": "ordinary scores", "the first block, far below zero": "scores far below zero"}
     return found | {what: [nothing(), found[scores][1]] for what, scores in first.items()}
 
 
 def observe_merge(merge, comm):
+    """Return the result of ``merge`` for each case, or an error."""
     seen = {}
     for what, (one, other) in pairs(comm.rank).items():
         got = merge(*(tensor.clone() for tensor in (*one, *other)))
@@ -89,6 +96,7 @@ _MERGES = {
 
 
 def judge_merge(observations) -> None:
+    """Check the merged average and log-sum-exp in each case."""
     import torch
 
     for rank, seen in enumerate(observations):
@@ -126,6 +134,7 @@ def judge_merge(observations) -> None:
                     "other-lse": (lambda old, new: new, "the log-sum-exp of the new block only"),
                     "largest-lse": (torch.maximum, "the larger of the two"),
                 }
+                # A mistake is named only if it explains the results of all ranks and cases.
                 everywhere = [(each[w][1], a, b) for r, each in enumerate(observations)
                               for w, ((_, a), (_, b)) in pairs(r).items()]
                 found = [m for m, (of, _) in said.items() if all(torch.allclose(c, of(a, b)) for c, a, b in everywhere)]
@@ -136,21 +145,22 @@ def judge_merge(observations) -> None:
                             "return out, torch.logaddexp(lse, block_lse)")
 
 
-# A block taken in
+# Adding a block
 
 
 def blocks_of_ring(rank: int, ranks: int, *scores: float) -> list:
-    """In the order in which they arrive, two from each rank."""
+    """Return the blocks in the order of their arrival in a ring, two from each rank."""
     owners = [(rank - step) % ranks for step in range(ranks)]
     return [block(rank, 10 + 2 * owner + half, *scores) for owner in owners for half in (0, 1)]
 
 
 def taken_in(blocks, mistake: str = ""):
-    """Attention block by block, as the exercise has it; ``mistake`` as planted."""
+    """Compute attention block by block, with an optional planted ``mistake``."""
     import torch
 
     top, total, out = nothing()[1], torch.zeros(QUERIES).double(), nothing()[0]
     for scores, values in blocks:
+        # Online softmax: when the maximum grows, earlier sums are rescaled to the new maximum.
         new_top = torch.maximum(top, scores.amax(-1))
         weights = (scores - new_top[:, None]).exp()
         rescaled = (top - new_top).exp()
@@ -165,6 +175,7 @@ def taken_in(blocks, mistake: str = ""):
 
 
 def observe_add_block(add_block, comm):
+    """Return attention computed block by block with the answer, or an error."""
     import torch
 
     seen = {}
@@ -186,6 +197,7 @@ _RESCALED = "Rescale total and out (with [:, None]) by exp(top - new_top), and r
 
 
 def judge_add_block(observations) -> None:
+    """Check the result of all blocks in each case."""
     ranks = len(observations)
     for rank, seen in enumerate(observations):
         if "error" in seen:

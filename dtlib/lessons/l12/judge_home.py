@@ -1,4 +1,4 @@
-"""Lesson 12, the backward ring: gradients that travel home."""
+"""Lesson 12, the backward ring: check that gradients reach the rank of their keys."""
 
 from itertools import groupby
 
@@ -8,11 +8,12 @@ from dtlib.lessons.l12.judge_context import KEYS, WIDTH, about, is_like, numbers
 
 
 def summand(rank: int, owner: int):
-    """What a rank's queries add to the gradients of ``owner``'s keys and values."""
+    """Return what a rank's queries add to the gradients of ``owner``'s keys and values."""
     return numbers(rank, 2, KEYS, WIDTH, of=100 + owner)
 
 
 def observe_send_home(send_home, comm):
+    """Return the result, the owners that the answer asked for, and the bytes sent."""
     from dtlib.comm.watch.recorder import recording
 
     asked: list = []
@@ -29,6 +30,7 @@ def observe_send_home(send_home, comm):
 
 
 def judge_send_home(observations) -> None:
+    """Check each rank's sum of gradients, the order of owners, and bytes."""
     ranks, size = len(observations), summand(0, 0).nbytes
 
     def complete(owner):
@@ -79,7 +81,7 @@ def judge_send_home(observations) -> None:
 
 
 def _in_words(got, ranks: int) -> str:
-    """Which summands are in it, and how often."""
+    """Return as text which summands are in a result, and how often."""
     each = [(rank, owner) for owner in range(ranks) for rank in range(ranks)]
     often = factors(got, *(summand(*one) for one in each)) if len(each) <= got.numel() else None
     if often is None:

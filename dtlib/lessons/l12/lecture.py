@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 12 Long sequences
 #
-# Forty-five minutes. You cut the *sequence*: attention over tokens that other ranks have, in a ring, by an exchange of heads,
-# and by gathering all keys.
+# Forty-five minutes. You cut the *sequence*. Then attention needs tokens of other ranks. You move them in three ways:
+# in a ring, by an exchange of heads, and by gathering all keys.
 #
-# **Questions.** Which rank is the bottleneck of a ring, and what does another order change? Which way sends the fewest
-# bytes? Which gradients are wrong although every output is right?
+# **Questions.** Which rank is the bottleneck of a ring, and how does another order help? Which way sends the fewest
+# bytes? Which gradients can be wrong although every output is right?
 #
-# **Afterwards you can** run attention in a ring or by exchanges of heads; count what each way sends; write a loss over
-# tokens of which ranks have different numbers.
+# **Afterwards you can** run attention in a ring or by exchanges of heads; count the bytes that each way sends; write a
+# loss for ranks with different numbers of tokens.
 #
 # **You need** lesson 03 and the first half of lesson 04. [12b](12b_experts.ipynb) divides *experts* in place of tokens.
 
@@ -43,13 +43,13 @@ def equal(a, b):
 # %% [markdown]
 # ## Attention over other ranks' tokens
 #
-# One tensor of a million tokens, 8,192 numbers of 16 bits each, has 16 GB, and a layer keeps many. So each rank gets a slice
-# of the text. Most layers work token by token, and do not notice. Attention does: a query looks at the keys of all tokens
-# before it. How does a query see keys that other ranks have?
+# One tensor of a million tokens, 8,192 numbers of 16 bits each, has 16 GB, and a layer keeps many such tensors. So each
+# rank gets a slice of the text. Most layers work token by token, and need no change. Attention must change: a query
+# needs the keys of all previous tokens. How does a query get keys from other ranks?
 #
-# Attention over one block of keys is a weighted average of values, Σ exp(score) · value / Σ exp(score). The logarithm of its
-# denominator is the *log-sum-exp*. Merged, each block counts in proportion to its denominator: with denominators 3 and 1, the
-# averages count 3/4 and 1/4. Here are eight keys, in blocks of five and three:
+# Attention over one block of keys is a weighted average of values, Σ exp(score) · value / Σ exp(score). The logarithm
+# of its denominator is the *log-sum-exp*. To merge blocks, weight each average in proportion to its denominator: with
+# denominators 3 and 1, the weights are 3/4 and 1/4. Here are eight keys, in blocks of five and three:
 
 # %%
 torch.manual_seed(0)
@@ -65,15 +65,15 @@ apart = (merged - scores.softmax(-1) @ values).abs().max()
 print("merged, and all at once: " + ("equal to 1e-12" if apart < 1e-12 else "not equal"))
 
 # %% tags=["statement"]
-# "Merged, each block counts in proportion to its denominator"
+# "weight each average in proportion to its denominator"
 assert count("all at once: equal to 1e-12") == 1
 
 # %% [markdown]
-# So keys and values travel round a ring, as gradients do in lesson 03. In step s, rank r has those of rank r - s (modulo
-# N), and merges what they add into its result. Attention is *causal*: no query looks at later tokens. So a block whose keys
-# are all later costs nothing.
+# So keys and values travel round a ring, as gradients do in lesson 03. In step s, rank r has the keys and values of
+# rank r - s (modulo N), and merges their average into its result. Attention is *causal*: no query uses later tokens. So
+# a block with only later keys costs nothing.
 #
-# **Predict.** Four ranks with contiguous slices. Which ranks have nothing to do in step 2? Write a list.
+# **Predict.** Four ranks with contiguous slices. Which ranks have no work in step 2? Write a list.
 
 # %% tags=["stub"]
 lab.predict("who-waits", None)
@@ -82,8 +82,8 @@ lab.predict("who-waits", None)
 lab.predict("who-waits", [0, 1])
 
 # %% [markdown]
-# What follows is counted, not timed: one process plays each rank in turn (SIMULATED). A *quarter block* is
-# half a slice of queries by half a slice of keys.
+# The next figures count work, not time: one process simulates each rank in turn (SIMULATED). A *quarter block* is half
+# a slice of queries by half a slice of keys.
 
 # %%
 contiguous = work.quarter_blocks("contiguous", ranks=4)
@@ -94,8 +94,8 @@ figures.work_by_step(contiguous=contiguous)
 assert row("0", "quarter blocks") == [2, 0, 0, 0] and row("3", "quarter blocks") == [2, 4, 4, 4]
 
 # %% [markdown]
-# Rank 0 is idle from step 1 on, and all wait for rank 3: the last tokens look at most keys. So give each rank some of
-# the first and some of the last: of 2N chunks, rank r gets chunks r and 2N - 1 - r. That is the *zigzag* order.
+# Rank 0 is idle from step 1 on, and all wait for rank 3: the last tokens use the most keys. So give each rank some of
+# the first and some of the last tokens: of 2N chunks, rank r gets chunks r and 2N - 1 - r. This is the *zigzag* order.
 #
 # **Predict.** A step ends with its slowest rank. What fraction of the time of four contiguous steps do four zigzag
 # steps take?
@@ -111,13 +111,13 @@ zigzag = work.quarter_blocks("zigzag", ranks=4)
 figures.work_by_step(contiguous=contiguous, zigzag=zigzag)
 
 # %% tags=["statement"]
-# "The same work, 32 quarter blocks, and nobody is idle."
+# "The same work, 32 quarter blocks, and no rank is idle."
 both = [rows(f"{rank}", "zigzag: quarter") for rank in range(4)]
 assert [zigzag for _, zigzag in both] == [[2, 2, 2, 2]] * 4 and sum(sum(one) for one, _ in both) == 32
 
 # %% [markdown]
-# The same work, 32 quarter blocks, and nobody is idle. Now on real ranks. **Find** the line that starts to send the next
-# keys, and the one that waits for them. What runs between the two?
+# The same work, 32 quarter blocks, and no rank is idle. Now we use real ranks. **Find** the line that starts to send
+# the next keys, and the line that waits for them. What runs between these lines?
 
 # %%
 lab.read(plain.round_the_ring, plain.RingAttention.forward)
@@ -146,13 +146,13 @@ for name, expected in in_one_process.items():
 print("as in one process:", same)
 
 # %% tags=["statement"]
-# "To 1e-12, output and gradients are those of one process."
+# "Output and gradients equal those of one process, to 1e-12."
 assert count("'out': True, 'dq': True, 'dk': True, 'dv': True") == 1
 
 # %% [markdown]
-# To 1e-12, output and gradients are those of one process. Forward, a rank sends N - 1 = 3 messages, of keys and values
-# together. They are not kept: in the backward pass they travel again. And the gradients of each block of keys have to get
-# home.
+# Output and gradients equal those of one process, to 1e-12. Forward, a rank sends N - 1 = 3 messages, of keys and
+# values together. A rank does not keep them: in the backward pass they travel again. And the gradients of each block of
+# keys must return to their owner.
 #
 # **Predict.** How many messages of tensors does a rank send in the backward pass?
 
@@ -169,27 +169,28 @@ if comm.rank == 0:
     print("messages, bytes: forward", forward.sent("send"), "backward", backward_sent)
 
 # %% tags=["statement"]
-# "2N - 1: keys and values once more, N - 1 times, and their gradients N times."
+# "2N - 1: keys and values again, N - 1 times, and their gradients N times."
 assert found(r"forward \((\d+), (\d+)\) backward \((\d+), (\d+)\)")[::2] == [3, 7]
 
 # %% [markdown]
-# 2N - 1: keys and values once more, N - 1 times, and their gradients N times. These travel one step behind. Each rank adds
-# its part, and the last hop takes them to their owner (`RingAttention.backward` in dtlib/parallel/context/plain.py):
+# 2N - 1: keys and values again, N - 1 times, and their gradients N times. The gradients travel one step behind. Each
+# rank adds its part, and the last hop sends them to their owner (`RingAttention.backward` in
+# dtlib/parallel/context/plain.py):
 #
 #     for owner, keys and values here:
 #         p = exp(scores - lse)                    computed again, as in FlashAttention
 #         d_scores = p * (d_out @ v.T - delta);    d_q += d_scores @ k
 #         d_kv of the owner = what arrives + (d_scores.T @ q, p.T @ d_out);    pass it on
 #
-# All that is easy to get wrong *silently*. A published ring used the keys of its first step in the whole backward pass
+# Mistakes in this code are often *silent*. A published ring used the keys of its first step in the whole backward pass
 # (diffusers #14265). Output and loss were perfect. So compare gradients, one by one.
 #
-# **Discuss.** Your ring has a wrong dk, and the loss falls nicely. Which test would have seen it?
+# **Discuss.** Your ring has a wrong dk, and the loss still falls. Which test would find the mistake?
 #
 # ### Heads in place of a ring: Ulysses
 #
-# Another way needs no ring. For a moment, each rank trades its tokens of most heads for all tokens of a few heads.
-# **Find** the two exchanges (*all-to-all*): what is cut in the first, and what in the second?
+# Another way needs no ring. During attention, each rank exchanges its tokens of most heads for all tokens of a few
+# heads. **Find** the two exchanges (*all-to-all*). Which dimension is cut in the first, and which in the second?
 
 # %%
 lab.read(plain_ulysses)
@@ -208,7 +209,7 @@ print("as in one process:", same)
 # %% [markdown]
 # ### A third way: gather all keys
 #
-# Llama 3 does neither. It gathers the keys and values of all ranks, and each rank computes its own rows. In the backward
+# Llama 3 uses neither. Each rank gathers the keys and values of all ranks, and computes its own rows. In the backward
 # pass a reduce-scatter adds the gradients of each rank's keys:
 
 # %%
@@ -284,8 +285,8 @@ assert [(6 * 4 - 4), 4 * (4 - 1), 4 * 2 * 3 / 4] == [20, 12, 6]
 assert (4 * 15 / 16, round(15 / 16 * 4 * 17 / 16, 2)) == (3.75, 3.98) and 4 * 3 == 12 and 3 / 4 * 4 == 3
 
 # %% [markdown]
-# On four ranks the ring sends 20 n bytes, gathering 12 n, and Ulysses 6 n. That holds if keys have as many heads as queries.
-# In many models they have fewer, a fraction g of them:
+# On four ranks the ring sends 20 n bytes, gathering 12 n, and Ulysses 6 n. These numbers hold if keys have as many
+# heads as queries. In many models keys have fewer heads, a fraction g:
 #
 # | way | bytes a rank sends, N ranks | hidden? | limit |
 # |---|---|---|---|
@@ -296,7 +297,8 @@ assert (4 * 15 / 16, round(15 / 16 * 4 * 17 / 16, 2)) == (3.75, 3.98) and 4 * 3 
 # On four ranks, at g = 1/8, as in Llama 3 70B, the ring sends 2.5 n, gathering 1.5 n, and Ulysses 3.4 n: gathering
 # sends the fewest.
 #
-# **Compute.** Llama 3 405B on sixteen ranks, 8 key heads of 128, g = 1/16: how much does each way send, and which can run?
+# **Compute.** Llama 3 405B on sixteen ranks, 8 key heads of 128, g = 1/16: how much does each way send, and which ways
+# can run?
 #
 # <details><summary>Answer</summary>Gathering 4 · 15 g n = 3.75 n; Ulysses would send 15/16 · 4 (1 + g) n = 3.98 n, but
 # 8 key heads are too few for sixteen ranks.</details>
@@ -314,20 +316,20 @@ title = "MB that two heads of width 8 keep for the backward pass; live MB at the
 lab.table(rows, headers, title)
 
 # %% tags=["statement"]
-# "No scores are kept: four times the tokens keep four times the memory, and each of N ranks keeps an N-th."
+# "Ranks keep no scores: four times the tokens need four times the memory, and each of N ranks keeps an N-th."
 # "the peak is quadratic in tokens / N"
 short, middle, long = (row(tokens, "keep for the backward") for tokens in ("1,024", "4,096", "16,384"))
 assert abs(long[0] / middle[0] - 4) < 0.02 and abs(long[0] / long[1] - 4) < 0.02
 assert 12 < long[2] / middle[2] < 16 and long[2] > 20 * long[1]
 
 # %% [markdown]
-# No scores are kept: four times the tokens keep four times the memory, and each of N ranks keeps an N-th. But a block's
-# scores exist while it is computed: the peak is quadratic in tokens / N. (A fused kernel, such as FlashAttention's, avoids
-# that.)
+# Ranks keep no scores: four times the tokens need four times the memory, and each of N ranks keeps an N-th. But a
+# block's scores exist while the block is computed: the peak is quadratic in tokens / N. (A fused kernel, such as
+# FlashAttention's, avoids that.)
 #
 # In a model, `ContextParallel(module, comm)` does all this for torch's attention; torch has `context_parallel` in
-# `torch.distributed.tensor.experimental`, for GPUs. One trap: twelve of 32 tokens are
-# padding, so some ranks have fewer tokens in their loss. Two losses, and how far off their gradients are:
+# `torch.distributed.tensor.experimental`, for GPUs. There is one trap. Here twelve of 32 tokens are padding, so some
+# ranks have fewer tokens in their loss. We compare the gradients of two losses:
 
 # %%
 # %%px
@@ -360,8 +362,8 @@ if comm.rank == 0:
 assert row("mean of the ranks' means", "gradient off by")[0] > 1 and row("mean_over_tokens", "gradient off by")[0] == 0
 
 # %% [markdown]
-# The sum over all tokens has to be divided *before* the backward pass. A key's gradient already adds up parts of all ranks'
-# losses: after that, no weight can correct one rank's part.
+# The sum over all tokens has to be divided *before* the backward pass. The backward pass adds parts of all ranks'
+# losses into a key's gradient. After this, no weight can correct the part of one rank.
 #
 # ## Quiz
 

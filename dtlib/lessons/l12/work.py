@@ -1,4 +1,4 @@
-"""Ring attention counted, not timed: the work of each rank in each step, and what is kept. SIMULATED, for any N."""
+"""Work and memory of ring attention, counted instead of timed, for any number of ranks. SIMULATED."""
 
 import torch
 
@@ -11,15 +11,16 @@ from dtlib.parallel.context.attention import Sequence, ring_attention
 
 
 def quarter_blocks(order: str, ranks: int) -> list[list[float]]:
-    """Quarter blocks that each rank computes in each step of the plain ring, causal: [rank][step].
+    """Return the quarter blocks that each rank computes in each step of the causal ring, as [rank][step].
 
-    They are phases of the trace, ``chunk 5 looks at chunk 2``. A chunk that looks at itself is half masked: a half.
+    They are phases of the trace, ``chunk 5 looks at chunk 2``. A chunk with itself is half masked, and counts as a
+    half.
     """
     return [_of_rank(order, rank, ranks) for rank in range(ranks)]
 
 
 def _of_rank(order: str, rank: int, ranks: int) -> list[float]:
-    slice_of_zeros = torch.zeros(1, 1, 4, 2)  # as values do not count
+    slice_of_zeros = torch.zeros(1, 1, 4, 2)  # values do not matter here
     with recording() as events:
         plain.ring_attention(*[slice_of_zeros] * 3, solo(rank, ranks), order=order)
     looks = [event.name.split(" looks at ") for event in events if event.kind == "phase"]
@@ -31,12 +32,12 @@ def _of_rank(order: str, rank: int, ranks: int) -> list[float]:
 
 
 def path(work: list[list[float]]) -> float:
-    """Quarter blocks after one another: a step is over when the last rank has done its part."""
+    """Return the critical path in quarter blocks: each step takes as long as its slowest rank."""
     return sum(map(max, zip(*work, strict=True)))
 
 
 def kept(tokens: int, ranks: int, heads: int = 2, width: int = 8) -> int:
-    """Bytes that autograd keeps of ring attention on rank 0, in float32. Blocks are left out: values do not count."""
+    """Return the bytes that autograd stores for ring attention on rank 0, in float32. Blocks are not computed."""
     sequence = Sequence(solo(0, ranks), tokens, "zigzag", True)
     sequence.blocks = lambda owner: ()
     q, k, v = (torch.zeros(1, heads, tokens // ranks, width, requires_grad=True) for _ in "qkv")
@@ -46,7 +47,7 @@ def kept(tokens: int, ranks: int, heads: int = 2, width: int = 8) -> int:
 
 
 def peak(tokens: int, ranks: int, heads: int = 2, width: int = 8) -> int:
-    """The most live bytes of both passes of ring attention on rank 0, in float32, of blocks that are computed."""
+    """Return the peak live bytes of both passes of ring attention on rank 0, in float32, with computed blocks."""
     sequence = Sequence(solo(0, ranks), tokens, "zigzag", True)
     q, k, v = (torch.zeros(1, heads, tokens // ranks, width, requires_grad=True) for _ in "qkv")
     with Live(q, k, v) as live:

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 12b Experts: exercises
 #
-# *Predict* (two minutes), *fix* a loss for balance (five minutes), and *build* a dispatch that loses no token (twenty
+# *Predict* (two minutes), *fix* a balance loss (five minutes), and *build* a dispatch that loses no token (twenty
 # minutes). A check looks at your answer on all ranks and says what is wrong; check again for the next hint.
 #
 # **You need** the lecture [12b Experts](../lectures/12b_experts.ipynb). Answers:
@@ -21,9 +21,10 @@ world = dtlib.init()
 # %% [markdown]
 # ## Predict
 #
-# - Eight ranks, an expert each, top-2, and 1,000 tokens per rank; choices are spread evenly. How many rows leave a rank for
-#   others, forward, on the way to the experts?
-# - 64 experts, top-2, 4,096 tokens per rank, a capacity of 1.25. How many places has an expert for the tokens of one rank?
+# - There are eight ranks with one expert each, top-2, and 1,000 tokens per rank, spread evenly over experts. How many
+#   rows does a rank send to other ranks, forward, on the way to the experts?
+# - There are 64 experts, top-2, 4,096 tokens per rank, and a capacity of 1.25. How many places does an expert have for
+#   the tokens of one rank?
 
 # %% tags=["stub"]
 lab.predict("rows-that-leave", None)
@@ -36,10 +37,11 @@ lab.predict("capacity-of-an-expert", 160)
 # %% [markdown]
 # ## Fix: a loss for the balance
 #
-# `probabilities` (tokens, experts) are the gate's, and `chosen` (tokens, top) are the experts that it has chosen. All ranks
-# have equally many tokens. The mean of `balance` over ranks must be the loss of *all* tokens: experts · Σ (share of the
-# choices) · (mean probability). Gradients are averaged over ranks, too. If, over all ranks, all
-# experts are chosen equally often, the gate's gradient should be zero. With this code it is not. Fix it.
+# `probabilities` (tokens, experts) are the gate's probabilities, and `chosen` (tokens, top) are the experts that the
+# gate has chosen. All ranks have equally many tokens. The mean of `balance` over ranks must be the loss of *all*
+# tokens: experts · Σ (share of the choices) · (mean probability). Gradients are averaged over ranks, too. If all
+# experts are chosen equally often, counted over all ranks, the gate's gradient should be zero. With this code it is
+# not. Fix this.
 
 # %% tags=["stub"]
 # %%px
@@ -62,14 +64,15 @@ lab.check("balance-fix")
 # %% [markdown]
 # ## Build: a dispatch that loses no token
 #
-# Rank r has expert r. `x` (tokens, width) are this rank's tokens, of which ranks have different numbers, and some none;
-# `chosen` (tokens,) is the expert of each, int64. `expert(rows)` is this rank's, and takes any number of rows. Write
-# `dispatch(comm, x, chosen, expert)`: it returns (tokens, width), for each token what its expert computes, in the order of
-# `x`.
+# Rank r has expert r. `x` (tokens, width) are this rank's tokens; ranks have different numbers of tokens, and some have
+# none. `chosen` (tokens,) is the expert of each token, int64. `expert(rows)` is this rank's expert, and takes any
+# number of rows. Write `dispatch(comm, x, chosen, expert)`: it returns (tokens, width), the result of each token's
+# expert, in the order of `x`.
 #
-# - A row travels to its expert, and what is computed of it travels back. No other row travels.
-# - `dist.all_to_all_single(out, tensor, group=comm.group)` exchanges equal pieces; with `received, sent` after `tensor`, as
-#   many rows as two lists say: `sent[r]` rows go to rank r, `received[r]` arrive from it.
+# - A row travels to its expert, and its result travels back. No other row travels.
+# - `dist.all_to_all_single(out, tensor, group=comm.group)` exchanges equal pieces; with two lists `received, sent`
+#   after `tensor`, it exchanges different numbers of rows: `sent[r]` rows to rank r, and `received[r]` rows from rank
+#   r.
 
 # %% tags=["stub"]
 # %%px
@@ -98,5 +101,5 @@ lab.check("dispatch-build")
 # %% [markdown]
 # ## If you have time
 #
-# - `dispatch` has no gradients: make them travel, by a `torch.autograd.Function` whose backward is the reverse exchange.
+# - `dispatch` has no gradients: send them back, by a `torch.autograd.Function` whose backward is the reverse exchange.
 # - Give each expert places for four tokens of each rank, and drop the others: how long are messages now?

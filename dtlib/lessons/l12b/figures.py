@@ -1,4 +1,4 @@
-"""The figures of lesson 12b, each with its text."""
+"""The figures of lesson 12b, each with a text equivalent."""
 
 from dtlib.lab.colours import RANK_COLOURS
 from dtlib.lab.drawing import shown, subplots
@@ -10,7 +10,7 @@ LINES = ("solid", "dashed", "dashdot", "dotted")
 
 @shown
 def shares(**runs):
-    """A panel for each run: the share of tokens of each expert, step by step, beside an even share."""
+    """Draw each expert's share of tokens step by step, one panel per run, beside an even share."""
     figure, panels = subplots(1, len(runs), height=3.6, squeeze=False, sharey=True)
     tables = []
     for panel, (name, choices) in zip(panels[0], runs.items(), strict=True):
@@ -35,7 +35,7 @@ def _mean(part) -> float:
 
 
 def held(measured: dict) -> None:
-    """What a rank has of the model, over one process; that of experts over one process with all experts."""
+    """Show a rank's memory relative to one process; for experts, to one process with all experts."""
     rows = []
     for axis in axes.AXES:
         if not axis.startswith("one process"):
@@ -46,7 +46,7 @@ def held(measured: dict) -> None:
 
 
 def sent(measured: dict) -> None:
-    """Calls and bytes of a step, in each of its parts."""
+    """Show calls and bytes of a step, for each part of the step."""
     rows = []
     for axis in axes.AXES:
         if not axis.startswith("one process"):

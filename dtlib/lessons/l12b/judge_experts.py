@@ -1,4 +1,4 @@
-"""Lesson 12b: a loss for their balance, and tokens there and back."""
+"""Lesson 12b: checks of a balance loss for experts, and of dispatching tokens to experts and back."""
 
 import pickle
 from contextlib import ExitStack, contextmanager, suppress
@@ -10,15 +10,15 @@ from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l12.judge_context import about, is_like, numbers, same
 
 TOKENS, EXPERTS = 12, 5
-WIDTH = 64  # numbers of a row: its bytes are more than those of all counts
+WIDTH = 64  # so wide that one row has more bytes than all counts
 
 _MEAN = "dist.all_reduce(share, op=dist.ReduceOp.AVG, group=comm.group)"
 
-# The loss for the balance
+# Balance loss
 
 
 def choices(rank: int, top: int):
-    """Probabilities that favour other experts on each rank, and what is chosen by them."""
+    """Return probabilities that favour other experts on each rank, and the chosen experts."""
     import torch
 
     probabilities = (numbers(rank, TOKENS, EXPERTS, of=top) + 2 * torch.eye(EXPERTS)[rank % EXPERTS]).softmax(-1)
@@ -26,10 +26,12 @@ def choices(rank: int, top: int):
 
 
 def share_of(chosen):
+    """Return each expert's share of the choices."""
     return chosen.flatten().bincount(minlength=EXPERTS).double() / chosen.numel()
 
 
 def observe_balance(balance, comm):
+    """Return loss and gradient with one and with two choices per token, or an error."""
     import torch
 
     seen = []
@@ -48,6 +50,7 @@ def observe_balance(balance, comm):
 
 
 def judge_balance(observations) -> None:
+    """Check gradients and losses of the balance over all ranks."""
     import torch
 
     ranks = len(observations)
@@ -74,6 +77,7 @@ def judge_balance(observations) -> None:
             wrong("own-share", same(got, own) and not same(own, ones * of_all),
                   "only the share of this rank's choices",
                   "Each rank may be in balance, but not all ranks together. Whose choices must you count?", _MEAN)
+            # The gradient may be right up to a factor, which says what is wrong (_judge_factors).
             factor = got.sum() / (ones * of_all).sum()
             if not same(got, factor * ones * of_all):
                 soft = sum(choices(each, top)[0].mean(0) for each in range(ranks)) / ranks
@@ -93,7 +97,7 @@ def judge_balance(observations) -> None:
 
 
 def _judge_factors(rank: int, factors: list[float], ranks: int) -> None:
-    """Of the gradient with one and with two choices a token, over the right ones."""
+    """Recognise a mistake from the factors of the gradient, with one and with two choices per token."""
     known = {
         (1, 2): ("of-tokens",
                  "With two choices per token, there are twice as many choices as tokens.",
@@ -119,11 +123,11 @@ def _judge_factors(rank: int, factors: list[float], ranks: int) -> None:
           times, "By what do you divide, and how often?", "A share is the choices of an expert / all choices.")
 
 
-# Tokens there and back
+# Dispatching tokens
 
 
 def cases(rank: int, ranks: int) -> dict:
-    """Tokens of a rank, and the expert (a rank) that each has chosen."""
+    """Return by case the tokens of a rank, and the expert (a rank) that each token has chosen."""
     import torch
 
     count = 5 + 2 * rank
@@ -137,7 +141,7 @@ def cases(rank: int, ranks: int) -> dict:
 
 
 def expert_of(rank: int):
-    """Works row by row; no two are alike, and zeros do not stay zeros."""
+    """Return the expert of a rank: a function by rows, different on each rank, which changes zeros."""
     return lambda rows: (rank + 1) * (rows + 1).tanh() + rank
 
 
@@ -146,13 +150,16 @@ def _pickled(*things) -> int:
 
 
 def _exchanged(buffer, rank: int, size: int) -> int:
-    """Bytes for other ranks in ``[array, counts]`` or ``[array, (counts, places)]``, as Alltoallv takes them."""
+    """Return the bytes for other ranks in an argument of Alltoallv.
+
+    The argument is ``[array, counts]`` or ``[array, (counts, places)]``.
+    """
     array, counts = buffer[:2]
     counts = [int(count) for count in (counts if isinstance(counts[0], SupportsInt) else counts[0])]
     return (sum(counts) - counts[rank]) * array.itemsize
 
 
-# mpi4py's collectives: the bytes of this rank that reach others.
+# Collective of mpi4py -> bytes that this rank sends to other ranks.
 REACHES = {
     "Alltoall": lambda sent, rank, size: sent.nbytes * (size - 1) // size,
     "Alltoallv": _exchanged,
@@ -164,14 +171,17 @@ REACHES = {
 
 @contextmanager
 def counted_by_arguments():
-    """A list of what calls of mpi4py in a block give to other ranks, by their arguments: MPI does not say it."""
+    """Return a context whose list gets the bytes that calls of mpi4py send to other ranks.
+
+    They are computed from the arguments, because MPI does not report them.
+    """
     from dtlib.comm.mpi4py_comm import Mpi4pyComm
 
     found: list[int] = []
 
     def counting(theirs, reaches):
         def call(self, sent, *rest):
-            with suppress(AttributeError, TypeError, IndexError):  # described in another way
+            with suppress(AttributeError, TypeError, IndexError):  # arguments of another form
                 found.append(reaches(sent, self.rank, self.size))
             return theirs(self, sent, *rest)
 
@@ -185,9 +195,10 @@ def counted_by_arguments():
 
 
 def observe_dispatch(dispatch, comm):
+    """Return for each case the result and the bytes that this rank sent."""
     from dtlib.comm.watch.recorder import recording
 
-    seen, apart = {}, comm.split(0)  # a rank that has left is not mistaken for one that sends
+    seen, apart = {}, comm.split(0)  # no receive of an answer can match this barrier
     for what, (x, chosen) in cases(comm.rank, comm.size).items():
         with recording() as events, counted_by_arguments() as counted:
             got = dispatch(comm, x.clone(), chosen.clone(), expert_of(comm.rank))
@@ -198,6 +209,7 @@ def observe_dispatch(dispatch, comm):
 
 
 def judge_dispatch(observations) -> None:
+    """Check that each token returns with its expert's result, and that bytes are minimal."""
     import torch
 
     ranks = len(observations)

@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 12b Experts
 #
-# Forty-five minutes. A layer has several *experts*, and ranks divide them: a token travels to the rank of its expert. At the end,
-# two tables compare all axes of this course.
+# Forty-five minutes. A layer has several *experts*, which are divided among ranks. A token travels to the rank of its
+# expert. At the end, two tables compare all axes of this course.
 #
-# **Questions.** What do experts send? What has to be divided by the number of ranks? What does each axis cut, and when does
-# it send?
+# **Questions.** Which data do experts exchange? What must be divided by the number of ranks? What does each axis cut,
+# and when does it send?
 #
-# **Afterwards you can** put a mixture of experts on ranks; count what it sends; keep experts in balance; say what each axis
-# cuts.
+# **Afterwards you can** divide a mixture of experts among ranks; count the bytes that it sends; keep experts in
+# balance; name the cut of each axis.
 #
 # **You need** lesson 03 and the first half of lesson 04; for the tables at the end, 06 to 08 and [12](12_sequences.ipynb).
 
@@ -45,19 +45,19 @@ def equal(a, b):
 # %% [markdown]
 # ## A token travels to its expert
 #
-# How can a model have eight times the parameters, and no more work per token? It has several perceptrons in place of one,
-# the *experts*. A *gate* sends each token to one of them, or to two. The token travels to the rank of its expert, and the
-# result travels back. **Find** the three exchanges below. What does the first one send?
+# How can a model have eight times the parameters, and no more work per token? The model has several perceptrons in
+# place of one, called *experts*. A *gate* sends each token to one or two of the experts. The token travels to the rank
+# of its expert, and the result travels back. **Find** the three exchanges below. What does the first exchange send?
 
 # %%
 lab.read(expert_plain.Rows, expert_plain.MixtureOfExperts.through_experts)
 
 # %% [markdown]
-# Only the gate decides how many rows go where. So counts travel first, then rows, then results. `Rows` has an exact reverse,
-# for the gradients.
+# The gate decides how many rows each rank sends to each other rank. So ranks exchange counts first, then rows, then
+# results. `Rows` has an exact reverse, for the gradients.
 #
-# Below, each rank has one expert and 16 tokens, four for each expert. Each rank's loss is the mean over its own tokens;
-# what we want is the gradient of the mean of all losses. Nobody divides anything yet.
+# Below, each rank has one expert and 16 tokens, four for each expert. Each rank's loss is the mean over its own tokens.
+# We want the gradient of the mean of all losses. The code does not divide anything yet.
 #
 # **Predict.** How many times too large is the gradient of an expert, on four ranks?
 
@@ -88,15 +88,15 @@ print(f"times too large: {factor:.6f}")
 assert count("times too large: 4.000000") == 1
 
 # %% [markdown]
-# An expert's gradient arrives as the sum over N losses, and we want the mean: divide by N once. DeepSpeed #5618 forgot it (4
-# times too large), and pytorch #160285 reports 2 times. With Adam nobody sees it in the loss: a factor cancels, until gradients
-# are clipped. Our layer divides, and no strategy averages experts again. Here is the layer, compared with all experts in one
-# process:
+# An expert's gradient arrives as the sum over N losses, and we want the mean: divide by N once. DeepSpeed #5618 forgot
+# it (4 times too large), and pytorch #160285 reports 2 times. With Adam the loss does not show the mistake: a factor
+# cancels, until gradients are clipped. Our layer divides, and no strategy averages experts again. Here is the layer,
+# compared with all experts in one process:
 
 # %%
 # %%px
 def layer(comm, ranks):
-    """Experts of these ranks; expert r begins the same wherever it is."""
+    """Experts of these ranks; expert r has the same initial weights on any rank."""
     experts = []
     for rank in ranks:
         torch.manual_seed(rank + 1)
@@ -139,20 +139,20 @@ assert all(sent[1::2] == [3, 3, 3, 3] and sent[:4] == sent[4:] for sent in of_ra
 assert count("'output': True, 'gate': True, 'expert': True") == 1
 
 # %% [markdown]
-# Four exchanges, N - 1 messages each; gradients have as many bytes as their rows. Ranks send different numbers of bytes: that is
-# the trouble with experts.
+# Four exchanges, N - 1 messages each; gradients have as many bytes as their rows. Ranks send different numbers of
+# bytes, which is a problem of experts.
 #
-# **Compute.** A rank has 8,192 tokens of width 4,096 in bfloat16. Each token goes to two of 64 experts, one per rank, and
-# choices are spread evenly. How many MB does the rank send to experts in one layer, forward?
+# **Compute.** A rank has 8,192 tokens of width 4,096 in bfloat16. Each token goes to two of 64 experts, one per rank,
+# and tokens are spread evenly over experts. How many MB does the rank send to experts in one layer, forward?
 #
-# <details><summary>Answer</summary>8,192 x 2 rows of 8,192 bytes are 134 MB, and 63 of 64 rows leave: 132 MB. As many come
-# back, and the backward pass sends both again.</details>
+# <details><summary>Answer</summary>8,192 x 2 rows of 8,192 bytes are 134 MB, and 63 of 64 rows leave: 132 MB. Equally
+# many return, and the backward pass sends both again.</details>
 #
 # ## Balance
 #
-# An expert that is chosen learns, and is chosen more often. The remedy is a second loss, E · Σ (share of the choices) · (mean
-# probability). It is 1 if all of the E experts get equally many tokens. Digits, four experts on four ranks, with that loss
-# and without:
+# An expert that is chosen often learns more, and then is chosen even more often. The remedy is a second loss, E · Σ
+# (share of the choices) · (mean probability). It is 1 if all E experts get equally many tokens. Four experts on four
+# ranks learn the digits, with this loss and without:
 
 # %%
 # %%px
@@ -193,21 +193,21 @@ without, balanced = trained(0), trained(0.2)
 figures.shares(without=lab.values("without")[0], with_the_loss=lab.values("balanced")[0])
 
 # %% tags=["statement"]
-# "At the end, without it, one expert of four gets more than half of the tokens, and two hardly any."
+# "At the end, without this loss, one expert of four gets more than half of the tokens, and two hardly any."
 both = [[last for _, last in rows(f"{expert}", "with the loss")] for expert in range(4)]
 shares = sorted(without for without, _ in both)
 assert shares[3] > 50 and shares[1] < 15 and all(15 < balanced < 40 for _, balanced in both)
 
 # %% [markdown]
-# At the end, without it, one expert of four gets more than half of the tokens, and two hardly any. The balance loss must count *all*
-# ranks' tokens, have a gradient, and be scaled once. It had no gradient in NeMo Automodel (#1408), and shrank with tensor
-# ranks in Megatron-LM (#5047, with a loss per token). Every output was right.
+# At the end, without this loss, one expert of four gets more than half of the tokens, and two hardly any. The balance
+# loss must count *all* ranks' tokens, have a gradient, and be scaled once. In NeMo Automodel it had no gradient
+# (#1408). In Megatron-LM it shrank with tensor ranks (#5047, with a loss per token). Every output was right.
 #
-# DeepSeek-V3 needs hardly any such loss. Each expert has a bias that counts in the choice alone: it falls while the expert gets
-# too many tokens.
+# DeepSeek-V3 needs hardly any such loss. Each expert has a bias that affects only the choice: the bias falls while the
+# expert gets too many tokens.
 #
-# A *capacity* makes all messages equally long: an expert has a fixed number of places for each rank's tokens, and a token
-# without a place is dropped. At capacity 1.0 there are as many places as an even share needs:
+# A *capacity* makes all messages equally long: an expert has a fixed number of places for each rank's tokens, and a
+# token without a place is dropped. At capacity 1.0 there are just enough places if all experts get equally many tokens:
 
 # %%
 # %%px
@@ -222,18 +222,19 @@ if comm.rank == 0:
     lab.table(rows, ("capacity", "dropped of 64"))
 
 # %% tags=["statement"]
-# "A dropped token gets nothing from the layer: only the residual connection carries it on."
+# "The layer computes nothing for a dropped token: only the residual connection passes it to the next layer."
 assert row("None", "dropped of 64") == [0] and row("0.5", "dropped of 64")[0] > row("2.0", "dropped of 64")[0] > 0
 
 # %% [markdown]
-# A dropped token gets nothing from the layer: only the residual connection carries it on.
+# The layer computes nothing for a dropped token: only the residual connection passes it to the next layer.
 #
-# **Discuss.** A batch has much padding, and the gate sends all padding to expert 0. What happens to its real tokens?
+# **Discuss.** A batch has much padding, and the gate sends all padding to expert 0. What happens to the real tokens of
+# this expert?
 #
 # ## All axes
 #
-# One transformer of four blocks, on four ranks, cut along each axis of this course. The tables show one step with AdamW in
-# float64: what a rank has, by `dtlib.memory()`, and what it sends, by `dtlib.trace()`.
+# One transformer of four blocks, on four ranks, cut along each axis of this course. The tables show one step with AdamW
+# in float64: the memory of a rank, by `dtlib.memory()`, and the bytes that it sends, by `dtlib.trace()`.
 #
 # **Predict.** Which of these axes sends nothing in the forward pass: "data", "ZeRO 3", "tensor" or "context, ring"?
 
@@ -281,24 +282,28 @@ for more, less in (("tensor", "sequence"), ("data", "ZeRO 2")):
     assert 1.28 < more / less < 1.36
 
 # %% [markdown]
-# - **Loss.** All axes compute the same loss. With experts the model is another one, with a loss equal to its own in one process.
+# - **Loss.** All axes compute the same loss. With experts the model is another one; its loss equals that of the same
+#   model in one process.
 # - **What is cut.** Only ZeRO 3, tensor (with `sequence`), the pipeline and experts cut parameters. `data` and
-#   `context` cut activations alone.
-# - **When it is sent.** Ranks wait for what is sent *inside* a layer (tensor, sequence, Ulysses, experts). Of these,
+#   `context` cut only activations.
+# - **When it is sent.** Ranks wait for messages *inside* a layer (tensor, sequence, Ulysses, experts). Among these,
 #   only a ring's keys travel while the layer computes. Gradients travel during the backward pass.
 # - **Algorithms.** For arrays this small, `all_reduce` uses doubling, which sends a third more than a ring. That is why `data`
 #   sends more than ZeRO 2, and `tensor` more than `sequence`.
-# - **`sequence`** keeps more than a quarter of the activations: a layer cut by columns keeps its input of all tokens, for the
-#   gradient of its weight. Its 24 `all_reduce`s are for norms and biases, whose gradients count a rank's own tokens alone.
+# - **`sequence`** keeps more than a quarter of the activations: a layer cut by columns keeps its input of all tokens,
+#   for the gradient of its weight. Its 24 `all_reduce`s are for norms and biases: their gradients on a rank count only
+#   this rank's tokens.
 # - **`expert`**: the four `all_reduce`s in the forward pass are for the balance, one per layer.
 #
 # The model is small: gradients grow with its width squared, activations with the tokens.
 #
-# **Discuss.** Texts become ten times as long. Which rows of the second table grow, which do not, and what would you change?
+# **Discuss.** Texts become ten times as long. Which rows of the second table grow, which rows do not, and what would
+# you change?
 #
 # ## Which cut, when?
 #
-# Now you know all axes. If yes, go right; if that is not enough, go down. `dtlib plan` computes it.
+# Now you know all axes. In the chart, follow *yes* to the right. If the result is not enough, continue below. `dtlib
+# plan` computes the choice.
 
 # %%
 lab.chart()
@@ -312,10 +317,10 @@ lab.quiz("12b")
 # %% [markdown]
 # ## Summary
 #
-# - A token travels to its expert and back: counts, rows, results; gradients take the reverse way.
+# - A token travels to its expert and back: counts, rows, results; gradients travel in reverse.
 # - An expert's gradient is a sum over N losses: divide by N once. Outputs do not show the mistake; gradients do.
 # - The balance counts all ranks' choices. A capacity makes messages equal, and drops tokens.
-# - Only what is sent outside of layers can travel during computing; a ring's keys are the exception.
+# - Only messages outside of layers can travel during computing; a ring's keys are the exception.
 #
 # Now the [exercises](../exercises/12b_experts_exercises.ipynb).
 #

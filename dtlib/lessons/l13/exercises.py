@@ -24,8 +24,8 @@ world = dtlib.init()
 # %% [markdown]
 # ## Predict
 #
-# - Four ranks average a million gradients by top-k, with 1 % of them. A value has 4 bytes, a place too. How many bytes
-#   does a rank send, by the all-gather?
+# - Four ranks average a million gradients by top-k, and send 1 % of the gradients. A value has 4 bytes, and so has a
+#   place. How many bytes does a rank send by the all-gather?
 # - A step computes for 0.1 s, and its message takes 0.9 s. How many steps are there in an hour, with DDP and with rounds
 #   of H = 100 local steps?
 
@@ -40,10 +40,10 @@ lab.predict("steps-of-an-hour", {"DDP": 3600, "H = 100": 33_000})
 # %% [markdown]
 # ## Fix: momentum in the wrong place
 #
-# At the end of a round, `outer_step` gets where the round began (`start`, the same on all ranks), this rank's `parameters`, and
-# the outer optimizer's `velocity`, in which it remembers the rounds before. The *outer gradient* is the mean over ranks of
-# `start - parameters`. It returns the next start, by a step with Nesterov momentum, and the velocity. The loss falls, and yet
-# ranks drift apart. Fix it.
+# At the end of a round, `outer_step` gets the parameters at the beginning of the round (`start`, the same on all
+# ranks), this rank's `parameters`, and the outer optimizer's `velocity`, which remembers previous rounds. The *outer
+# gradient* is the mean over ranks of `start - parameters`. The function takes a step with Nesterov momentum, and
+# returns the next start and the velocity. The loss falls, but the ranks' parameters drift apart. Fix it.
 
 # %% tags=["stub"]
 # %%px
@@ -73,9 +73,10 @@ lab.check("outer-fix")
 # %% [markdown]
 # ## Fix: feedback that is forgotten
 #
-# `compress` keeps one bit of each number: its sign, times the mean size of all. (The rounding is real; the all-reduce still
-# sends whole numbers.) It gets this rank's gradient and what was kept in the step before, and returns the mean over ranks,
-# and what is kept for the next step. What was kept gets lost. Fix it.
+# `compress` reduces each number to one bit: its sign, times the mean size of all numbers. (The rounding is real; the
+# all-reduce still sends full numbers.) The function gets this rank's gradient and the error that was kept in the
+# previous step. The function returns the mean over ranks, and the error to keep for the next step. But the kept error
+# gets lost. Fix it.
 
 # %% tags=["stub"]
 # %%px
@@ -100,10 +101,12 @@ lab.check("feedback-fix")
 #
 # Write `top_k(comm, gradient, kept, fraction)`, for tensors of one dimension.
 #
-# - Each rank sends the k = ceil(fraction · n) elements that are largest in size, of its gradient and what was kept before.
-# - It returns the mean over ranks of what was sent, as a tensor of n elements, and what is kept now.
-# - k places and k values travel, not n numbers: `dist.all_gather_single(out, tensor, group=comm.group)` puts everybody's
-#   `tensor` into `out`.
+# - Each rank adds the kept values to its gradient. Then it sends the k = ceil(fraction · n) elements of this sum that
+#   are largest in size.
+# - The function returns the mean over ranks of the sent elements, as a tensor of n elements, and the values to keep
+#   now.
+# - Each rank sends k places and k values, not n numbers: `dist.all_gather_single(out, tensor, group=comm.group)`
+#   collects the `tensor` of all ranks in `out`.
 
 # %% tags=["stub"]
 # %%px
@@ -136,8 +139,9 @@ lab.check("top-k-build")
 # %% [markdown]
 # ## The race: byte golf, once more
 #
-# It is lesson 04's: ranks have a few digits each, and reach 95 % of the test images with as few bytes as can be. Par is
-# forty steps in 16 bits. Now you know more ways. `lab.scores()` keeps your best; compare it with the class.
+# This is the game of lesson 04. Each rank has only a few of the digits. Get 95 % of the test images right with as few
+# bytes as possible. Par is forty steps in 16 bits. Now you know more ways. `lab.scores()` keeps your best; compare it
+# with the class.
 
 # %% tags=["stub"]
 # %%px
@@ -183,4 +187,4 @@ lab.check("byte-golf")
 #
 # - Send places as `int32` in place of `int64`: how many bytes fewer?
 # - Register your `top_k` as a hook: `model.register_comm_hook(state, hook)`, of `DataParallel` and of torch's DDP.
-# - Play golf with local steps: how many rounds are enough?
+# - Play byte golf with local steps: how many rounds are enough?

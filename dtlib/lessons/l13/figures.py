@@ -1,4 +1,4 @@
-"""The figures of lesson 13, each with its text."""
+"""The figures of lesson 13, each with a text equivalent."""
 
 import math
 
@@ -8,7 +8,7 @@ from dtlib.lab.tables import Table
 from dtlib.lessons.l05 import intervals
 from dtlib.lessons.l13 import race
 
-# A way and the same without feedback have one colour.
+# A method has the same colour with and without feedback.
 STYLES = {
     "DDP": (0, "-"), "8 bits": (1, "-"), "top 1 %": (2, "-"), "top 1 %, no feedback": (2, ":"), "PowerSGD": (3, "-"),
     "PowerSGD, no feedback": (3, ":"), "local SGD, H = 8": (4, "-"), "DiLoCo, H = 8": (5, "-"),
@@ -16,12 +16,15 @@ STYLES = {
 
 
 def of_loss(losses) -> tuple[float, float, float]:
-    """The geometric mean over seeds, with its interval."""
+    """Return the geometric mean over seeds, with its interval."""
     return tuple(math.exp(value) for value in intervals.mean([math.log(max(loss, 1e-9)) for loss in losses]))
 
 
 def against_ddp(results: dict, name: str) -> tuple[float, float, float] | None:
-    """How many times the bytes of DDP, on paired seeds: the mean and its interval. None where a seed did not arrive."""
+    """Return bytes relative to DDP on paired seeds, as mean and interval.
+
+    None if a seed did not reach the target loss.
+    """
     pairs = list(zip(results[name].until(), results["DDP"].until(), strict=True))
     if any(math.isinf(value) for pair in pairs for value in pair):
         return None
@@ -31,7 +34,7 @@ def against_ddp(results: dict, name: str) -> tuple[float, float, float] | None:
 
 @shown
 def losses(results: dict):
-    """Loss against kB on the wire, both in powers of ten: a line a method, its interval as a band."""
+    """Draw loss against kB on the wire, both logarithmic: one line per method, with its interval as a band."""
     figure, axes = subplots(height=5.2)
     rows = []
     for name, (number, line) in STYLES.items():
@@ -56,7 +59,10 @@ def losses(results: dict):
 
 @shown
 def bytes_needed(results: dict):
-    """kB until the loss over those of DDP: a mark with its interval a method; none for who did not arrive."""
+    """Draw kB until the target loss, relative to DDP, with intervals.
+
+    Methods that did not always reach the loss have no mark.
+    """
     figure, axes = subplots(height=4)
     names = [name for name in STYLES if name != "DDP"]
     axes.axvline(1, color="grey", linestyle="--", linewidth=1)
@@ -78,7 +84,7 @@ def bytes_needed(results: dict):
 
 
 def table(results: dict) -> Table:
-    """The outcome of each method."""
+    """Return a table of the results of each method."""
     rows = []
     for name in STYLES:
         result, found = results[name], against_ddp(results, name)

@@ -1,15 +1,15 @@
-"""Lesson 13: an outer step, judged by where rounds begin on every rank."""
+"""Lesson 13: check of an outer step by the parameters at the start of each round, on every rank."""
 
 from dtlib.lab.checks.equality import as_tensor, factors
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l13.judge_slow import close
 from dtlib.lessons.l13.observe_slow import COUNT, STEPS, gradient_of, is_like
 
-RATES, MOMENTUM = (0.5, 0.4, 0.3, 0.5), 0.8  # a rate for each round, as a schedule would have it
+RATES, MOMENTUM = (0.5, 0.4, 0.3, 0.5), 0.8  # one rate per round, as from a schedule
 
 
 def outer_played(ranks: int, mistake: str = "", rank: int = 0) -> list:
-    """Where each round begins, on a rank, in one process; ``mistake`` as planted."""
+    """Return the start of each round on a rank, computed in one process; a ``mistake`` can be planted."""
     import torch
 
     start, velocity = torch.zeros(COUNT).double(), torch.zeros(COUNT).double()
@@ -36,6 +36,7 @@ _FIRST = "First dist.all_reduce(gradient, op=dist.ReduceOp.AVG, group=comm.group
 
 
 def observe_outer(outer_step, comm):
+    """Return the start of each round and the velocity, or an error."""
     import torch
 
     start, velocity, starts = torch.zeros(COUNT).double(), torch.zeros(COUNT).double(), []
@@ -50,6 +51,7 @@ def observe_outer(outer_step, comm):
 
 
 def judge_outer(observations) -> None:
+    """Check the starts of all rounds on every rank."""
     for rank, seen in enumerate(observations):
         if "error" in seen:
             raise Wrong("type", rank, f"two tensors of {COUNT} numbers: the new start, and the velocity", seen["error"],
@@ -107,7 +109,7 @@ def judge_outer(observations) -> None:
 
 
 def _in_gradients(starts, ranks: int) -> tuple[list, list]:
-    """The first two steps, as multiples of the mean gradients: of the first; of the second and the first."""
+    """Return the first two steps as multiples of the mean gradients of the current and the previous round."""
     import torch
 
     at = torch.tensor([[0.0] * COUNT, *starts[:2]], dtype=torch.float64)

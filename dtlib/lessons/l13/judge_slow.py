@@ -1,4 +1,4 @@
-"""Lesson 13: feedback and top-k, judged by values on every rank and by payload bytes."""
+"""Lesson 13: checks of error feedback and top-k, by values on every rank and payload bytes."""
 
 import math
 
@@ -8,12 +8,12 @@ from dtlib.lessons.l13.observe_slow import COUNT, FEW, FRACTIONS, STEPS, gradien
 
 
 def signs_of(wanted):
-    """What a rank sends for it: signs, times their mean size."""
+    """Return the signs of ``wanted``, times its mean absolute value: a rank's message."""
     return wanted.sign() * wanted.abs().mean()
 
 
 def largest_of(wanted, fraction: float):
-    """The largest elements of it; zeros elsewhere."""
+    """Return ``wanted`` with all but its largest elements set to zero."""
     import torch
 
     places = wanted.abs().topk(math.ceil(fraction * len(wanted))).indices
@@ -23,13 +23,16 @@ def largest_of(wanted, fraction: float):
 def played(
     send, ranks: int, feedback: str = "right", mean_of=lambda sent, rank: sum(sent) / len(sent), rank=0, sent_of=None
 ) -> dict:
-    """Means of a rank, and what rank 0 keeps, step by step; ``feedback``, ``mean_of`` and ``sent_of``, of what all
-    ranks wanted and of their gradients, may be mistakes."""
+    """Return a rank's means and rank 0's residuals, step by step, computed in one process.
+
+    Mistakes can be planted with ``feedback``, ``mean_of`` and ``sent_of``.
+    """
     import torch
 
     kept, means, of_rank_0 = [torch.zeros(COUNT).double() for _ in range(ranks)], [], []
     for step in range(STEPS):
         own = [gradient_of(rank, step) for rank in range(ranks)]
+        # Right: wanted = gradient + kept; send a part of it; keep the rest. The other branches are planted mistakes.
         factor = {"none": 0, "beside": 0, "other sign": -1}.get(feedback, 1)
         wanted = [g + factor * k for g, k in zip(own, kept, strict=True)]
         sent = sent_of(wanted, own) if sent_of else [send(w) for w in wanted]
@@ -50,7 +53,7 @@ def played(
 
 
 def overwritten(sent, rank: int):
-    """Where several ranks send an element, the last one counts."""
+    """Return a wrong mean: if several ranks send an element, the last one counts."""
     mean = sum(sent) * 0
     for one in sent:
         mean[one != 0] = one[one != 0] / len(sent)
@@ -58,7 +61,7 @@ def overwritten(sent, rank: int):
 
 
 def at_own_places(sent, rank: int):
-    """The first of each rank's, the second of each, ... are averaged, and are put where this rank's were."""
+    """Return a wrong mean: values are averaged by their order, and written to this rank's places."""
     import torch
 
     def in_order(one):
@@ -70,7 +73,7 @@ def at_own_places(sent, rank: int):
 
 
 def of_top_k(fraction: float) -> dict:
-    """Mistakes that top-k alone can have: what is sent, how it becomes a mean, and what is said."""
+    """Return mistakes that only top-k can have: arguments of ``played``, and hints."""
 
     def largest(wanted):
         return largest_of(wanted, fraction)
@@ -134,6 +137,8 @@ def of_top_k(fraction: float) -> dict:
 
 
 def judge_signs(observations) -> None:
+    """Check means and residuals of sign compression."""
+
     def own_scale(wanted, own):
         return [w.sign() * g.abs().mean() for w, g in zip(wanted, own, strict=True)]
 
@@ -148,6 +153,7 @@ def judge_signs(observations) -> None:
 
 
 def judge_top_k(observations) -> None:
+    """Check means, residuals, indices and bytes of top-k."""
     for fraction, seen in zip(FRACTIONS, zip(*(one for one, _ in observations), strict=True), strict=True):
         _judge_feedback(seen, lambda wanted, fraction=fraction: largest_of(wanted, fraction), of_top_k(fraction))
         _judge_bytes(seen, math.ceil(fraction * COUNT))
@@ -223,6 +229,7 @@ def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
               "By what do you multiply the sent values?",
               "Signs times wanted.abs().mean(), one number for each rank; for top-k, the unchanged values.")
     own, sent = gradient_of(rank, 0), send(gradient_of(rank, 0))
+    # Right: kept = 1 * gradient - 1 * sent. Other factors are mistakes.
     keeps = factors(as_tensor(seen["kept"][0]), own, sent)
     if first and keeps and not same(as_tensor(keeps), as_tensor([1, -1])):
         raise Wrong(
@@ -246,6 +253,7 @@ def _alone(send, rank: int) -> list:
 
 
 def close(got, expected) -> bool:
+    """Return whether two lists of lists are equal up to rounding."""
     return len(got) == len(expected) and all(
         abs(a - b) < 1e-9 for ones, others in zip(got, expected, strict=True) for a, b in zip(ones, others, strict=True)
     )

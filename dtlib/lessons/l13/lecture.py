@@ -1,11 +1,12 @@
 # %% [markdown]
 # # 13 When the network is slow
 #
-# Fifty minutes. Between clusters, clouds and homes a link has a thousandth of the bandwidth that a step wants. You
-# send less: seldom, or little. Then you race eight ways for the fewest bytes, and see how little such a race proves.
+# Fifty minutes. Between clusters, clouds and homes a link has a thousandth of the bandwidth that a step needs. So you
+# send less: rarely, or little. Then eight methods compete for the fewest bytes, and you see how little such a race
+# proves.
 #
-# **Questions.** What do ranks lose that train alone for a while? What may be left out of a gradient, and where does it
-# go? Do 8 bits always pay? When may one say that a method is better?
+# **Questions.** What do ranks lose if they train alone for a while? Which parts of a gradient can be left out, and
+# where are they kept? Are 8 bits always faster? When may you say that a method is better?
 #
 # **Afterwards you can** train with local SGD and DiLoCo; attach a communication hook to data parallelism; count its
 # bytes and messages; compare two methods fairly.
@@ -77,18 +78,19 @@ rows = [("formula", f"{20 * ring:,}"), ("trace, with flags", f"{sent:,}")]
 lab.table(rows, ("bytes of an epoch", "rank 0"))
 
 # %% tags=["statement"]
-# "At 20 MB/s that takes 0.05 s for an epoch"
+# "At 20 MB/s this takes 0.05 s for an epoch"
 assert row("formula", "bytes of an epoch")[0] == 20 * 53820 and abs(20 * 53820 / 20e6 - 0.05) < 0.005
 
 # %% [markdown]
-# (*Flags* say which parameters a rank has used.) At 20 MB/s that takes 0.05 s for an epoch, and for a billion
-# parameters 300 s for a *step* (four ranks send 1.5 times 4 GB). Two ways out: send seldom, or send little.
+# (*Flags* mark the parameters that a rank has used.) At 20 MB/s this takes 0.05 s for an epoch. With a billion
+# parameters it takes 300 s for a *step* (four ranks send 1.5 times 4 GB). There are two remedies: send rarely, or send
+# little.
 #
 # ## Seldom: local steps
 #
-# **Local SGD**: each rank makes H steps alone; then all take the mean of their parameters. **DiLoCo** goes further: the
-# parameters at the beginning of the round, minus that mean, are treated as a gradient. A second, *outer* optimizer
-# makes a step with it, and its Nesterov momentum remembers earlier rounds.
+# **Local SGD**: each rank takes H steps alone; then all ranks average their parameters. **DiLoCo** adds one more step:
+# it treats the parameters at the beginning of the round, minus the mean, as a gradient. A second, *outer* optimizer
+# takes a step with this gradient. Its Nesterov momentum remembers earlier rounds.
 
 # %%
 from dtlib.parallel.local import plain as local_plain
@@ -96,8 +98,8 @@ from dtlib.parallel.local import plain as local_plain
 lab.read(local_plain.LocalSGD.synchronise, local_plain.DiLoCo.synchronise)
 
 # %% [markdown]
-# **Predict.** H = 1, inner SGD without momentum, outer Nesterov. What is that: `"training alone"`, `"data parallelism
-# with a larger rate"`, or `"data parallelism with Nesterov momentum"`?
+# **Predict.** H = 1, inner SGD without momentum, outer Nesterov. What is this equal to: `"training alone"`, `"data
+# parallelism with a larger rate"`, or `"data parallelism with Nesterov momentum"`?
 
 # %% tags=["stub"]
 lab.predict("one-step-a-round", None)
@@ -133,16 +135,17 @@ assert count("furthest apart: less than 1e-12") == 1 and not count("not equal")
 
 # %% [markdown]
 # It is data parallelism, with the product of the two rates: an identity, to the last digits. From H = 2 on it is
-# something else: a rank's second gradient is taken at a place where only this rank has been.
+# different: a rank computes its second gradient with parameters that only this rank has.
 #
-# **Discuss.** Ranks train alone for 500 steps, and one of them dies at step 400. What is lost?
+# **Discuss.** Ranks train alone for 500 steps, and one rank dies at step 400. Which work is lost?
 #
 # ## Little: gradients made small
 #
-# `register_comm_hook`, here as in torch, puts a function in place of the all-reduce. The simplest halves the bytes: torch's
-# `bf16_compress_hook` sends 16 bits per number (GPUs alone; try it first at work). To send still less, something has to be
-# left out. **Top-k** sends the largest elements, with their places (A. F. Aji, K. Heafield, 2017). What it leaves out is
-# *kept*, and added to the next gradient: **error feedback** (F. Seide et al., 2014; S. Stich et al., 2018).
+# `register_comm_hook`, here as in torch, replaces the all-reduce with a function. The simplest hook halves the bytes:
+# torch's `bf16_compress_hook` sends 16 bits per number (only on GPUs; in practice, try it first). To send still less, a
+# hook has to leave something out. **Top-k** sends the largest elements, with their places (A. F. Aji, K. Heafield,
+# 2017). The hook *keeps* the other elements, and adds them to the next gradient: **error feedback** (F. Seide et al.,
+# 2014; S. Stich et al., 2018).
 
 # %%
 from dtlib.parallel.compression import plain as compression_plain
@@ -150,12 +153,12 @@ from dtlib.parallel.compression import plain as compression_plain
 lab.read(compression_plain.TopKState, compression_plain.top_k_hook)
 
 # %% [markdown]
-# Two more hooks are in the same file: **8 bits** per number, with one scale for every 256 numbers, and **PowerSGD**: a matrix M
-# as a product of two thin ones, P Qᵀ. Our 8 bits round, and keep nothing.
+# Two more hooks are in the same file: **8 bits** per number, with one scale for every 256 numbers, and **PowerSGD**: a
+# matrix M as a product of two thin matrices, P Qᵀ. Our 8-bit hook rounds, and keeps no errors.
 #
-# All of them make errors: what they send is not the mean of the gradients. We add up the errors of twenty steps. The second
-# sum adds what is still kept at the end. **Predict.** In this second sum, do the errors of each method cancel? `"they
-# cancel"`, or `"they stay"`.
+# All these hooks make errors: their result is not the mean of the gradients. We add up the errors of twenty steps. A
+# second sum also adds the values that are still kept at the end. **Predict.** In this second sum, do the errors of each
+# method cancel? `"they cancel"`, or `"they stay"`.
 
 # %% tags=["stub"]
 lab.predict("errors-of-8-bits", {"top-k with feedback": None, "8 bits": None})
@@ -167,7 +170,7 @@ lab.predict("errors-of-8-bits", {"top-k with feedback": "they cancel", "8 bits":
 # %%
 # %%px
 def sums(hook, state):
-    """Largest error of 20 steps' sum: of what was sent, and with what is kept."""
+    """Largest error of 20 steps' sum: of the sent values, and with the kept values."""
     model = DataParallel(net(), comm)
     model.register_comm_hook(state, hook)
     error = [torch.zeros_like(parameter) for parameter in model.parameters()]
@@ -196,19 +199,19 @@ rows = [
 lab.table(rows, ("error of 20 steps", "of what was sent", "with what is kept"))
 
 # %% tags=["statement"]
-# "What top-k has sent is far off; with what it keeps, the sum is exact."
+# "The sum that top-k has sent is far off; with the kept values, the sum is exact."
 top, bits = found(r"(?m)top 1 % +(\S+) +0 \(to 1e-12\)"), found(r"(?m)8 bits +(\S+) +(\S+)")
 assert top[0] > 10 * bits[0] > 0 and bits[0] == bits[1]
 
 # %% [markdown]
-# What top-k has sent is far off; with what it keeps, the sum is exact. What 8 bits have sent is much nearer, but their errors
-# stay. 8 bits round twice: a rank's own gradient, and then the mean of its part. Feedback would have to keep both errors.
-# PowerSGD keeps what it leaves out, as top-k does. If the *averaged* gradient has no higher rank than P has columns, nothing
-# is left out.
+# The sum that top-k has sent is far off; with the kept values, the sum is exact. The sum of 8 bits is much nearer, but
+# its errors stay. 8 bits round twice: a rank's own gradient, and then the mean of its part. Feedback would have to keep
+# both errors. PowerSGD keeps its errors, as top-k does. If the rank of the *averaged* gradient is at most the number of
+# P's columns, PowerSGD leaves nothing out.
 #
 # ## Do 8 bits pay?
 #
-# They send about a quarter of the bytes, and round twice. Here on a link with 5 ms and 20 MB/s, EMULATED.
+# Eight bits send about a quarter of the bytes, and round twice. Here we use a link with 5 ms and 20 MB/s, EMULATED.
 #
 # **Predict, by the model.** Which is faster on four ranks, for about 9,000 and for a million numbers: `"all_reduce"` or
 # `"8 bits"`?
@@ -269,17 +272,18 @@ assert (few[0], few_8[0]) == (2, 6) and few[1] < few_8[1] and few[2] < few_8[2]
 assert many[1] > 2 * many_8[1]
 
 # %% [markdown]
-# Six messages against two: with few numbers latency decides, and 8 bits lose. With a million they win by the model.
-# The clock may see no difference: it counts the rounding, which four ranks do on shared cores.
+# Six messages against two: with few numbers latency decides, and 8 bits lose. With a million they win by the model. The
+# clock may show no difference, because it includes the rounding, and four ranks round on shared cores.
 #
 # ## The race
 #
-# Eight ways, digits, four ranks (SIMULATED in one process, so that hundreds of runs take seconds; tests hold them to
-# the hooks above). Who needs the fewest bytes until the training loss is 0.1? Indices, scales and padding count.
+# Eight methods learn the digits on four ranks (SIMULATED in one process, so that hundreds of runs take seconds; tests
+# compare them with the hooks above). Which method needs the fewest bytes until the training loss is 0.1? Indices,
+# scales and padding count.
 #
-# Each way has its own best rate, so all are **tuned by one rule**. Of the same five rates (0.02 to 0.32), choose the
-# rate with which most of
-# four *other* seeds reach that loss. Ties are broken by the lowest loss at the end. Then run eight new seeds.
+# Each method has its own best rate, so all are **tuned by one rule**. From the same five rates (0.02 to 0.32), choose
+# the rate with which most of four *other* seeds reach this loss. In a tie, choose the lowest final loss. Then run eight
+# new seeds.
 
 # %%
 # %%px
@@ -304,7 +308,7 @@ assert row("top 1 %, no feedback", "seeds that reached it")[1] <= 3
 assert row("PowerSGD, no feedback", "seeds that reached it")[1] <= 3
 
 # %% tags=["claim"]
-# "Five other ways reached it with every seed, and need fewer bytes than DDP: no interval reaches 1."
+# "Five other methods reached the loss with every seed, and need fewer bytes than DDP: no interval reaches 1."
 ratios = {name: figures.against_ddp(raced, name) for name in raced if name != "DDP"}
 assert sorted(name for name, found in ratios.items() if found is None) == [
     "PowerSGD, no feedback",
@@ -313,16 +317,17 @@ assert sorted(name for name, found in ratios.items() if found is None) == [
 assert all(found[2] < 1 for found in ratios.values() if found)
 
 # %% [markdown]
-# Five other ways reached it with every seed, and need fewer bytes than DDP: no interval reaches 1. Without feedback, top-k
-# and PowerSGD reached it with few seeds, or with none. (Your last digits may differ: high rates magnify rounding.)
+# Five other methods reached the loss with every seed, and need fewer bytes than DDP: no interval reaches 1. Without
+# feedback, top-k and PowerSGD reached it with few seeds, or with none. (Your last digits may differ: high rates magnify
+# rounding.)
 #
-# **Discuss.** Whose intervals overlap? Which orders would you not print?
+# **Discuss.** Which methods' intervals overlap? Which order of two methods would you not publish?
 #
 # ## A cheap task flatters
 #
-# Is DiLoCo better than local SGD? Here are both at three rates: the seeds are paired, and the number is the ratio of
-# their losses after as many steps, with its interval. The last row is a provocation: DDP, against ranks that train
-# alone for all 240 steps and are averaged *once*, at a low rate.
+# Is DiLoCo better than local SGD? Here are both at three rates. The seeds are paired, and the number is the ratio of
+# their losses after equally many steps, with its interval. The last row is extreme: it compares DDP with ranks that
+# train alone for all 240 steps and are averaged *once*, at a low rate.
 
 # %%
 # %%px
@@ -351,12 +356,13 @@ assert ends[0][1] < 1 < ends[2][0] and 1 < ends[3][0] < ends[3][1] < 1.2
 
 # %% [markdown]
 # The order of the two is reversed as the rate grows: an order at *one* rate says nothing. And at a low rate, ranks that
-# were averaged once are a few percent behind DDP, with 1/240 of the bytes. A task that hardly needs the messages flatters a
-# method that sends none. Digits at a low rate are such a task. What holds for larger models has to be shown with them:
+# were averaged once are a few percent behind DDP, with 1/240 of the bytes. If a task hardly needs the messages, a
+# method without messages looks good. Digits at a low rate are such a task. For larger models you need experiments with
+# large models:
 #
-# - DiLoCo (A. Douillard et al., 2023): on eight workers as good as synchronous training, with 500 times less
-#   communication, on C4.
-# - PowerSGD (T. Vogels et al., 2019): test performance on par with SGD for convolutional networks and LSTMs, in less
+# - DiLoCo (A. Douillard et al., 2023): with eight workers on C4 it was as good as synchronous training, with 500 times
+#   less communication.
+# - PowerSGD (T. Vogels et al., 2019): its test performance equalled SGD's for convolutional networks and LSTMs, in less
 #   time.
 
 # %% [markdown]
@@ -368,10 +374,10 @@ lab.quiz("13")
 # %% [markdown]
 # ## Summary
 #
-# - Send seldom (local SGD, DiLoCo), or little (top-k, 8 bits, PowerSGD).
-# - Left out is not lost, if it is kept: feedback makes sums exact.
-# - Few numbers: count messages. Many: count bytes.
-# - H = 1 with plain inner SGD is data parallelism; ranks that die cost their own steps since the last round.
+# - Send rarely (local SGD, DiLoCo), or little (top-k, 8 bits, PowerSGD).
+# - Elements that a rank leaves out but keeps are not lost: feedback makes sums exact.
+# - With few numbers, count messages. With many numbers, count bytes.
+# - H = 1 with plain inner SGD is data parallelism. If a rank dies, only its own steps since the last round are lost.
 # - Tune every method by one rule, on other seeds, and print intervals.
 #
 # Now the [exercises](../exercises/13_slow_network_exercises.ipynb).

@@ -1,12 +1,12 @@
-"""Lesson 13: feedback and top-k, observed: means and what is kept, step by step, and bytes."""
+"""Observation of error feedback and top-k: means and residuals of each step, and bytes."""
 
 COUNT, STEPS = 40, 4
 FRACTIONS = (0.1, 0.31)  # 4, and 12.4 elements of 40
-LONG, FEW = 70_000, 7  # 16 bits have no numbers for its last places
+LONG, FEW = 70_000, 7  # its last indices do not fit 16 bits
 
 
 def gradient_of(rank: int, step: int):
-    """No two of its elements are alike in size, on any rank."""
+    """Return a rank's gradient in a step; no two elements have the same absolute value."""
     import torch
 
     chance = torch.Generator().manual_seed(31 * rank + step)
@@ -14,7 +14,7 @@ def gradient_of(rank: int, step: int):
 
 
 def _feedback(answer, comm, *arguments) -> dict:
-    """Means and what this rank keeps, step by step; bytes of the last step."""
+    """Return means and this rank's residuals, step by step, and the bytes of the last step."""
     import torch
 
     from dtlib.comm.watch.recorder import recording
@@ -36,21 +36,24 @@ def _feedback(answer, comm, *arguments) -> dict:
 
 
 def is_like(tensor, count: int = COUNT) -> bool:
+    """Return whether ``tensor`` is a floating-point vector of this length."""
     import torch
 
     return isinstance(tensor, torch.Tensor) and tensor.shape == (count,) and tensor.is_floating_point()
 
 
 def observe_signs(compress, comm):
+    """Observe ``compress(comm, gradient, kept)``."""
     return _feedback(compress, comm)
 
 
 def observe_top_k(top_k, comm):
+    """Observe ``top_k(comm, gradient, kept, fraction)``, also with a long vector."""
     return [_feedback(top_k, comm, fraction) for fraction in FRACTIONS], _of_long(top_k, comm)
 
 
 def _of_long(top_k, comm) -> dict:
-    """Whether the elements that are not 0, three of each rank near the end, arrive at their places; and bytes."""
+    """Return whether nonzero elements near the end of a long vector arrive at their places, and the bytes."""
     import torch
 
     from dtlib.comm.watch.recorder import recording

@@ -1,4 +1,4 @@
-"""Lesson 13: what is predicted in it, and where the answers come from."""
+"""Lesson 13: the questions that learners predict, and the sources of the answers."""
 
 from dtlib.lab.checks.exercise import Prediction
 

@@ -1,12 +1,12 @@
-"""The race of lesson 13: which way of sending less reaches a loss with the fewest bytes?
+"""The race of lesson 13: which compressed method reaches a loss with the fewest bytes?
 
-Four ranks are SIMULATED in one process, so that hundreds of runs take seconds: networks of all seeds and rates are one
-stack (dtlib/workloads/digits.py), in which those of local SGD and DiLoCo are there once a rank. Bytes are counted by
-the formulas of ``dtlib.theory``, with indices, scales and padding; all_reduce goes by the ring. A test holds what is
-computed here to the hooks and classes of ``dtlib.parallel`` on real ranks.
+Four ranks are SIMULATED in one process, so that hundreds of runs take seconds. The networks of all seeds and rates are
+one stack (dtlib/workloads/digits.py); local SGD and DiLoCo have one network per rank in it. Bytes are computed by the
+formulas of ``dtlib.theory``, with indices, scales and padding, and a ring for all_reduce. A test compares the results
+with the hooks and classes of ``dtlib.parallel`` on real ranks.
 
-    tuned      OTHER_SEEDS, each of RATES   the rate with which most seeds reach the loss; of several, the lowest loss
-    raced      SEEDS, that rate             the same seeds for all methods: their runs are paired
+    tuned      OTHER_SEEDS, each of RATES   the rate with which most seeds reach the loss, then with the lowest loss
+    raced      SEEDS, that rate             the same seeds for all methods, so runs are paired
 """
 
 import math
@@ -21,9 +21,9 @@ from dtlib.theory.collectives import elements_sent_by_the_busiest
 from dtlib.theory.compression import eight_bit_bytes, powersgd_elements, top_k_bytes
 from dtlib.workloads import digits
 
-RANKS, BATCH = 4, 16  # images of a rank in a step
+RANKS, BATCH = 4, 16  # BATCH is images per rank and step
 STEPS, LOOK_EVERY = 240, 8
-TARGET, LOOKED_AT = 0.1, 320  # the loss, over so many training images
+TARGET, LOOKED_AT = 0.1, 320  # target loss, and number of training images for it
 RATES = (0.02, 0.04, 0.08, 0.16, 0.32)
 SEEDS, OTHER_SEEDS = tuple(range(8)), tuple(range(100, 104))
 SHAPES = [shape for i, o in zip(digits.WIDTHS, digits.WIDTHS[1:], strict=False) for shape in ((i, o), (1, o))]
@@ -32,25 +32,32 @@ COUNT = sum(SIZES)
 
 
 def ring(elements: int) -> int:
-    """Bytes that a rank sends in an all_reduce of so many numbers of 4 bytes."""
+    """Return the bytes that a rank sends in a ring all_reduce of ``elements`` numbers of 4 bytes."""
     return 4 * elements_sent_by_the_busiest("all_reduce", "ring", RANKS, elements)
 
 
 class Whole:
-    """Gradients (networks, ranks, elements) become their mean over ranks. ``bytes`` are those of ``every`` steps."""
+    """No compression: gradients (networks, ranks, elements) are averaged over ranks.
+
+    ``bytes`` are sent every ``every`` steps.
+    """
 
     every, bytes = 1, ring(COUNT)
 
     def __call__(self, gradients: Tensor) -> Tensor:
+        """Return the mean over ranks."""
         return gradients.mean(1)
 
 
 class TopK(Whole):
+    """Top-k compression with error feedback."""
+
     def __init__(self, fraction: float, feedback: bool = True):
         self.count, self.feedback, self.kept = math.ceil(fraction * COUNT), feedback, 0
         self.bytes = top_k_bytes(COUNT, RANKS, fraction)
 
     def __call__(self, gradients):
+        """Return the mean of the largest elements of each rank."""
         wanted = gradients + self.kept
         places = wanted.abs().topk(self.count, sorted=False).indices
         sent = torch.zeros_like(wanted).scatter_(2, places, wanted.gather(2, places))
@@ -60,10 +67,13 @@ class TopK(Whole):
 
 
 class EightBit(Whole):
+    """Compression of gradients to 8 bits."""
+
     def __init__(self, block: int = 256):
         self.block, self.bytes = block, eight_bit_bytes(COUNT, RANKS, block)
 
     def __call__(self, gradients):
+        """Return the mean of rounded gradients, rounded again."""
         blocks = RANKS * math.ceil(COUNT / (RANKS * self.block))
         padded = pad(gradients, (0, blocks * self.block - COUNT)).unflatten(2, (blocks, self.block))
         mean = unrounded(rounded(padded)).mean(1)
@@ -71,11 +81,14 @@ class EightBit(Whole):
 
 
 class PowerSGD(Whole):
+    """Low-rank compression of gradients."""
+
     def __init__(self, rank: int, feedback: bool = True):
         self.rank, self.feedback, self.kept, self.q = rank, feedback, 0, {}
         self.bytes = sum(map(ring, powersgd_elements(SHAPES, rank)))
 
     def __call__(self, gradients):
+        """Return the mean of low-rank approximations; small parameters are averaged exactly."""
         wanted, means, rests = gradients + self.kept, [], []
         for number, (piece, shape) in enumerate(zip(wanted.split(SIZES, dim=2), SHAPES, strict=True)):
             if not powersgd_elements([shape], self.rank)[1]:
@@ -83,6 +96,7 @@ class PowerSGD(Whole):
                 rests.append(torch.zeros_like(piece))
                 continue
             m = piece.unflatten(2, shape)
+            # One power iteration: m is approximated by p q^T, with p orthonormal.
             q = self.q.get(number, PowerSGDState.first_q(self, m[0, 0]).expand(len(m), -1, -1))
             p = torch.linalg.qr((m @ q[:, None]).mean(1))[0]
             own = m.mT @ p[:, None]
@@ -95,7 +109,7 @@ class PowerSGD(Whole):
 
 
 class Local:
-    """Every ``every`` steps an outer step, by SGD with Nesterov momentum; by default to the mean of the parameters."""
+    """Local steps, with an outer step by SGD with Nesterov momentum every ``every`` steps; by default, averaging."""
 
     bytes = ring(COUNT)
 
@@ -103,6 +117,7 @@ class Local:
         self.every, self.rate, self.momentum, self.velocity = every, outer_rate, outer_momentum, 0
 
     def outer(self, start: Tensor, parameters: Tensor) -> Tensor:
+        """Return the parameters after an outer step."""
         gradient = start - parameters.mean(1)
         self.velocity = self.momentum * self.velocity + gradient
         return start - self.rate * (gradient + self.momentum * self.velocity)
@@ -123,8 +138,11 @@ ONCE = "averaged once"
 
 @dataclass
 class Result:
-    """``losses`` has a row a look and a column a seed; ``kilobytes`` are a rank's, until each look. ``tried`` has for
-    each rate the number of the other seeds that reached TARGET, and the kB that those took on average."""
+    """The result of a method.
+
+    ``losses`` has one row per evaluation and one column per seed; ``kilobytes`` are sent by a rank before each
+    evaluation. ``tried`` has for each rate the number of other seeds that reached TARGET, and their mean kB.
+    """
 
     rate: float
     tried: list[tuple[int, float]]
@@ -132,7 +150,7 @@ class Result:
     losses: list[list[float]]
 
     def until(self, target: float = TARGET) -> list[float]:
-        """kB until each seed's loss has fallen to this; infinity where it has not."""
+        """Return for each seed the kB until its loss reached ``target``, infinity if never."""
         columns = zip(*self.losses, strict=True)
         return [
             next((kb for kb, loss in zip(self.kilobytes, c, strict=True) if loss <= target), math.inf) for c in columns
@@ -140,8 +158,10 @@ class Result:
 
 
 def run(method, seeds, rates: Tensor, steps: int = STEPS) -> tuple[list[float], Tensor]:
-    """Train a network for each seed, with its own rate, by SGD with Nesterov momentum on RANKS ranks; returns kB, and
-    losses (looks, networks) of the ranks' mean."""
+    """Train one network per seed, each with its own rate, by SGD with Nesterov momentum on RANKS ranks.
+
+    Returns kB, and losses (evaluations, networks) of the mean over ranks.
+    """
     images, tasks = digits.load()[0], [digits.task(seed, epochs=12) for seed in seeds]
     train, labels, order = (torch.stack([getattr(t, name) for t in tasks]) for name in ("train", "labels", "order"))
     looked_at = images[train[:, :LOOKED_AT]], labels[:, :LOOKED_AT]
@@ -152,6 +172,7 @@ def run(method, seeds, rates: Tensor, steps: int = STEPS) -> tuple[list[float], 
     for step in range(steps):
         seen = order[:, step * BATCH * RANKS : (step + 1) * BATCH * RANKS]
         x, y = images[train.gather(1, seen)].view(-1, BATCH, 64), labels.gather(1, seen).view(-1, BATCH)
+        # One row for each network and rank, so that one backward pass gives the gradients of all ranks.
         each = flat.expand(-1, RANKS, -1).reshape(-1, COUNT).requires_grad_()
         [gradients] = torch.autograd.grad(digits.losses(_layers(each), x, y).sum(), each)
         with torch.no_grad():
@@ -174,7 +195,7 @@ def _layers(flat: Tensor) -> list[Tensor]:
 
 
 def raced(name: str) -> Result:
-    """Tuned on OTHER_SEEDS, then run on SEEDS. Ties of rates are broken by the last loss."""
+    """Tune the rate on OTHER_SEEDS, then run on SEEDS. The last loss breaks ties between rates."""
     rates = torch.tensor(RATES).repeat_interleave(len(OTHER_SEEDS))
     kilobytes, losses = run(METHODS[name](), OTHER_SEEDS * len(RATES), rates)
     tried, ends = [], []
@@ -187,7 +208,7 @@ def raced(name: str) -> Result:
 
 
 def untuned(name: str, rate: float) -> Result:
-    """On SEEDS, with this rate; also ONCE, the ranks' mean at the very end."""
+    """Run on SEEDS with this rate; ONCE averages the ranks at the very end only."""
     return Result(rate, [], *_reported(Local(STEPS) if name == ONCE else METHODS[name](), rate))
 
 

@@ -1,4 +1,4 @@
-"""Lesson 14's task: a model, four ranks, a limit on memory and a slow link; what a mesh is predicted to cost, and does.
+"""Lesson 14's task: a model, four ranks, a limit on memory and a slow link; predicted and measured cost of meshes.
 
 seconds of a step = turns x micro-batch x (seconds of a sample / (pipe x tensor) + its messages) + data's messages
 turns             = micro-batches + pipe - 1
@@ -16,10 +16,10 @@ from dtlib.planner.exact import of_decoder
 
 RANKS, BATCH = 4, 16
 MODEL = Model(layers=4, hidden=128, heads=4, vocab=256, seq=64, tied=False)
-LIMIT = 6_000_000  # bytes of model states and buffers on a rank
-BUCKET = 10**8  # elements: all gradients in one message, but for the first MiB
-LATENCY, BANDWIDTH = 0.002, 20e6  # EMULATED: seconds a message, bytes a second
-BAND = 1.5  # a step is expected within so many times its prediction, up and down
+LIMIT = 6_000_000  # bytes of model states and buffers per rank
+BUCKET = 10**8  # elements: all gradients in one message, except the first MiB
+LATENCY, BANDWIDTH = 0.002, 20e6  # EMULATED: seconds per message, bytes per second
+BAND = 1.5  # the measured time is expected between prediction / BAND and prediction * BAND
 MESHES = {
     "data 4": Plan(data=4, batch=BATCH, micro_batch=4),
     "data 4, ZeRO-1": Plan(data=4, zero=1, batch=BATCH, micro_batch=4),
@@ -35,18 +35,18 @@ MESHES = {
 
 
 def held(plan: Plan, model: Model = MODEL) -> int:
-    """Bytes of model states on the rank that holds most, exactly."""
+    """Return the exact bytes of model states on the rank that stores most."""
     return max(sum(of_decoder(model, plan, rank, BUCKET)["held"].values()) for rank in range(plan.gpus))
 
 
 def sent(plan: Plan, model: Model = MODEL) -> dict[str, int]:
-    """Payload bytes a step by axis, exactly, of the rank that sends most."""
+    """Return the exact payload bytes per step by axis, of the rank that sends most."""
     each = [of_decoder(model, plan, rank, BUCKET)["sent"] for rank in range(plan.gpus)]
     return max(each, key=lambda by_axis: sum(by_axis.values()))
 
 
 def messages(plan: Plan, model: Model = MODEL) -> dict[str, int]:
-    """Messages one after the other: of a step on the data axis, of a micro-batch on the others."""
+    """Return the messages in sequence: per step on the data axis, per micro-batch on the other axes."""
     d, t, m = plan.data, plan.tensor, plan.micro_batches
     units = model.layers + 2
     rings = {0: 2, 1: 2, 2: m + 1, 3: 3 * m * units}[plan.zero]
@@ -59,7 +59,7 @@ def messages(plan: Plan, model: Model = MODEL) -> dict[str, int]:
 
 
 def predicted(plan: Plan, sample: float, bubble: bool = True) -> float:
-    """Seconds of a step on this task's link; ``sample``: those of a sample's passes through the whole model."""
+    """Return predicted seconds per step; ``sample`` is seconds per sample through the whole model."""
     m, travels, count = plan.micro_batches, sent(plan), messages(plan)
     turns = m + (plan.pipe - 1 if bubble else 0)
     compute = plan.micro_batch * sample / (plan.pipe * plan.tensor)
@@ -68,24 +68,26 @@ def predicted(plan: Plan, sample: float, bubble: bool = True) -> float:
 
 
 def config(plan: Plan, steps: int = 4, limit: bool = True, link: bool = True, model: Model = MODEL, **run) -> dict:
-    """For ``dtlib train decoder``, on this task's link and under its limit."""
+    """Return the config for ``dtlib train decoder``, with this task's link and limit."""
     run = {"steps": steps, **run}
     if limit:
         run["memory_limit"] = LIMIT
     if link:
         run |= {"link_latency": LATENCY, "link_bandwidth": BANDWIDTH}
     made = {**for_dtlib(model, plan), "run": run}
-    made["optimizer"]["params"]["eps"] = (
-        1e-4  # with less, Adam makes steps of rounding noise, and no two runs are alike
-    )
+    # With a smaller eps Adam amplifies rounding errors, and runs differ.
+    made["optimizer"]["params"]["eps"] = 1e-4
     if plan.zero < 3:
         made["zero_optimization"]["reduce_bucket_size"] = BUCKET
     return made
 
 
 def measured(plan: Plan, steps: int = 4, comm=None, **asked) -> dict:
-    """On all ranks: ``held`` (bytes, of each rank), ``sent`` (payload bytes of the fifth step on this rank) and
-    ``seconds`` of a step, the median after the second."""
+    """Train on all ranks; return the measurements.
+
+    ``held`` has the bytes on each rank. ``sent`` is the payload of this rank in the fifth step. ``seconds`` are per
+    step, the median after the second step.
+    """
     import dtlib
     from dtlib.training.run import train
 
@@ -93,7 +95,8 @@ def measured(plan: Plan, steps: int = 4, comm=None, **asked) -> dict:
 
     def after_step(step, loss):
         nonlocal trace
-        if step == 3:  # in the first three, ranks compare values, and send more
+        # In the first three steps ranks also compare values, which sends more bytes.
+        if step == 3:
             trace = tracing.__enter__()
         elif step == 4:
             tracing.__exit__(None, None, None)
@@ -107,4 +110,4 @@ def measured(plan: Plan, steps: int = 4, comm=None, **asked) -> dict:
     return {"held": result["bytes_per_rank"], "sent": payload, "seconds": took, "loss": result["loss"]}
 
 
-HEADER = 600  # bytes: flags, losses and what announces a micro-batch are messages of their own
+HEADER = 600  # bytes: flags, losses and headers of micro-batches are smaller messages, which do not count

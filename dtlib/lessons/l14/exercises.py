@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 14 Capstone: exercises
 #
-# *Predict* (three minutes), *fix* a formula of memory (five minutes), *build* what chooses a mesh (fifteen minutes), and a
-# race for the fastest plan (seven minutes), or longer. A check looks at your answer and says what is wrong; check
-# again for the next hint.
+# *Predict* (three minutes), *fix* a formula of memory (five minutes), *build* a function that chooses a mesh (fifteen
+# minutes), and a race for the fastest plan (seven minutes, or longer). A check looks at your answer and says what is
+# wrong; check again for the next hint.
 #
 # **You need** the lecture [14 Capstone: plan it, run it, explain it](../lectures/14_capstone.ipynb). Answers:
 # [solutions](../solutions/14_capstone_exercises.ipynb).
@@ -14,10 +14,11 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 # %% [markdown]
 # ## Predict
 #
-# - 64 ranks, float32, Adam. How many bytes of model states does a rank hold for each parameter of the model, with ZeRO-1? With
-#   ZeRO-3?
-# - A pipeline of 4 stages and 8 micro-batches: how many turns has a step?
-# - The same batch is cut into 4 micro-batches. By what factor grows what a rank sends in a step, with ZeRO-1? With ZeRO-3?
+# - There are 64 ranks, with float32 and Adam. How many bytes of model states does a rank hold for each parameter of the
+#   model, with ZeRO-1? With ZeRO-3?
+# - A pipeline has 4 stages and 8 micro-batches. How many turns does a step have?
+# - The same batch is cut into 4 micro-batches. By what factor do the bytes grow that a rank sends in a step, with
+#   ZeRO-1? With ZeRO-3?
 
 # %% tags=["stub"]
 lab.predict("bytes-a-parameter", {"ZeRO-1 on 64 ranks": None, "ZeRO-3 on 64 ranks": None})
@@ -32,8 +33,8 @@ lab.predict("more-micro-batches", {"ZeRO-1": 1, "ZeRO-3": 4})
 # %% [markdown]
 # ## Fix: who shares what out
 #
-# `held` says how many bytes of model states a rank has, in float32 with Adam, of a model whose parameters divide evenly. On
-# a mesh of data, tensor and pipe axes its result is too low. Fix it.
+# `held` returns the bytes of model states on a rank, in float32 with Adam. The model's parameters divide evenly. On a
+# mesh of data, tensor and pipe axes the result is too low. Fix it.
 
 # %% tags=["stub"]
 def held(parameters, data, tensor, pipe, zero):
@@ -56,12 +57,12 @@ lab.check("held-fix")
 # %% [markdown]
 # ## Build: choose a mesh
 #
-# `choose(plans, limit, sample, latency, bandwidth)` returns the name of the plan with the shortest step among those that fit,
-# and None where none does. `plans` maps a name to a dictionary:
+# `choose(plans, limit, sample, latency, bandwidth)` returns the name of the plan with the shortest step among the plans
+# that fit, and None if no plan fits. `plans` maps a name to a dictionary:
 #
-# - `held`, bytes of model states of a rank; `samples`, those of a micro-batch; `micro_batches`; `stages` and `tensor`, ranks that share
-#   the layers and each layer;
-# - `messages` and `sent`, messages and bytes of a *step*, one after the other.
+# - `held`, bytes of model states of a rank; `samples`, samples of a micro-batch; `micro_batches`; `stages`, ranks that
+#   divide the layers; `tensor`, ranks that divide each layer;
+# - `messages` and `sent`, messages and bytes of a *step*; no two messages overlap.
 #
 # A turn takes `samples * sample / (stages * tensor)` seconds; a step has `micro_batches + stages - 1` turns.
 
@@ -85,10 +86,10 @@ lab.check("choose-build")
 # %% [markdown]
 # ## The race: the fastest plan
 #
-# Write `my_plan()`, which returns the fields of your `Plan` for the task of the lecture: four ranks, 16 samples, 6,000,000
-# bytes. The check trains three steps with it, counts what ranks hold and send, and gives the seconds of a step by the
-# formula of the lecture, as if each rank had its own core, with 20 ms per sample. Par is the lecture's `pipe 4`.
-# `lab.scores()` keeps your best.
+# Write `my_plan()`, which returns the fields of your `Plan` for the task of the lecture: four ranks, 16 samples,
+# 6,000,000 bytes. The check trains three steps with your plan, and counts the bytes that ranks hold and send. The check
+# computes the seconds of a step by the formula of the lecture, as if each rank had its own core, with 20 ms per sample.
+# Par is the lecture's `pipe 4`. `lab.scores()` keeps your best.
 #
 # Try plans here, as often as you like:
 
@@ -111,7 +112,7 @@ print("messages", brief.messages(plan))
 print("bytes   ", brief.sent(plan))
 
 # %% [markdown]
-# Then hand the best one in:
+# Then submit your best plan:
 
 # %% tags=["stub"]
 # %%px
@@ -131,4 +132,4 @@ lab.check("capstone-race")
 #
 # - Halve `brief.LATENCY`, then `brief.BANDWIDTH`, in the cell that tries plans: which mesh wins now?
 # - Plan your own model: `lab.plan("config.json of transformers", gpus)`.
-# - On a machine with four free cores, run the lecture's comparison once more. Where are the pipelines now?
+# - On a machine with four free cores, run the lecture's comparison again. Where are the pipelines now?

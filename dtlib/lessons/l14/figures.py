@@ -1,4 +1,4 @@
-"""The figures of lesson 14, each with its text."""
+"""The figures of lesson 14, each with a text equivalent."""
 
 from dtlib.lab.colours import RANK_COLOURS
 from dtlib.lab.drawing import shown, subplots
@@ -11,13 +11,13 @@ MEASURED, PREDICTED = "#222222", RANK_COLOURS[0]
 
 
 def fitting() -> dict:
-    """The meshes that hold to the limit."""
+    """Return the meshes that fit the memory limit."""
     return {name: plan for name, plan in brief.MESHES.items() if brief.held(plan) <= brief.LIMIT}
 
 
 @shown
 def times(sample: float):
-    """The predicted step of each mesh that fits, and its band."""
+    """Draw the predicted seconds per step of each mesh that fits, with its band."""
     figure, axes = subplots(height=0.45 * len(fitting()) + 1)
     rows = []
     for name, plan in fitting().items():
@@ -35,7 +35,7 @@ def times(sample: float):
 
 @shown
 def ratios(sample: float, measured: dict, without_bubble: bool = False):
-    """The measured step of each mesh over its prediction, in the band; arrows lead to the ratio without the bubble."""
+    """Draw measured over predicted seconds of each mesh, in the band; arrows lead to ratios without the bubble."""
     figure, axes = subplots(height=0.45 * len(fitting()) + 1)
     rows = []
     for y, (name, plan) in enumerate(fitting().items()):
@@ -63,7 +63,7 @@ def ratios(sample: float, measured: dict, without_bubble: bool = False):
 
 @shown
 def losses(events: list[dict], undisturbed: list[dict]):
-    """Losses by step, of a run in which a rank died and of one without; and in which order steps were done."""
+    """Draw losses of a run with and without a death, and the order in which steps were done."""
     figure, axes = subplots(1, 2, height=3.4)
     steps, whole = steps_of(events), steps_of(undisturbed)
     axes[0].plot(*zip(*whole, strict=True), color="black", linewidth=7, alpha=0.2, label="nobody died")
@@ -85,7 +85,7 @@ def losses(events: list[dict], undisturbed: list[dict]):
 
 
 def seen_by_the_fit() -> None:
-    """The ranges of the runs to which the planner's seconds were fitted."""
+    """Show the ranges of the runs to which the planner's times were fitted."""
     fit = CALIBRATIONS["h100-cluster"]
     names = {"gpus": "GPUs", "zero": "ZeRO stage", "hidden": "hidden size"}
     names = {**names, **{axis: axis for axis in ("data", "tensor", "pipe")}}

@@ -1,11 +1,11 @@
-"""Lesson 14: memory of a mesh, and the choice of one: judged by values in many cases."""
+"""Lesson 14: checks of a memory formula, and of the choice of a mesh, by values in many cases."""
 
 import random
 
 from dtlib.lab.checks.equality import number
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
-# parameters, data, tensor, pipe, zero
+# (parameters, data, tensor, pipe, zero)
 CASES = tuple(
     (parameters, *axes, zero)
     for parameters, axes in ((1_048_576, (4, 1, 1)), (1_048_576, (2, 2, 1)), (4096, (4, 1, 2)), (65_536, (2, 4, 8)))
@@ -17,16 +17,18 @@ def right_held(
     parameters, data, tensor, pipe, zero, own=lambda n, t, p: n / (t * p), ranks=lambda d, t, p: d, parts=(4, 4, 8),
     shared_from=(3, 2, 1),
 ) -> float:
-    """Bytes of parameters, gradients and states; what the last four say may be mistaken."""
+    """Return bytes of parameters, gradients and states; the last four arguments can plant mistakes."""
     each, among = own(parameters, tensor, pipe), ranks(data, tensor, pipe)
     return sum(size * each / (among if zero >= stage else 1) for size, stage in zip(parts, shared_from, strict=True))
 
 
 def observe_held(held, comm):
+    """Return the result for each case."""
     return [number(held(*case)) for case in CASES]
 
 
 def judge_held(observations) -> None:
+    """Check the bytes in each case."""
     seen = observations[0]
     at = next((at for at, case in enumerate(CASES) if not _close(seen[at], right_held(*case))), None)
     if at is None:
@@ -55,7 +57,7 @@ def _close(got, wanted: float) -> bool:
 
 _STAGES = "From stage 1 on shard states, from 2 on gradients, from 3 on parameters."
 _OWN = "own = parameters / (tensor * pipe)"
-# What is mistaken, in one of several ways, and hints.
+# Mistake -> (variants of wrong arguments, hints).
 OTHERS = {
     "over-all-ranks": ([{"ranks": ranks} for ranks in (
             lambda d, t, p: d * t * p, lambda d, t, p: d * t, lambda d, t, p: d * p, lambda d, t, p: t * p)],
@@ -95,7 +97,7 @@ _PLANS = {
 
 
 def _drawn(seed: int) -> tuple:
-    """Plans whose parts take about as long, so that whoever counts one of them otherwise chooses another plan."""
+    """Return plans whose parts take similar times, so that a mistake in one part changes the choice."""
     draw = random.Random(seed)
     plans = {
         name: _plan(
@@ -107,7 +109,7 @@ def _drawn(seed: int) -> tuple:
     return plans, 6e6, draw.uniform(0.005, 0.04), draw.uniform(0.0005, 0.005), draw.uniform(5e6, 50e6)
 
 
-# plans, limit, seconds a sample, latency, bandwidth
+# (plans, limit, seconds per sample, latency, bandwidth)
 TASKS = {
     "memory": (_PLANS, 6e6, 0.02, 0.002, 20e6),
     "at the limit": (_PLANS, 4e6, 0.02, 0.002, 20e6),
@@ -119,7 +121,7 @@ _TURNS = "How many turns does a step with p stages have?", "micro_batches + stag
 _SHARE = "Which part of the model does a rank compute?", "A turn takes samples * sample / (stages * tensor)."
 _OF_A_STEP = ("Are messages and bytes numbers for a turn, a micro-batch, or a step?",
               "messages and sent are for a whole step: add them once, not for each turn.")
-# m micro-batches, p stages and t tensor ranks: how often a turn's computing counts, a step's latency, and its bytes
+# Mistake -> factors of computation, latency and bytes, for m micro-batches, p stages and t tensor ranks.
 SECONDS = {
     "": (lambda m, p, t: (m + p - 1, 1, 1),),
     "no-bubble": (lambda m, p, t: (m, 1, 1), *_TURNS),
@@ -134,7 +136,7 @@ SECONDS = {
         "sent / bandwidth is the time of a whole step."),
     "messages-alone": (lambda m, p, t: (0, 1, 1),
         "The computation has no effect here. Do you add it, and do all parts have the unit seconds?", _SHARE[1]),
-    "bytes-alone": (lambda m, p, t: (1e-13, 1e-13, 1),  # which decide between plans of as many bytes
+    "bytes-alone": (lambda m, p, t: (1e-13, 1e-13, 1),  # small factors break ties of bytes
         "The bytes are the whole time here. How many seconds do they take?", "sent / bandwidth"),
     "compute-alone": (lambda m, p, t: (m + p - 1, 0, 0), "What is the time of the link?",
         "messages * latency + sent / bandwidth"),
@@ -149,7 +151,7 @@ SECONDS = {
 
 
 def _parts(plan, sample, latency, bandwidth, mistake: str = "") -> list:
-    """Seconds of a step's computing, latencies and bytes."""
+    """Return the seconds of a step's computation, latencies and bytes."""
     micro_batches, stages, tensor = plan["micro_batches"], plan["stages"], plan["tensor"]
     each = plan["samples"] * sample / (stages * tensor), plan["messages"] * latency, plan["sent"] / bandwidth
     often = SECONDS.get(mistake, SECONDS[""])[0](micro_batches, stages, tensor)
@@ -157,11 +159,13 @@ def _parts(plan, sample, latency, bandwidth, mistake: str = "") -> list:
 
 
 def seconds_of(*plan_and_link) -> float:
-    """Of a step; the last argument may be a mistake."""
+    """Return the seconds of a step; the last argument can plant a mistake."""
     return sum(_parts(*plan_and_link))
 
 
 def right_choice(plans, limit, sample, latency, bandwidth, mistake: str = ""):
+    """Return the fastest plan that fits the limit; a ``mistake`` can be planted."""
+
     def fits(name):
         held = plans[name]["held"]
         return {"ignores-the-limit": True, "below-the-limit": held < limit}.get(mistake, held <= limit)
@@ -177,6 +181,7 @@ def right_choice(plans, limit, sample, latency, bandwidth, mistake: str = ""):
 
 
 def observe_choice(choose, comm):
+    """Return the choice in each task."""
     found = []
     for plans, *others in TASKS.values():
         got = choose({name: dict(plan) for name, plan in plans.items()}, *others)
@@ -199,6 +204,7 @@ HINTS = {
 
 
 def judge_choice(observations) -> None:
+    """Check the choice in each task."""
     seen, right = observations[0], [right_choice(*task) for task in TASKS.values()]
     if seen == right:
         return

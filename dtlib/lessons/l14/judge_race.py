@@ -1,17 +1,18 @@
-"""Lesson 14's race: a plan that is run, judged by what ranks hold and by the formula of the lecture."""
+"""Lesson 14's race: check of a plan by its measured memory and its predicted time."""
 
 from importlib.util import find_spec, module_from_spec
 
 from dtlib.lab.checks.exercise import Exercise, Score, Wrong, rows
 from dtlib.planner import Plan, PlanError
 
-SAMPLE = 0.02  # seconds a sample
+SAMPLE = 0.02  # seconds per sample
 _found = find_spec("dtlib.lessons.l14.brief")
-brief = module_from_spec(_found)  # a copy of the judge's own: learners change the latency of theirs
+brief = module_from_spec(_found)  # a separate copy, because learners change the latency in theirs
 _found.loader.exec_module(brief)
 
 
 def observe_race(my_plan, comm):
+    """Run a learner's plan; return its memory, bytes sent and predicted time, or an error."""
     got = my_plan()
     got = vars(got) if isinstance(got, Plan) else got
     if not isinstance(got, dict):
@@ -37,6 +38,7 @@ def observe_race(my_plan, comm):
 
 
 def judge_race(observations) -> Score:
+    """Check that the plan fits this task and its limit; return the predicted time as score."""
     for rank, seen in enumerate(observations):
         wrong = rows(rank)
         wrong("type", "type" in seen, "a dictionary of fields of Plan", seen.get("type"),

@@ -1,16 +1,17 @@
 # %% [markdown]
 # # 14 Capstone: plan it, run it, explain it
 #
-# Sixty-five minutes, and thirty for the exercises. You get a model, four ranks, a limit on model states that is enforced, a slow
-# link, and a rank that will die. You plan; you predict how many bytes your plan holds and how long a step takes; you run it. Then
-# you compare, explain one surprise, and scale the plan to 1,024 GPUs.
+# Sixty-five minutes, and thirty for the exercises. You get a model, four ranks, an enforced limit on model states, a
+# slow link, and a rank that will die. You make a plan, predict its memory and the time of a step, and run it. Then you
+# compare, explain one surprise, and scale the plan to 1,024 GPUs.
 #
-# **Questions.** Which mesh fits, and which is the fastest of those? How far off is a prediction that was made before the run?
-# What of it would you still believe on 1,024 GPUs?
+# **Questions.** Which meshes fit, and which mesh is the fastest? How far off is a prediction made before the run? Which
+# of your predictions would you still trust on 1,024 GPUs?
 #
-# **Afterwards you can** plan a training by four formulas, run it with `dtlib train`, and say how far off you were and why.
+# **Afterwards you can** plan a training by four formulas, run it with `dtlib train`, and explain how far off your
+# prediction was.
 #
-# **You need** lessons 03, 04, 06, 07 and 08. Lesson 11b has more on ranks that die.
+# **You need** lessons 03, 04, 06, 07 and 08. Lesson 11b explains more about ranks that die.
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -39,9 +40,8 @@ lab.table(rows, ("what", "of this task"))
 #
 # ## Will it fit?
 #
-# In float32 with Adam a parameter has 4 bytes, its gradient 4, its states 8. Over the ranks of the *data* axis ZeRO
-# shares out states (stage 1), gradients too (2), parameters too (3). Stages of a pipeline and tensor ranks divide all
-# of these.
+# In float32 with Adam a parameter has 4 bytes, its gradient 4, its states 8. Over the *data* axis ZeRO divides states
+# (stage 1), also gradients (2), and also parameters (3). Stages of a pipeline and tensor ranks divide all of these.
 #
 # **Predict.** Which of these stay within the limit?
 
@@ -69,8 +69,8 @@ lab.table(rows, ("mesh", "bytes held", "of 6,000,000"), align="lrl")
 assert 1.005 < row("data 4, ZeRO-2")[0] / 6e6 < 1.015
 
 # %% [markdown]
-# ZeRO-2 with four ranks is 1 % too large. Rounded, it seems to fit. The limit is
-# counted, not estimated: states, and buffers that are kept for messages.
+# ZeRO-2 with four ranks is 1 % too large. Rounded, it seems to fit. The limit is counted, not estimated: states, and
+# permanent message buffers.
 
 # %%
 refused = runs.dtlib_train(brief.MESHES["data 4, ZeRO-2"], steps=3)
@@ -80,8 +80,8 @@ refused = runs.dtlib_train(brief.MESHES["data 4, ZeRO-2"], steps=3)
 assert count(r"model\s+states\s+and\s+buffers,\s+and\s+run.memory_limit\s+is\s+6,000,000") == 1
 
 # %% [markdown]
-# Activations come on top, and nobody limits them here. `data 4, ZeRO-3` keeps those of four samples in all four layers. The
-# first stage of `pipe 4` has one layer, but up to four micro-batches of four samples are under way in it.
+# Activations need more memory, which is not limited here. `data 4, ZeRO-3` keeps the activations of four samples in all
+# four layers. The first stage of `pipe 4` has one layer, but keeps up to four micro-batches of four samples.
 #
 # **Predict.** Which keeps more activations: "data 4, ZeRO-3", "pipe 4", or "about the same" (within a fifth)?
 
@@ -126,21 +126,21 @@ whole, stages = (row(name, "bytes of activations")[-1] for name in ("data 4, ZeR
 assert 0.8 < stages / whole < 1.2 and min(whole, stages) > 6e6
 
 # %% [markdown]
-# A pipeline divides layers, and keeps as many micro-batches as it has stages: its first rank saves hardly any activations.
-# Smaller micro-batches, or recomputation, do.
+# A pipeline divides layers, and keeps as many micro-batches as it has stages: on its first rank this saves hardly any
+# activations. Smaller micro-batches or recomputation do save.
 #
 # ## How long does a step take?
 #
-# A message takes its latency, and its bytes over the bandwidth. In a *turn* a stage does one micro-batch, forward and
-# backward, with its messages. With p stages and m micro-batches a step has m + p - 1 turns. Then comes what travels
-# along `data`. Nothing overlaps here:
+# A message takes its latency, plus its bytes divided by the bandwidth. In a *turn* a stage processes one micro-batch,
+# forward and backward, with its messages. With p stages and m micro-batches a step has m + p - 1 turns. Then the
+# messages along `data` follow. Nothing overlaps here:
 
 # %%
 lab.read(brief.predicted)
 
 # %% [markdown]
-# One number is missing: the seconds of a sample. All four ranks measure it at once, as they will compete for the same
-# cores.
+# One number is missing: the seconds per sample. All four ranks measure it at once, because they will compete for the
+# same cores.
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -160,16 +160,15 @@ sample = max(lab.values("sample"))
 print(f"{1000 * sample:.1f} ms a sample")
 
 # %% [markdown]
-# And the bytes? Say how many a rank sends in a step, from three rules (lessons 06 to 08). P: bytes of the parameters
-# that its stage and tensor shard have; d: ranks along data; A: the activations between two layers, 64 x 128 numbers of
-# 4 bytes a sample.
+# Compute the bytes that a rank sends in a step from three rules (lessons 06 to 08). P: bytes of this rank's parameters,
+# without ZeRO; d: ranks along data; A: the activations between two layers, 64 x 128 numbers of 4 bytes per sample.
 #
 # - `data`: 2 P (d-1)/d with ZeRO-0 and 1; with ZeRO-3 3 P (d-1)/d for each micro-batch;
-# - `pipe`: for each of its samples A to each neighbour: forward to the next stage, backward to the one before;
-# - `tensor`: for each sample four `all_reduce`s of A a layer, and two around the layers; each sends A once on 2 ranks,
-#   twice on 4 (by doubling).
+# - `pipe`: for each of its samples A to each neighbour: forward to the next stage, backward to the previous stage;
+# - `tensor`: for each sample four `all_reduce`s of A per layer, and two around the layers; each sends A once on 2
+#   ranks, twice on 4 (by doubling).
 #
-# **Predict.** Of the meshes that fit, which sends least?
+# **Predict.** Which of the meshes that fit sends least?
 
 # %% tags=["stub"]
 lab.predict("sends-least", None)
@@ -193,15 +192,16 @@ figures.times(sample)
 
 # %% [markdown]
 # Look at the two ZeRO-3 rows: it gathers the parameters for each micro-batch, so four micro-batches send four times as
-# much. `pipe 4` sends only activations, at three cuts. The band, a factor of 1.5, is chosen: we shall see how many meshes
-# lie outside.
+# much. `pipe 4` sends only activations, at three cuts. We chose the band, a factor of 1.5. You will see how many meshes
+# are outside it.
 #
-# **Discuss.** Within a node one would take tensor parallelism first. Why is it so expensive here?
+# **Discuss.** Inside a node, tensor parallelism is usually the first choice. Why is it so expensive here?
 #
 # ## Your plan
 #
-# Take one of them, or another: axes multiply to 4, and data x micro-batch divides the batch of 16. A longer pipeline
-# needs more micro-batches to keep its bubble small; ZeRO-3 takes no pipeline. (The solved notebook's plan is not the fastest.)
+# Choose one of these meshes, or another: axes multiply to 4, and data x micro-batch divides the batch of 16. A longer
+# pipeline needs more micro-batches to keep its bubble small; ZeRO-3 does not work with a pipeline. (The solved
+# notebook's plan is not the fastest.)
 
 # %% tags=["stub"]
 mine = Plan(data=4, zero=3, batch=brief.BATCH, micro_batch=4)  # yours
@@ -215,7 +215,7 @@ print(f"It will hold {brief.held(mine):,} bytes, of {brief.LIMIT:,}.")
 print(f"A step will take {1000 * brief.predicted(mine, sample):.0f} ms.")
 
 # %% [markdown]
-# Now it is written down, and you can run it. `dtlib train` starts ranks of its own.
+# Your prediction is written down, and you can run the plan. `dtlib train` starts its own ranks.
 
 # %% tags=["nbval-ignore-output"]
 result = runs.dtlib_train(mine)
@@ -226,7 +226,7 @@ lab.table(runs.compared(mine, sample, result), ("my plan", "predicted", "found")
 # %% [markdown]
 # ## Was it true of the others?
 #
-# All meshes that fit, on the notebook's own ranks. That takes a minute or two.
+# Now all meshes that fit run on the notebook's own ranks, in a minute or two.
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -249,8 +249,8 @@ lab.table(rows, headers, align="lrrl")
 assert count(r"\bequal\b") == 7 and not count("NOT EQUAL")
 
 # %% [markdown]
-# Memory is right to the last byte, and so are messages of more than 600 bytes (shorter ones, such as flags and losses, are not
-# counted). Both are arithmetic, and hold on 1,024 ranks as on four. And time?
+# Memory is right to the last byte, and so are messages of more than 600 bytes (shorter ones, such as flags and losses,
+# are not counted). Both are arithmetic, and hold on 1,024 ranks as on four. Is time right, too?
 
 # %% tags=["nbval-ignore-output"]
 figures.ratios(sample, everyones[0])
@@ -261,15 +261,16 @@ print(f"{len(outside)} of {len(off)} are outside of the band.")
 # %% [markdown]
 # - Which mesh is furthest from 1, its prediction?
 # - Which is faster than planned?
-# - If your plan is in this table, how far are its two times apart? A prediction that is off by no more needs no explanation.
+# - If your plan is in this table, how far are its two times apart? A smaller error of a prediction needs no
+#   explanation.
 #
 # ## Explain one surprise
 #
-# With fewer cores than ranks, `pipe 4` tends to be faster than planned, run after run. An explanation: "idle stages leave their
-# core to others, so the bubble costs nothing". An explanation is a prediction, too: it has to be tried.
+# With fewer cores than ranks, `pipe 4` tends to be faster than planned, run after run. One explanation: "idle stages
+# leave their core to others, so the bubble costs nothing". An explanation is also a prediction, so you must test it.
 #
-# **Predict.** If it were so, and nothing else were off: what would be measured / predicted, with a prediction *without* the
-# bubble?
+# **Predict.** Suppose that this explanation is right, and complete. What would be measured / predicted, with a
+# prediction *without* the bubble?
 
 # %% tags=["stub"]
 lab.predict("ratio-without-bubble", None)
@@ -278,7 +279,7 @@ lab.predict("ratio-without-bubble", None)
 lab.predict("ratio-without-bubble", 1)
 
 # %% [markdown]
-# Then a step has m turns. The same diamonds, with arrows to the ratio without the bubble:
+# Without the bubble a step has m turns. Here are the same diamonds, with arrows to the ratio without the bubble:
 
 # %% tags=["nbval-ignore-output"]
 figures.ratios(sample, everyones[0], without_bubble=True)
@@ -287,20 +288,21 @@ figures.ratios(sample, everyones[0], without_bubble=True)
 # Where does the arrow of `pipe 4` end?
 #
 # - At 1: the explanation is enough.
-# - On the right of 1, and it began on the left: part of the bubble has cost nothing. If it began on the right, refuted.
-# - Still on the left of 1: a free bubble explains a part, and something else the rest. `sample` was measured with four ranks on
-#   your cores; a pipeline seldom has four at work, so each is faster than `sample` says.
+# - Right of 1, and it began left of 1: part of the bubble has cost nothing. If it began right of 1, the explanation is
+#   refuted.
+# - Still left of 1: a free bubble explains a part, and something else the rest. `sample` was measured with four ranks
+#   on your cores; a pipeline rarely has four at work, so each is faster than `sample`.
 #
-# An explanation has to hold for all three meshes with a pipeline. One that was slower than planned *with* its bubble is further
-# off without it: there something else costs time. The same run on four free cores would decide.
+# An explanation has to hold for all three meshes with a pipeline. A mesh that was slower than planned *with* its bubble
+# is further off without it: something else costs time there. The same run on four free cores would decide.
 #
-# A GPU lends its idle time to nobody. So **a pipeline that looks good on a busy laptop says nothing about GPUs**: the formula
-# with the bubble is the one to scale.
+# A GPU cannot lend its idle time to other ranks. So **a pipeline that looks good on a busy laptop says nothing about
+# GPUs**: for more GPUs, use the formula with the bubble.
 #
 # ## A rank dies
 #
-# Only what was saved is left. If saving takes C seconds and something fails every M, the *save interval* that loses least is
-# √(2 C M) seconds (J. W. Young, 1974).
+# Only saved data survive. If saving takes C seconds and there is one failure every M, the *save interval* that loses
+# least is √(2 C M) seconds (J. W. Young, 1974).
 #
 # **Predict.** Saving takes 0.5 s, and a rank dies every 25 s. How many seconds between two checkpoints?
 
@@ -316,7 +318,7 @@ from dtlib.planner import save_interval
 print(f"a checkpoint every {save_interval(0.5, 25):g} s")
 
 # %% [markdown]
-# At 0.4 s a step that would be twelve steps. For a shorter run your plan saves after every 5 *steps*, and rank 2 is
+# At 0.4 s per step this would be twelve steps. For a shorter run your plan saves after every 5 *steps*, and rank 2 is
 # killed when 12 are done. **Predict.** How many steps are done twice?
 
 # %% tags=["stub"]
@@ -333,26 +335,25 @@ undisturbed = runs.with_a_death(mine, save_every=5, after=None)
 figures.losses(events, undisturbed)
 
 # %% tags=["statement"]
-# "The losses lie on those of a run in which nobody died."
+# "The losses match those of a run without a death."
 assert found(r"furthest from the other curve (\S+)")[0] < 1e-3
 assert row("done twice")[0] == 2
 
 # %% [markdown]
-# The losses lie on those of a run in which nobody died. The price is in seconds: the gap in the picture is a start of four
+# The losses match those of a run without a death. The price is time: the gap in the picture is the start of four
 # processes, and two steps are done twice.
 #
 # ## A thousand and twenty-four
 #
-# Now for real: Llama 3 70B, of hidden size 8,192, on 1,024 H100. Model states and bytes sent are the same arithmetic.
-# Seconds are from a
-# fit to 199 published runs (the Ultra-Scale Playbook's scan). The fit has seen:
+# Now plan a real training: Llama 3 70B, with hidden size 8,192, on 1,024 H100. Model states and bytes sent are the same
+# arithmetic. Seconds are from a fit to 199 published runs (the Ultra-Scale Playbook's scan). The fit was made from:
 
 # %%
 figures.seen_by_the_fit()
 
 # %% [markdown]
-# **Predict.** A fit says little outside of what it has seen, and gives a wide band there. Which axis will make the band of
-# seconds widest: "data", "tensor" or "pipe"?
+# **Predict.** Outside of its data a fit says little, and gives a wide band. Which axis will make the band of seconds
+# widest: "data", "tensor" or "pipe"?
 
 # %% tags=["stub"]
 lab.predict("widest-band", None)
@@ -373,19 +374,19 @@ for sentence in best[0].outside:
 assert count(r"~\d") >= 4
 
 # %% [markdown]
-# The fit has never seen a pipeline, so for these meshes the band is useless: take the memory column only. In the grid's first row
-# `pipe 1` fits and `pipe 2` does not: only without a pipeline does the planner try ZeRO-3.
+# The fit's data have no pipeline, so for these meshes the band is useless: use only the memory column. In the grid's
+# first row `pipe 1` fits and `pipe 2` does not: only without a pipeline does the planner try ZeRO-3.
 #
 # A `~` stands before each time: nothing like it was measured. [Another page](../../docs/explanation/how_far_off_the_planner_is.md)
 # compares such figures with measurements: 15 % off on average for other papers, and 56 % for pipelines on H100.
 #
-# **Discuss.** You are asked for a date. Which of these numbers do you give: GiB, kB, seconds, the order of the meshes? What
-# would you run first, on how many GPUs, for how long?
+# **Discuss.** Your manager asks when the training will end. Which of these numbers do you give: GiB, kB, seconds, the
+# order of the meshes? What would you run first, on how many GPUs, for how long?
 #
 # ## What you have done
 #
 # The exercises have a race: the fastest plan by this lesson's formula. `lab.scores()` keeps your best. Afterwards,
-# `lab.certificate("your name")` writes a page into your folder, with what you have predicted, solved and run.
+# `lab.certificate("your name")` writes a page into your folder, with your predictions, solutions and runs.
 
 # %% tags=["stub"]
 lab.certificate("your name")
@@ -403,10 +404,10 @@ lab.quiz("14")
 # ## Summary
 #
 # - Model states and bytes sent are arithmetic: predict them to the last byte, at any size.
-# - Time is compute, messages and bubble, and one number that you measured. Give it with its band.
-# - Write the prediction down, *then* compare; test the explanation of a surprise by one more prediction.
+# - Time is compute, messages and bubble, and one number that you measured. State a time with its band.
+# - Write the prediction down, *then* compare; test the explanation of a surprise by another prediction.
 # - A slow link decides the mesh: count bytes before you cut.
-# - Times outside of measurements are marked.
+# - Mark times that are outside of all measurements.
 #
 # Now the [exercises](../exercises/14_capstone_exercises.ipynb).
 #

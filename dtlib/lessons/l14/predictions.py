@@ -1,4 +1,4 @@
-"""Lesson 14: what is predicted in it, and where the answers come from."""
+"""Lesson 14: the questions that learners predict, and the sources of the answers."""
 
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.lessons.l14 import brief
@@ -23,7 +23,7 @@ def _keeps_more(activations: list) -> str:
 
 
 def _widest() -> str:
-    """The axis of which the planned values are outside of the fit's, and whose band is widest."""
+    """Return the axis on which the fitted runs have only the size 1, so that its band is widest."""
     seen = CALIBRATIONS["h100-cluster"].seen
     return next(axis for axis in ("pipe", "data", "tensor") if seen[axis] == (1, 1))
 

@@ -1,7 +1,7 @@
-"""`dtlib train decoder` in which a rank is killed: ``python -m dtlib.lessons.l14.program OPTIONS FOLDER``, on ranks.
+"""`dtlib train decoder` with a rank that is killed: ``python -m dtlib.lessons.l14.program OPTIONS FOLDER``, on ranks.
 
-OPTIONS is JSON: ``config``, and ``rank`` which is killed once after so many steps (``after``; null for never). FOLDER
-gets the journal and the checkpoints; where it has one, training goes on from there.
+OPTIONS is JSON with ``config``, and ``rank``, which is killed once after step ``after`` (null for never). FOLDER gets
+the journal and the checkpoints. If it has a checkpoint, training resumes from it.
 """
 
 import json
@@ -16,6 +16,7 @@ from dtlib.training.run import train
 
 
 def main() -> None:
+    """Run the training of the command line."""
     options, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     world = dtlib.init()
     journal, mark = Journal(folder, world), folder / "died"
@@ -23,13 +24,13 @@ def main() -> None:
     def after_step(step: int, loss: float) -> None:
         if world.rank == 0:
             journal.write("step", ranks=world.size, step=step, loss=loss)
-        world.comm.barrier()  # so that the step is in the journal
+        world.comm.barrier()  # the step is in the journal before a rank dies
         if (world.rank, step) == (options["rank"], options["after"]) and not mark.exists():
             mark.touch()
             journal.write("fault", kind="kill", step=step)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with journal.last_words():
+    with journal.log_outcome():
         train("decoder", options["config"], save=folder / "checkpoint", resume=True, after_step=after_step)
 
 

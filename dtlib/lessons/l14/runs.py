@@ -1,4 +1,4 @@
-"""Lesson 14's runs: `dtlib train` with a plan; the same where a rank dies and all start again from the checkpoint."""
+"""Lesson 14's runs: `dtlib train` with a plan, and a run with a death and a restart from the checkpoint."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from dtlib.recovery import supervise
 
 
 def dtlib_train(plan: Plan, steps: int = 8) -> dict | None:
-    """Write the plan down and run `dtlib train` with it; print what that says. Its result, or None if it refuses."""
+    """Run `dtlib train` with a plan, and print its output; return the result, or None if it fails."""
     with tempfile.TemporaryDirectory(prefix="dtlib-capstone-") as folder:
         path, made = Path(folder, "plan.json"), Path(folder, "result.json")
         path.write_text(json.dumps(brief.config(plan, steps)), encoding="utf-8")
@@ -31,7 +31,7 @@ def dtlib_train(plan: Plan, steps: int = 8) -> dict | None:
 
 
 def compared(plan: Plan, sample: float, result: dict | None) -> list[tuple]:
-    """What was predicted of the plan beside what `dtlib train` found; kept for the certificate."""
+    """Return rows of predicted and measured values of the plan; they are stored for the certificate."""
     if result is None:
         raise DtlibError("dtlib train refused this plan, as it says above: change it, and run it again.")
     took, said = brief.BATCH / result["samples_per_second"], brief.predicted(plan, sample)
@@ -44,7 +44,10 @@ def compared(plan: Plan, sample: float, result: dict | None) -> list[tuple]:
 
 
 def with_a_death(plan: Plan, save_every: int, after: int | None, rank: int = 2, steps: int = 20) -> list[dict]:
-    """The events of a run that saves so often, in which a rank is killed once, when that many steps are done."""
+    """Return the events of a run in which a rank is killed once, after step ``after``.
+
+    Checkpoints are saved every ``save_every`` steps.
+    """
     options = {"config": brief.config(plan, steps, save_every=save_every), "rank": rank, "after": after}
     with tempfile.TemporaryDirectory(prefix="dtlib-capstone-") as folder:
         program = ["-m", "dtlib.lessons.l14.program", json.dumps(options)]
@@ -53,5 +56,5 @@ def with_a_death(plan: Plan, save_every: int, after: int | None, rank: int = 2, 
 
 
 def steps_of(events: list[dict]) -> list[tuple[int, float]]:
-    """Step and loss of each step that was done, also of those that were done twice."""
+    """Return (step, loss) of each completed step, including repeated steps."""
     return [(event["step"], event["loss"]) for event in events if event["what"] == "step"]

@@ -1,10 +1,10 @@
-"""Gradients made small before they travel: hooks for ``register_comm_hook`` of ``DataParallel`` and of torch's DDP.
+"""Gradient compression: communication hooks for ``DataParallel.register_comm_hook`` and for torch's DDP.
 
-A limit that nothing refuses: after one gradient with an infinity or a NaN, the feedback of PowerSGD and top-k stays
-NaN. Make a new state, and wrap the model again.
+A limit without an error: after one gradient with an infinity or a NaN, the error feedback of PowerSGD and top-k stays
+NaN. Then create a new state and wrap the model again.
 """
 
-from dtlib.parallel.compression import contract  # noqa: F401  # plain.py's, on import
+from dtlib.parallel.compression import checks  # noqa: F401  # installs the checks of plain.py on import
 from dtlib.parallel.compression.plain import (
     EightBitState,
     PowerSGDState,

@@ -1,14 +1,14 @@
-"""Gradients made small before they travel, to be read from top to bottom.
+"""Gradient compression, to be read from top to bottom.
 
-What each of N ranks sends for a bucket of n elements of b bytes, and in how many messages:
+Bytes and messages that each of N ranks sends for a bucket of n elements of b bytes:
 
     all_reduce       2 (N-1)/N n b                       2 (N-1)    the bucket as it is, by the ring
-    top_k_hook       (N-1) k (4 + b)                     N-1        each rank's k largest elements, with their places
-    eight_bit_hook   2 (N-1) blocks (4 + block)          2 (N-1)    8 bits an element, and a scale a block
-    powerSGD_hook    2 (N-1)/N rank (rows + columns) b   4 (N-1)    two thin matrices in place of one, by the ring
+    top_k_hook       (N-1) k (4 + b)                     N-1        each rank's k largest elements and their indices
+    eight_bit_hook   2 (N-1) blocks (4 + block)          2 (N-1)    8 bits per element, and a scale per block
+    powerSGD_hook    2 (N-1)/N rank (rows + columns) b   4 (N-1)    two thin matrices instead of one, by the ring
 
-Top-k and PowerSGD leave something out. They keep it, and add it to the next gradient (error feedback): what was sent
-and what is kept are together the sum of all gradients. ``model.register_comm_hook(TopKState(comm), top_k_hook)``
+Top-k and PowerSGD keep what they do not send and add it to the next gradient (error feedback), so no gradient is lost.
+Use: ``model.register_comm_hook(TopKState(comm), top_k_hook)``.
 """
 
 import math
@@ -20,14 +20,14 @@ from torch.nn.functional import pad
 
 
 class TopKState:
-    """``fraction`` of a bucket's elements are sent. ``kept``, by parameter, is what was not, from step to step."""
+    """Send ``fraction`` of a bucket's elements. ``kept`` maps each parameter to the elements that were not sent."""
 
     def __init__(self, group: ProcessGroup | None = None, fraction: float = 0.01, feedback: bool = True):
         self.group, self.fraction, self.feedback, self.kept = group or dist.group.WORLD, fraction, feedback, {}
 
 
 def top_k_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean over ranks of what each sends: its ``k = ceil(fraction n)`` elements of largest absolute value."""
+    """Average the ``k = ceil(fraction n)`` elements of largest absolute value that each rank sends."""
     both = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     for parameter, gradient in both:
         gradient += state.kept.get(parameter, 0)
@@ -35,7 +35,7 @@ def top_k_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[tor
     k = math.ceil(state.fraction * len(flat))
     places = flat.abs().topk(k).indices
     mine = torch.cat([places.int().view(torch.uint8), flat[places].view(torch.uint8)])
-    dist.all_gather_single(everyones := mine.new_empty(ranks * len(mine)), mine, group=state.group)  # one message
+    dist.all_gather_single(everyones := mine.new_empty(ranks * len(mine)), mine, group=state.group)
     everyones = everyones.view(ranks, len(mine))
     at = everyones[:, : 4 * k].clone().view(torch.int32)
     values = everyones[:, 4 * k :].clone().view(flat.dtype)
@@ -46,16 +46,16 @@ def top_k_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[tor
 
 
 class EightBitState:
-    """``block`` neighbours have a scale in common: the largest of them becomes 127."""
+    """``block`` consecutive elements share a scale, which maps the largest one to 127."""
 
     def __init__(self, group: ProcessGroup | None = None, block: int = 256):
         self.group, self.block = group or dist.group.WORLD, block
 
 
 def eight_bit_hook(state: EightBitState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean, rounded twice: rank r gets everyone's part r in 8 bits, adds in float32, and gives it out in 8 bits."""
+    """Average in 8 bits: rank r receives part r of all ranks, averages in float32, and sends the result in 8 bits."""
     flat, ranks = bucket.buffer(), state.group.size()
-    blocks = math.ceil(len(flat) / (ranks * state.block))  # of a rank's part
+    blocks = math.ceil(len(flat) / (ranks * state.block))  # blocks per rank
     mine = rounded(pad(flat, (0, ranks * blocks * state.block - len(flat))).view(ranks, blocks, state.block))
     dist.all_to_all_single(everyones := torch.empty_like(mine), mine, group=state.group)
     mean = rounded(unrounded(everyones).mean(0))
@@ -64,18 +64,19 @@ def eight_bit_hook(state: EightBitState, bucket: GradBucket) -> torch.futures.Fu
 
 
 def rounded(blocks: torch.Tensor) -> torch.Tensor:
-    """Of each block, in the last dimension, the 4 bytes of its scale, then whole numbers from -127 to 127."""
-    blocks = blocks.float()  # in float16 a small scale would be rounded to a subnormal number
+    """Return each block (last dimension) as the 4 bytes of its scale, followed by integers from -127 to 127."""
+    blocks = blocks.float()  # in float16, a small scale would be subnormal
     scales = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-38)
     return torch.cat([scales.view(torch.int8), (blocks / scales).round().to(torch.int8)], -1)
 
 
 def unrounded(octets: torch.Tensor) -> torch.Tensor:
+    """Return the values of blocks made by ``rounded``, in float32."""
     return octets[..., :4].contiguous().view(torch.float32) * octets[..., 4:]
 
 
 class PowerSGDState:
-    """``q``, by parameter, is that of the last step, with which the next begins. Arguments as in torch's class."""
+    """``q`` maps each parameter to its last Q, from which the next step starts. Arguments as in torch's class."""
 
     def __init__(self, group: ProcessGroup | None = None, matrix_approximation_rank: int = 1,
                  min_compression_rate: float = 2, feedback: bool = True):  # fmt: skip
@@ -83,16 +84,16 @@ class PowerSGDState:
         self.feedback, self.kept, self.q = feedback, {}, {}
 
     def pays(self, gradient: torch.Tensor) -> bool:
-        """Vectors, and matrices that would not become ``min_compression_rate`` times smaller, travel whole."""
+        """Return False for vectors and for matrices that would not become ``min_compression_rate`` times smaller."""
         return gradient.dim() > 1 and self.rank * (len(gradient) + gradient[0].numel()) * self.rate < gradient.numel()
 
     def first_q(self, matrix: torch.Tensor) -> torch.Tensor:
-        chance = torch.Generator().manual_seed(0)  # all ranks draw the same
+        chance = torch.Generator().manual_seed(0)  # all ranks draw the same Q
         return torch.randn(matrix.shape[1], min(self.rank, *matrix.shape), generator=chance).to(matrix)
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """P is the mean of M Q, made orthogonal; Q the mean of M^T P; and P Q^T stands for the mean of the matrices M."""
+    """Approximate the mean of the matrices M by P Q^T: P is the orthogonalised mean of M Q, and Q the mean of M^T P."""
     both = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     for parameter, gradient in both:
         gradient += state.kept.get(parameter, 0)
@@ -111,17 +112,19 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     return done(bucket.buffer())
 
 
-def averaged(group: ProcessGroup | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:  # in one message
+def averaged(group: ProcessGroup | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the means over ranks, with one message."""
     dist.all_reduce(flat := torch.cat([tensor.flatten() for tensor in tensors]), group=group)
     flat /= dist.get_world_size(group)
     return [mean.view_as(one) for mean, one in zip(flat.split([one.numel() for one in tensors]), tensors, strict=True)]
 
 
 def done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a completed future, because torch expects a future from a hook."""
     future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
-    future.set_result(tensor)  # torch expects a future, as a hook may return while its bucket still travels
+    future.set_result(tensor)
     return future
 
 
-# torch's powerSGD_hook adds overlap with computing. Scale no losses: what is kept would be in another unit.
-# contract.py refuses settings that make no sense, where dtlib is installed: this file needs torch alone.
+# torch's powerSGD_hook also overlaps messages with computing. Do not scale losses: the kept part would not match. Where
+# dtlib is installed, checks.py refuses settings that make no sense. This file imports only torch.

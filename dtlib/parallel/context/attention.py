@@ -1,8 +1,8 @@
-"""Ring attention and Ulysses for what real models have: grouped heads, any lengths and orders, 16 bits.
+"""Ring attention and Ulysses for real models: grouped heads, sequences of any length and order, 16 bits.
 
-plain.py has the idea. Here keys and values may have fewer heads than queries (grouped-query attention), slices differ
-in length, and what is computed of 16 bits is kept in float32 until it is done: outputs, log-sum-exps, and gradients,
-those that travel too.
+plain.py explains the idea. Here, keys and values may have fewer heads than queries (grouped-query attention), and
+slices may differ in length. For 16-bit inputs, outputs, log-sum-exps and gradients are float32 until they are complete,
+including the gradients that are sent.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,24 +19,29 @@ from dtlib.comm.watch.recorder import phase
 from dtlib.errors import DtlibError
 from dtlib.parallel.context.order import positions_of, runs_of
 
-SHORT = 256  # queries of a masked block: shorter ones compute less, and take more calls
+# Number of queries in a block with a mask. Shorter blocks compute fewer masked scores, but need more kernel calls.
+SHORT = 256
 
 
 class Sequence:
-    """How ranks share sequences of ``length``: ``comm``, ``order``, and the positions of each rank's tokens."""
+    """The distribution of sequences of ``length`` over ``comm``: the order, and the positions of each rank's tokens."""
 
     def __init__(self, comm: Communicator, length: int, order: str, causal: bool, overlap: bool = True):
         self.comm, self.length, self.order, self.causal, self.overlap = comm, length, order, causal, overlap
         self.positions = [positions_of(rank, comm.size, length, order) for rank in range(comm.size)]
 
     def blocks(self, owner: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Rows of this rank's queries, rows of ``owner``'s keys, and a mask of later ones or None."""
+        """Yield blocks of work: rows of this rank's queries, rows of ``owner``'s keys, and a mask of later keys.
+
+        The mask is None if no key of the block is later than a query.
+        """
         mine, theirs = self.positions[self.comm.rank], self.positions[owner]
         for run in runs_of(mine, self.order):
             for columns in runs_of(theirs, self.order):
                 for rows in self._rows(run, mine, theirs[columns]):
                     query, key = mine[rows], theirs[columns]
-                    if self.causal:  # positions ascend, so what is later than all queries stands at the end
+                    # Positions ascend, so the keys that are later than all queries are at the end.
+                    if self.causal:
                         key = key[key <= query[-1]]
                     if not len(key):
                         continue
@@ -47,17 +52,20 @@ class Sequence:
                     advance_all()
 
     def _rows(self, run: slice, mine, key):
-        """A run of queries, in short ones where a mask is needed: half of a masked square is then hardly computed."""
+        """Divide a run of queries into short runs if it needs a mask, so that few masked scores are computed."""
         masked = self.causal and mine[run][0] < key[-1] and key[0] <= mine[run][-1]
         step = SHORT if masked else run.stop - run.start
         return [slice(first, min(first + step, run.stop)) for first in range(run.start, run.stop, step)]
 
     def tensors(self, owner: int, like: torch.Tensor) -> torch.Tensor:
-        """Room for a pair of tensors of ``owner``'s tokens."""
+        """Allocate a pair of tensors for the tokens of ``owner``."""
         return like.new_empty(*like.shape[:-2], len(self.positions[owner]), like.shape[-1])
 
     def pass_on(self, pair: Tensor, next_owner: int, tag: int = 0) -> Callable[[], Tensor]:
-        """Start to give a pair to the next rank, and to receive that of ``next_owner``; waits when it is called."""
+        """Start to send a pair to the next rank and to receive ``next_owner``'s pair.
+
+        The function that is returned waits for both and returns the received pair.
+        """
         comm, room = self.comm, self.tensors(next_owner, pair)
         arriving = comm.recv(room, (comm.rank - 1) % comm.size, tag, async_op=True)
         leaving = comm.send(pair, (comm.rank + 1) % comm.size, tag, async_op=True)
@@ -68,6 +76,10 @@ class Sequence:
         return lambda: room
 
     def round(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield each rank's index and its keys and values, in ring order, starting with this rank.
+
+        The next pair is in flight while the caller works on the current pair.
+        """
         for step in range(self.comm.size):
             owner = (self.comm.rank - step) % self.comm.size
             last = step == self.comm.size - 1
@@ -90,7 +102,7 @@ C = TypeVar("C", bound=Callable)
 
 
 def _exact(function: C) -> C:
-    """Without autocast: scores are computed in float32, as inside of torch's attention."""
+    """Disable autocast, so that scores are computed in float32, as in torch's attention."""
 
     def computed(ctx, first, *rest):
         with torch.autocast(first.device.type, enabled=False):
@@ -100,7 +112,7 @@ def _exact(function: C) -> C:
 
 
 class _Ring(torch.autograd.Function):
-    """q of (batch, key heads, queries a key head, tokens, width); k and v of (batch, key heads, 1, tokens, width)."""
+    """q is (batch, key heads, queries per key head, tokens, width), k and v (batch, key heads, 1, tokens, width)."""
 
     @staticmethod
     @_exact
@@ -110,11 +122,13 @@ class _Ring(torch.autograd.Function):
         for owner, (k_there, v_there) in sequence.round(torch.stack([k, v])):
             for rows, columns, later in sequence.blocks(owner):
                 scores = _scores(q[..., rows, :], k_there[..., columns, :], later, scale)
-                # A query of a masked block may see none of its keys: its sum is 0, and its log -inf.
+                # A query of a masked block may see none of its keys. Then its sum is 0 and its log is -inf.
                 highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
                 weights = (scores - highest).exp_()
                 total = weights.sum(-1)
                 block_lse = total.log() + highest[..., 0]
+                # Merge the softmax of this block into the softmax of the earlier blocks: rescale both to the common
+                # log-sum-exp.
                 merged = torch.logaddexp(lse[..., rows], block_lse)
                 out[..., rows, :] *= (lse[..., rows] - merged).exp()[..., None]
                 scaled = weights * (highest[..., 0] - merged).exp()[..., None]
@@ -129,6 +143,7 @@ class _Ring(torch.autograd.Function):
     @_exact
     def backward(ctx, d_out):
         (q, k, v, out, lse), (sequence, scale) = ctx.saved_tensors, ctx.rest
+        # delta is the row sum of d_out * out; the backward pass of a softmax subtracts it from every score's gradient.
         d_out = d_out.to(out.dtype)
         d_q, delta, arriving = torch.zeros_like(q, dtype=out.dtype), (d_out * out).sum(-1, keepdim=True), None
         for owner, kv in sequence.round(torch.stack([k, v])):
@@ -136,11 +151,14 @@ class _Ring(torch.autograd.Function):
             for rows, columns, later in sequence.blocks(owner):
                 q_here, d_here = q[..., rows, :].to(out.dtype), d_out[..., rows, :]
                 k_there, v_there = kv[..., columns, :].to(out.dtype)
+                # Recompute the softmax over all keys from the saved log-sum-exp.
                 p = (_scores(q_here, k_there, later, scale) - lse[..., rows, None]).exp_()
                 d_scores = p * (d_here @ v_there.mT - delta[..., rows, :]) * scale
                 d_q[..., rows, :] += d_scores @ k_there
                 d_kv[0][..., columns, :] += (d_scores.mT @ q_here).sum(-3, keepdim=True)
                 d_kv[1][..., columns, :] += (p.mT @ d_here).sum(-3, keepdim=True)
+            # The gradients of keys and values follow their tensors around the ring, one step behind, and each rank adds
+            # its part.
             if arriving:
                 d_kv += arriving()
             arriving = sequence.pass_on(d_kv, (owner - 1) % sequence.comm.size, tag=1)
@@ -150,12 +168,12 @@ class _Ring(torch.autograd.Function):
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: float | None = None) -> Tensor:
-    """softmax(scale Q K^T) V over the tokens of all ranks, for this rank's; its shape is q's.
+    """Compute softmax(scale Q K^T) V over the tokens of all ranks, for this rank's queries; the shape is q's.
 
-    ``q`` is (batch, heads, tokens, width); ``k`` and ``v`` have as many heads or a divisor, and v may be of k's width
-    alone. ``scale`` is by default 1 / sqrt(width).
+    ``q`` is (batch, heads, tokens, width). The heads of ``q`` are a multiple of the heads of ``k`` and ``v``. All three
+    have the same width. ``scale`` defaults to 1 / sqrt(width).
     """
-    if torch.is_autocast_enabled(q.device.type):  # as torch's attention
+    if torch.is_autocast_enabled(q.device.type):  # as torch's attention does
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     groups = k.shape[1]
     grouped = q.unflatten(1, (groups, q.shape[1] // groups))
@@ -164,7 +182,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: f
 
 
 class _Exchange(torch.autograd.Function):
-    """Heads for tokens, or the reverse: (batch, heads, tokens, width), with the tokens of ``sequence`` in ``order``."""
+    """Exchange heads for tokens, or the reverse; x is (batch, heads, tokens, width), in the order of ``sequence``."""
 
     @staticmethod
     def forward(ctx, x, sequence, whole: bool):
@@ -173,7 +191,7 @@ class _Exchange(torch.autograd.Function):
         lengths = [len(positions) for positions in sequence.positions]
         place = torch.cat(sequence.positions).to(x.device)
         batch, heads, width = x.shape[0], x.shape[1], x.shape[-1]
-        if whole:  # all heads of some tokens -> all tokens of some heads
+        if whole:  # from all heads of some tokens to all tokens of some heads
             pieces = x.unflatten(1, (comm.size, -1)).movedim(1, 0).contiguous()
             mine = batch * (heads // comm.size) * width
             come = x.new_empty(mine * sequence.length)
@@ -196,10 +214,10 @@ class _Exchange(torch.autograd.Function):
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: float | None = None) -> Tensor:
-    """The same by exchanges: each rank computes ordinary attention over whole sequences, for some heads.
+    """Compute the same with exchanges: each rank computes ordinary attention over whole sequences for some heads.
 
     Raises:
-        DtlibError: where the heads of queries, or of keys, do not divide by the ranks.
+        DtlibError: if the heads of queries or of keys are not divisible by the ranks.
     """
     ranks = sequence.comm.size
     if q.shape[1] % ranks or k.shape[1] % ranks:

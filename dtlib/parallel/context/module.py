@@ -1,4 +1,4 @@
-"""A module whose sequences are shared by ranks: its attention is computed in a ring, or by exchanges of heads."""
+"""A module with sharded sequences: its attention runs as a ring, or with exchanges of heads."""
 
 import sys
 from collections.abc import Callable
@@ -18,18 +18,18 @@ from dtlib.parallel.context.attention import Sequence, ring_attention, ulysses_a
 from dtlib.parallel.context.order import ORDERS, positions_of
 
 METHODS = {"ring": ring_attention, "ulysses": ulysses_attention}
-# They look at other tokens, and know nothing of other ranks.
+# These layers mix tokens but do not communicate, so their results would be wrong.
 MIX_TOKENS = (
     nn.RNNBase, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm,
     nn.modules.pooling._AvgPoolNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._LPPoolNd,
     nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd, nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer, nn.MultiheadAttention, torch.jit.ScriptModule,
 )  # fmt: skip
-_hooks: WeakKeyDictionary = WeakKeyDictionary()  # of each module that is wrapped
+_hooks: WeakKeyDictionary = WeakKeyDictionary()  # for each wrapped module, the hooks of its parts
 
 
 class ContextParallel(nn.Module):
-    """``model(x)`` for this rank's tokens: torch's attention inside of ``module`` is over those of all ranks.
+    """``model(x)`` for this rank's tokens; torch's attention inside of ``module`` covers the tokens of all ranks.
 
         model = ContextParallel(module, mesh["context"])
         trained = DataParallel(model, mesh["data", "context"])           # or world.comm, if there are no other axes
@@ -38,32 +38,39 @@ class ContextParallel(nn.Module):
         mean_over_tokens(losses, mesh["data", "context"]).backward()
 
     Args:
-        module: works token by token, all but ``torch.nn.functional.scaled_dot_product_attention``, by whatever name it
-            is called, which is (batch, heads, tokens, width), causal or not, with as many heads of keys or a divisor.
+        module: works token by token, except for ``torch.nn.functional.scaled_dot_product_attention``, under any name.
+            Its inputs are (batch, heads, tokens, width), causal or not. The query heads are a multiple of the key
+            heads.
         comm: the ranks that share each sequence; all of them have the same parameters.
         order: ``zigzag``, ``contiguous`` or ``striped`` (order.py).
         method: ``ring`` or ``ulysses``.
+        overlap: with ``ring``, send keys and values while computing.
 
-    Positions for rotary or learned embeddings follow the order: ``model.positions(length)``. Parameters' gradients are
-    of this rank's tokens: average them over a communicator of all data and context ranks, as any strategy does
-    (others are refused). Counterpart: torch's ``context_parallel``, Megatron-LM's; DeepSpeed says sequence parallelism.
+    Positions for rotary or learned embeddings depend on the order: use ``model.positions(length)``. Gradients cover
+    only this rank's tokens. Average them over a communicator of all data and context ranks, with any strategy; other
+    communicators are refused. Counterparts: torch's ``context_parallel`` and Megatron-LM's context parallelism;
+    DeepSpeed says sequence parallelism.
 
-    Torch's attention is replaced while ``model(x)`` runs, in this thread, by a ``TorchFunctionMode``. Activation
-    checkpointing calls a part of the module again in the backward pass: the parts have hooks that replace attention
-    then, too. So what is checkpointed has to be a module, as in ``checkpoint(block, x, use_reentrant=False)``.
+    While ``model(x)`` runs, a ``TorchFunctionMode`` replaces torch's attention in this thread. Activation checkpointing
+    calls parts of the module again in the backward pass, so hooks of the parts replace attention there, too. Therefore
+    only modules can be checkpointed, as in ``checkpoint(block, x, use_reentrant=False)``.
 
-    Limits that nothing refuses: functions that look at other tokens, such as a mean, a shift, ``cumsum``,
-    ``functional.conv1d`` or ``group_norm`` over them; an attention other than torch's beside it, also by
-    ``torch.ops.aten`` or inside of a checkpointing ``autograd.Function``; slices cut by hand in another order;
-    positions inside of the module that ``torch.arange`` did not make. Forward passes leave ``torch.compile`` out.
+    Limits without an error:
+
+    - functions that mix tokens, such as a mean, a shift, ``cumsum``, ``functional.conv1d`` or ``group_norm``
+    - another attention beside torch's, including ``torch.ops.aten`` or a checkpointing ``autograd.Function``
+    - slices that were cut by hand in another order
+    - positions inside the module that were not made by ``torch.arange``
+
+    Forward passes are not compiled by ``torch.compile``.
 
     Raises:
-        DtlibError: for modules that look at other tokens in another way, and where ranks ask for different things; in
-            the forward pass for masks, dropout, queries of other lengths than keys, where no attention was called, and
-            where ``checkpoint(use_reentrant=True)`` is given a function that calls attention.
+        DtlibError: at construction, for modules that mix tokens in another way, or arguments that differ between ranks.
+            In the forward pass, for masks, dropout, queries and keys of different lengths, a module that calls no
+            attention, and ``checkpoint(use_reentrant=True)`` of a function that calls attention.
     """
 
-    communicates_in_forward = True  # whoever lets ranks stop early asks for it
+    communicates_in_forward = True  # read by code that lets ranks stop early, such as DataParallel.join
 
     def __init__(self, module: nn.Module, comm: AnyCommunicator, order: str = "zigzag", method: str = "ring",
                  overlap: bool = True):  # fmt: skip
@@ -88,28 +95,30 @@ class ContextParallel(nn.Module):
             note(parameter, sequences=self.comm.members)
         self._length: tuple[torch.Size, int] | None = None
         self._calls = self._passes = 0
-        self._lengths_vary = False  # within a forward pass
+        self._lengths_vary = False  # within one forward pass
         self._mode = _AttentionReplaced(self._attention)
-        self._running: list[bool] = []  # for each call of a part, the innermost last: did it begin with gradients on?
-        for handle in _hooks.get(module, ()):  # of an earlier wrapper of the same module
+        # For each running call of a part, innermost last: whether gradients were enabled when it began.
+        self._running: list[bool] = []
+        for handle in _hooks.get(module, ()):  # hooks of an earlier wrapper of this module
             handle.remove()
-        # Torch's own modules call no attention. Functions, as a copy of the module must not copy this one.
+        # Torch's own modules do not call attention. The hooks are functions, because a copy of the module must not copy
+        # this object.
         parts = [part for part in module.modules() if not type(part).__module__.startswith("torch.nn.")]
         begins, ends = lambda part, _: self._part_begins(part), lambda *_: self._part_ends()
         _hooks[module] = [part.register_forward_pre_hook(begins, prepend=True) for part in parts]
         _hooks[module] += [part.register_forward_hook(ends, always_call=True) for part in parts]
 
     def positions(self, length: int) -> torch.Tensor:
-        """The positions of this rank's tokens in sequences of ``length``; int64, on the device of the parameters."""
+        """Return the positions of this rank's tokens in sequences of ``length``; int64, on the parameters' device."""
         here = positions_of(self.comm.rank, self.comm.size, length, self.order)
         return here.to(next((parameter.device for parameter in self.module.parameters()), here.device))
 
     def split(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's tokens of whole sequences, which are equal on all ranks: of inputs, targets, masks, positions."""
+        """Return this rank's tokens of whole sequences (inputs, targets, masks, positions), equal on all ranks."""
         return x.index_select(dim, self.positions(x.shape[dim]).to(x.device))
 
     def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Whole sequences in their own order, on every rank, of what each has for its tokens; without gradients."""
+        """Return whole sequences in their original order on every rank, from each rank's tokens; without gradients."""
         lengths = self.comm.all_gather(torch.empty(self.comm.size, dtype=torch.int64), torch.tensor([x.shape[dim]]))
         moved = x.detach().movedim(dim, 0).contiguous()
         room = moved.new_empty(int(lengths.sum()), *moved.shape[1:])
@@ -121,12 +130,13 @@ class ContextParallel(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> object:
         if self.training and torch.is_grad_enabled():
             check_same_values(self, list(self.module.parameters()), self.comm, "parameters")
-        # An interrupt of a backward pass leaves calls in the list; autograd itself has left the mode.
+        # An interrupted backward pass leaves calls in the list. Autograd itself has left the mode.
         self._length, self._calls, self._running = None, 0, []
         self._passes += 1
         self._mode.ranges.clear()
         self._begin()
         try:
+            # A compiled module would bypass the TorchFunctionMode.
             with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
                 out = self.module(*args, **kwargs)
         finally:
@@ -156,7 +166,7 @@ class ContextParallel(nn.Module):
                 "The module inside of a ContextParallel was called by itself, and its attention would see this "
                 "rank's tokens alone: call the ContextParallel."
             )
-        if self._running or _in_backward():  # it is computed again
+        if self._running or _in_backward():  # activation checkpointing recomputes this part
             self._begin()
 
     def _part_ends(self) -> None:
@@ -190,8 +200,11 @@ class ContextParallel(nn.Module):
         return METHODS[self.method](query, key, value, sequence, scale)
 
     def _whole_length(self, query, *settings) -> int:
-        """All ranks' tokens; asked once a forward pass, in which most modules have one length. The first passes ask for
-        each attention, whether ranks agree in that."""
+        """Return the number of tokens of all ranks.
+
+        Ranks exchange it once per forward pass, because most modules have one length. In the first passes, ranks
+        exchange it for each attention, and check that they agree.
+        """
         shape, before = query.shape, self._length
         if before and shape[2] != before[0][2] and not self._lengths_vary and self._passes > PASSES:
             raise DtlibError(
@@ -199,6 +212,7 @@ class ContextParallel(nn.Module):
                 f"with one length in the first {PASSES} passes: use another ContextParallel for the other length."
             )
         if not before or before[0] != shape or self._lengths_vary or self._passes <= PASSES:
+            # In the first passes, also compare the values of queries, to notice ranks that were given whole sequences.
             mine = digest_of([query]) if self._passes <= PASSES and shape[2] > 1 else None
             mine = mine if mine and bool((query != query[:, :, :1]).any()) else None
             ours = tuple(shape), str(query.dtype), settings, mine, set(self._mode.ranges)
@@ -214,13 +228,15 @@ class ContextParallel(nn.Module):
                     f"ContextParallel: all ranks have the same queries, of {lengths[0]} tokens, so each rank may have "
                     "whole sequences: pass each rank its own tokens, with x = model.split(x)."
                 )
-            widths = {shape[-1], shape[-1] // 2} if len(set(lengths)) == 1 else set()  # as of rotary frequencies
+            # Rotary frequencies also call torch.arange, with the head width or half of it.
+            widths = {shape[-1], shape[-1] // 2} if len(set(lengths)) == 1 else set()
             made = [n > 1 and n in one[4] - widths for n, one in zip(lengths, asked, strict=True)]
             if self.comm.size > 1 and all(made):
                 raise DtlibError(
                     f"ContextParallel: the module called torch.arange for {lengths} tokens, so positions would start "
                     "at 0 on each rank: pass model.positions(length) to the module."
                 )
+            # split() fixes how many tokens each rank has; other lengths mean that sequences were not divided by it.
             cut = [len(positions_of(rank, self.comm.size, sum(lengths), self.order)) for rank in range(self.comm.size)]
             if lengths != cut:
                 raise DtlibError(
@@ -234,12 +250,12 @@ class ContextParallel(nn.Module):
 
 
 class _AttentionReplaced(TorchFunctionMode):
-    """Calls of torch's attention, by whatever name, are calls of ``attention``."""
+    """A mode that replaces calls of torch's attention, under any name, by calls of ``attention``."""
 
     def __init__(self, attention: Callable):
         super().__init__()
         self._attention = attention
-        self.ranges: list[int] = []  # lengths of torch.arange from 0, of this forward pass
+        self.ranges: list[int] = []  # lengths n of torch.arange(n) in this forward pass
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

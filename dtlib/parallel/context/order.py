@@ -1,11 +1,11 @@
-"""Which tokens of a sequence a rank has: three orders, for any length.
+"""Three orders that assign the tokens of a sequence of any length to ranks.
 
     12 tokens on 3 ranks     rank 0             rank 1             rank 2             causal work
     contiguous               0 1 2 3            4 5 6 7            8 9 10 11          most on the last rank
     zigzag                   0 1 10 11          2 3 8 9            4 5 6 7            equal
     striped                  0 3 6 9            1 4 7 10           2 5 8 11           about equal, half of each block
 
-Lengths that do not divide give chunks that differ by one token.
+If the length is not divisible, chunks differ by one token.
 """
 
 import torch
@@ -16,7 +16,7 @@ ORDERS = ("contiguous", "zigzag", "striped")
 
 
 def positions_of(rank: int, ranks: int, length: int, order: str) -> torch.Tensor:
-    """The positions of this rank's tokens in a sequence of ``length``, ascending; int64."""
+    """Return the positions of this rank's tokens in a sequence of ``length``, ascending; int64."""
     if order == "striped":
         return torch.arange(length)[rank::ranks]
     if order == "contiguous":
@@ -28,7 +28,7 @@ def positions_of(rank: int, ranks: int, length: int, order: str) -> torch.Tensor
 
 
 def runs_of(positions: torch.Tensor, order: str) -> list[slice]:
-    """A rank's tokens in two runs, so that what is later than all of a run's queries can be left out."""
+    """Divide a rank's tokens into two runs, so that keys later than all queries of a run can be skipped."""
     first = len(positions) // 2
     if order == "zigzag":
         jumps = (positions.diff() > 1).nonzero()

@@ -1,9 +1,9 @@
-"""Ring attention, to be read from top to bottom: who has which tokens, the ring, a block, two blocks merged, and all.
+"""Ring attention, to be read from top to bottom: token order, the ring, a block, merging two blocks, and attention.
 
-Every rank has a slice of each sequence. Layers work token by token, all but attention: a query looks at the keys of
-all tokens before it. So keys and values (K, V) travel round a ring, and each rank merges what it computes of them. A
-sequence is cut into 2N chunks, two a rank, and a slice of K and V is four quarter blocks of work; what is later than
-all queries is none. Four ranks, causal, quarter blocks a step, the diagonal being half masked:
+Every rank has a slice of each sequence. All layers except attention work token by token. In attention, a query needs
+the keys of all earlier tokens. So keys and values (K, V) are sent around a ring, and each rank merges its results. A
+sequence has 2N chunks, two per rank. Attention of a rank's queries to one slice of K and V is four quarter blocks;
+those with only later keys are skipped. Four ranks, causal, quarter blocks per step (diagonal blocks are half masked):
 
     contiguous   chunks of ranks  00112233           zigzag   chunks of ranks  01233210
 
@@ -13,8 +13,8 @@ all queries is none. Four ranks, causal, quarter blocks a step, the diagonal bei
     rank 2      K2 2   K1 4   K0 4   K3 .            rank 2      K2 2   K1 2   K0 2   K3 2
     rank 3      K3 2   K2 4   K1 4   K0 4            rank 3      K3 2   K2 2   K1 2   K0 2
 
-In the backward pass K and V travel once more, and their gradients behind them, one step later: after N hops these are
-back at the rank that has K and V, with a summand from every rank.
+In the backward pass, K and V are sent again, and their gradients follow one step later. After N hops, the gradients are
+back at the rank of K and V, with a summand from every rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,13 +31,13 @@ CHUNKS = {"contiguous": lambda r, ranks: (2 * r, 2 * r + 1), "zigzag": lambda r,
 
 
 def my_tokens(x: Tensor, group: ProcessGroup, order: str = "zigzag", dim: int = 1) -> Tensor:
-    """This rank's two chunks of whole sequences: of inputs, of targets, and of positions."""
+    """Return this rank's two chunks of whole sequences: of inputs, of targets, or of positions."""
     chunks = x.chunk(2 * group.size(), dim)
     return torch.cat([chunks[chunk] for chunk in CHUNKS[order](group.rank(), group.size())], dim)
 
 
 def pass_on(group: ProcessGroup, tensor: Tensor, tag: int = 0) -> Callable:
-    """Start to give ``tensor`` to the next rank. The function that this returns waits for what the one before gives."""
+    """Start to send ``tensor`` to the next rank. Return a function that waits for the previous rank's tensor."""
     rank, ranks, arriving = group.rank(), group.size(), torch.empty_like(tensor)
     if ranks == 1:
         return lambda: tensor
@@ -48,7 +48,7 @@ def pass_on(group: ProcessGroup, tensor: Tensor, tag: int = 0) -> Callable:
 
 
 def round_the_ring(group: ProcessGroup, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The rank whose keys and values are here, and these, step by step; the next ones travel meanwhile."""
+    """Yield each rank's index and its keys and values, step by step, while the next ones are in flight."""
     for step in range(group.size()):
         following = pass_on(group, kv) if step < group.size() - 1 else None
         yield (group.rank() - step) % group.size(), kv
@@ -56,7 +56,7 @@ def round_the_ring(group: ProcessGroup, kv: Tensor) -> Iterator[tuple[int, Tenso
 
 
 def blocks(group: ProcessGroup, owner: int, length: int, causal: bool, order: str) -> Iterator[tuple]:
-    """Quarter blocks with work: rows of this rank's queries, rows of ``owner``'s keys, and pairs that are masked."""
+    """Yield quarter blocks with work: rows of this rank's queries, rows of ``owner``'s keys, and the masked pairs."""
     half = length // 2
     for i, query in enumerate(CHUNKS[order](group.rank(), group.size())):
         for j, key in enumerate(CHUNKS[order](owner, group.size())):
@@ -67,16 +67,19 @@ def blocks(group: ProcessGroup, owner: int, length: int, causal: bool, order: st
 
 
 def scores_of(q: Tensor, k: Tensor, later: Tensor) -> Tensor:
+    """Return the scaled scores of a quarter block, with -inf for masked pairs."""
     return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(later.to(q.device), -torch.inf)
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two softmax averages of values, over different keys, as one over all keys. ``lse`` is log sum exp(scores)."""
+    """Merge two softmax averages of values, over different keys, into one; ``lse`` is log sum exp(scores)."""
     total = torch.logaddexp(lse, block_lse)
     return (lse - total).exp()[..., None] * out + (block_lse - total).exp()[..., None] * block_out, total
 
 
 class RingAttention(torch.autograd.Function):
+    """Attention over all ranks' tokens. The softmax is recomputed in the backward pass."""
+
     @staticmethod
     def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, causal: bool, order: str) -> Tensor:
         out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
@@ -108,14 +111,14 @@ class RingAttention(torch.autograd.Function):
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None = None, causal: bool = True,
                    order: str = "zigzag") -> Tensor:  # fmt: skip
-    """softmax(Q K^T / sqrt(width)) V over all ranks' tokens, for this rank's queries.
+    """Compute softmax(Q K^T / sqrt(width)) V over all ranks' tokens, for this rank's queries.
 
-    Contract: q, k, v of (batch, heads, tokens, width), float32 or float64, of the same shape on all ranks, with an even
-    number of tokens, cut as ``my_tokens`` does it in this order.
+    Contract: q, k, v of (batch, heads, tokens, width), float32 or float64, with equal shapes on all ranks and an even
+    number of tokens, divided by ``my_tokens`` in the same order.
     """
     return RingAttention.apply(q, k, v, group or dist.group.WORLD, causal, order)
 
 
-# The full class (module.py, attention.py) adds grouped-query heads, slices that differ in length, a striped order, 16
-# bits with statistics in float32, recomputation, batches split and outputs joined, and torch's attention in a module.
-# contract.py refuses what lies outside of the contract above, where dtlib is installed: this file needs torch alone.
+# The full class (module.py, attention.py) adds: grouped-query heads, slices of different lengths, a striped order, 16
+# bits with float32 statistics, recomputation, splitting and gathering of sequences, and torch's attention in any
+# module. Where dtlib is installed, checks.py checks the contract above. This file imports only torch.

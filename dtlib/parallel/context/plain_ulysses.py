@@ -1,15 +1,15 @@
-"""Ulysses, to be read from top to bottom: an exchange, its reverse, and attention between the two.
+"""Ulysses, to be read from top to bottom: an exchange, its reverse, and attention in between.
 
-Every rank has a contiguous slice of each sequence. Heads know nothing of each other: so ranks exchange some tokens of
-all heads for all tokens of some heads, compute ordinary attention, and exchange back. Two ranks, four heads a b c d:
+Every rank has a contiguous slice of each sequence. Heads are independent, so ranks exchange some tokens of all heads
+for all tokens of some heads, compute ordinary attention, and exchange back. Two ranks, four heads a b c d:
 
               heads a b c d                    attention of             heads a b c d
     rank 0  tokens 0 1 --.                .-- a b: 0 1 2 3 --.                .-- 0 1
                          |-- all_to_all --|                  |-- all_to_all --|
     rank 1  tokens 2 3 --'                '-- c d: 0 1 2 3 --'                '-- 2 3
 
-Q, K and V travel as one tensor of 3n bytes, the output has n: each rank sends 4n (N-1)/N bytes in 2 (N-1) messages
-forward, and as many backward, as the reverse of an exchange is an exchange.
+Q, K and V are sent as one tensor of 3n bytes, and the output has n bytes. Each rank sends 4n (N-1)/N bytes in 2 (N-1)
+messages forward, and the same backward, because the reverse of an exchange is an exchange.
 """
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Exchange(torch.autograd.Function):
-    """Cut along dimension ``cut``, a piece for each rank; join what arrives along ``join``. Backward: the reverse."""
+    """Divide ``x`` along ``cut``, a piece per rank, and join the received pieces along ``join``. Backward: reverse."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup, cut: int, join: int) -> Tensor:
@@ -37,10 +37,10 @@ class Exchange(torch.autograd.Function):
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None = None,
                       causal: bool = True) -> Tensor:  # fmt: skip
-    """softmax(Q K^T / sqrt(width)) V over all ranks' tokens, for this rank's queries.
+    """Compute softmax(Q K^T / sqrt(width)) V over all ranks' tokens, for this rank's queries.
 
-    Contract: q, k, v of (batch, heads, tokens, width), of the same shape and dtype on all ranks; contiguous slices; as
-    many heads as ranks, or a multiple.
+    Contract: q, k, v of (batch, heads, tokens, width), with equal shapes and dtypes on all ranks; contiguous slices;
+    the number of heads is a multiple of the ranks.
     """
     group = group or dist.group.WORLD
     q, k, v = Exchange.apply(torch.stack([q, k, v]), group, 2, 3)  # heads cut, tokens joined
@@ -48,5 +48,5 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | Non
     return Exchange.apply(out, group, 2, 1)  # tokens cut, heads joined
 
 
-# The full class (module.py) adds what ring attention's adds, but for orders: the exchange makes sequences whole.
-# contract.py refuses what lies outside of the contract above, where dtlib is installed: this file needs torch alone.
+# The full class (module.py) adds the same as for ring attention, except orders: the exchange makes sequences whole.
+# Where dtlib is installed, checks.py checks the contract above. This file imports only torch.

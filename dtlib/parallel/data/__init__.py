@@ -1,6 +1,6 @@
-"""Data parallelism: plain.py is read in class, full.py is what real models need."""
+"""Data parallelism: plain.py is read in class, full.py supports real models."""
 
-from dtlib.parallel.data import contract  # noqa: F401  # plain.py's, on import
+from dtlib.parallel.data import checks  # noqa: F401  # installs the checks of plain.py on import
 from dtlib.parallel.data.full import DataParallel
 from dtlib.parallel.data.plain import DataParallelBuckets, DataParallelHooks, DataParallelNaive
 

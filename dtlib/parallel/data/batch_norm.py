@@ -1,10 +1,10 @@
-"""Batch normalisation over the batches of all ranks.
+"""Batch normalisation with statistics over the batches of all ranks.
 
-With few samples a rank, statistics of one rank's slice are noisy. Here every rank normalises with the mean and variance
-of the whole batch. Ranks exchange three numbers a channel in the forward pass, and two in the backward pass:
+With few samples per rank, the statistics of one rank's slice are noisy. Here every rank normalises with the mean and
+variance of the whole batch. Ranks exchange three numbers per channel in the forward pass and two in the backward pass:
 
-    rank r   count, mean, sum of squared deviations  --- all_gather --->  those of the whole batch
-    rank r   sum of dy, sum of dy * x_hat            --- all_reduce --->  those of the whole batch
+    rank r   count, mean, sum of squared deviations  --- all_gather --->  the same of the whole batch
+    rank r   sum of dy, sum of dy * x_hat            --- all_reduce --->  the same of the whole batch
 """
 
 from copy import deepcopy
@@ -19,10 +19,10 @@ from dtlib.world import init
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """``BatchNorm`` for inputs ``(N, C, ...)`` whose statistics in training are those of all ranks' slices together.
+    """``BatchNorm`` for inputs ``(N, C, ...)`` that computes its training statistics over the slices of all ranks.
 
-    ``N`` may differ between ranks; all ranks call it in the same order. ``comm`` is by default that of
-    ``dtlib.init()``. Counterpart: ``torch.nn.SyncBatchNorm``, which is for GPUs only.
+    ``N`` may differ between ranks. All ranks call it in the same order. ``comm`` defaults to the communicator of
+    ``dtlib.init()``. Counterpart: ``torch.nn.SyncBatchNorm``, which supports only GPUs.
     """
 
     communicates_in_forward = True
@@ -30,17 +30,17 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     def __init__(self, num_features: int, comm: AnyCommunicator | None = None, eps: float = 1e-5,
                  momentum: float | None = 0.1, affine: bool = True, track_running_stats: bool = True):  # fmt: skip
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
-        # Of its own: ranks may launch other collectives in another order than this layer's backward pass.
+        # A separate communicator, because other collectives may start in an order that differs between ranks.
         self.comm = as_communicator(init().comm if comm is None else comm).split(0)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, comm: AnyCommunicator | None = None) -> nn.Module:
-        """The same model with every ``BatchNorm`` in it replaced; parameters, statistics and hooks are kept."""
+        """Replace every ``BatchNorm`` of a model and return the model. Parameters, statistics and hooks are kept."""
         return cls._converted(module, as_communicator(init().comm if comm is None else comm), {})
 
     @classmethod
     def _converted(cls, module, comm, known: dict) -> nn.Module:
-        """``known`` are the modules that have been converted: one may have several names."""
+        """Convert ``module`` recursively. ``known`` maps converted modules, because a module may have several names."""
         if module in known:
             return known[module]
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
@@ -48,6 +48,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             made = cls(module.num_features, comm, module.eps, module.momentum, module.affine, tracks)
             made.weight, made.bias = module.weight, module.bias
             made._buffers = module._buffers
+            # Keep the hooks of users.
             vars(made).update({name: hooks for name, hooks in vars(module).items() if name.endswith("_hooks")})
             known[module] = made.train(module.training)
             return made
@@ -58,7 +59,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         return module
 
     def __deepcopy__(self, memo: dict) -> "SyncBatchNorm":
-        memo[id(self.comm)] = self.comm  # a copy talks over the same one
+        memo[id(self.comm)] = self.comm  # a copy uses the same communicator
         memo[id(self)] = made = self.__class__.__new__(self.__class__)
         made.__dict__.update(deepcopy(self.__dict__, memo))
         return made
@@ -84,7 +85,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         return (normalised * _by_channel(self.weight, x) + _by_channel(self.bias, x)).to(x.dtype)
 
     def _keep(self, mean, variance) -> None:
-        """Update the running statistics; ``momentum=None`` keeps the plain average over all batches."""
+        """Update the running statistics. ``momentum=None`` keeps the plain average over all batches."""
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         weight = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
@@ -93,7 +94,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps), with statistics of all ranks. S. Ioffe and C. Szegedy, ICML 2015."""
+    """(x - mean) / sqrt(variance + eps), with statistics over all ranks. S. Ioffe and C. Szegedy, ICML 2015."""
 
     @staticmethod
     def forward(ctx, x, comm, eps):
@@ -111,7 +112,8 @@ class _Normalise(torch.autograd.Function):
                 f"SyncBatchNorm got {total:g} values a channel on all ranks together, and a variance needs two or "
                 "more: train on larger batches, or call eval()."
             )
-        # Of deviations from each rank's own mean those from the common one: T. Chan et al., COMPSTAT 1982.
+        # Combine the squared deviations from each rank's mean into deviations from the common mean: T. Chan et al.,
+        # COMPSTAT 1982.
         mean = (means * counts).sum(0) / total
         variance = (squares + counts * (means - mean).square()).sum(0) / total
         scale = (variance + eps).rsqrt()
@@ -127,7 +129,7 @@ class _Normalise(torch.autograd.Function):
         normalised, scale = ctx.saved_tensors
         dy = dy.to(normalised.dtype)
         sums = torch.stack([dy.sum(ctx.axes), (dy * normalised).sum(ctx.axes)])
-        # The loss of every rank depends on every rank's input, through the statistics.
+        # Through the statistics, the loss of every rank depends on the input of every rank.
         mean_dy, mean_dy_x = ctx.comm.all_reduce(sums) / ctx.total
         dx = dy - _by_channel(mean_dy, dy) - normalised * _by_channel(mean_dy_x, dy)
         return (dx * _by_channel(scale, dy)).to(dy.dtype), None, None

@@ -1,7 +1,7 @@
 """Data parallelism: every rank has the whole model and a slice of the batch, and gradients are averaged.
 
-plain.py has the picture. ``DataParallel`` adds what torch's ``DistributedDataParallel`` adds: gradients travel in
-buckets, from the last layer on, while the backward pass still computes those of the first ones (S. Li et al., "PyTorch
+plain.py has a diagram. ``DataParallel`` adds the features of torch's ``DistributedDataParallel``. Gradients are sent in
+buckets, starting with the last layer, while the backward pass still computes the first layers (S. Li et al., "PyTorch
 distributed: experiences on accelerating data parallel training", VLDB 13(12), 2020).
 """
 
@@ -24,34 +24,36 @@ from dtlib.world import init
 
 
 class DataParallel(nn.Module):
-    """Data parallelism in buckets that travel during the backward pass; when ``backward()`` returns, all have arrived.
+    """Data parallelism in buckets that are all-reduced during the backward pass, and have arrived when it returns.
 
     Args:
-        module: the model; every rank has it, with the same parameters in the same order. Rank 0's values are
-            broadcast at construction.
-        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default that of
+        module: the model. Every rank has the same parameters in the same order. Rank 0's values are broadcast at
+            construction.
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``. Default: the communicator of
             ``dtlib.init()``.
-        bucket_cap_mb: size of a bucket in MiB; the first is at most 1 MiB. By default that of the largest parameter,
-            from 4 to 25.
-        broadcast_buffers: give all ranks rank 0's buffers before the first forward pass of each step in training.
-        progress: who moves the buckets on meanwhile. ``"inline"``: the hooks of the backward pass, right where
-            computing keeps the cores busy. ``"thread"``: a thread, right where it leaves them idle (an accelerator,
-            a slow network). By default by the device of the parameters.
-        algorithm: of ``all_reduce``, if not chosen by size.
-        device_ids, output_device: for scripts of torch's: the device on which the module is already.
-        find_unused_parameters, gradient_as_bucket_view: for scripts of torch's, whatever they say; both are so here.
+        bucket_cap_mb: maximum size of a bucket in MiB; the first bucket is at most 1 MiB. Default: the size of the
+            largest parameter, but at least 4 and at most 25.
+        broadcast_buffers: broadcast rank 0's buffers before the first forward pass of each training step.
+        progress: how pending messages progress. With ``"inline"``, backward hooks poll: best if computing keeps all
+            cores busy. With ``"thread"``, a thread polls: best if cores are idle (an accelerator, a slow network). The
+            default depends on the parameters' device.
+        algorithm: the ``all_reduce`` algorithm. Default: chosen by message size.
+        device_ids, output_device: accepted for compatibility with torch; must name the module's current device.
+        find_unused_parameters, gradient_as_bucket_view: accepted for compatibility with torch and ignored; this class
+            always behaves as if both were True.
 
-    Set ``model.batch_size = len(x)``, on all ranks, before a step whose batches differ in size between them, and
-    gradients are weighted by it: a mean over samples, not over ranks. A parameter that no rank has
-    used keeps ``grad=None``; one that some ranks have used counts as zero on the others. What
-    ``torch.autograd.grad`` returns is this rank's own. Parameters of experts that differ between these ranks are left
-    to their ``MixtureOfExperts``.
+    If batch sizes differ between ranks, set ``model.batch_size = len(x)`` on all ranks before the step. Gradients are
+    then weighted by the batch size: a mean over samples, not over ranks. A parameter that no rank has used keeps
+    ``grad=None``. If only some ranks have used it, the other ranks contribute zeros. ``torch.autograd.grad`` returns
+    this rank's local gradient. Expert parameters that differ between these ranks are not averaged: ``MixtureOfExperts``
+    handles them.
 
     Counterpart: ``torch.nn.parallel.DistributedDataParallel`` with ``gradient_as_bucket_view=True`` and
     ``find_unused_parameters=True``.
 
     Raises:
-        DtlibError: for parameters that differ between ranks, or whose type cannot be averaged, by name.
+        DtlibError: if parameters differ between ranks or have a type that cannot be averaged. The message names the
+            parameter.
     """
 
     def __init__(self, module: nn.Module, comm: AnyCommunicator | None = None, bucket_cap_mb: float | None = None,
@@ -59,7 +61,7 @@ class DataParallel(nn.Module):
                  device_ids: list | None = None, output_device: torch.device | int | str | None = None,
                  find_unused_parameters: bool = True, gradient_as_bucket_view: bool = True):  # fmt: skip
         super().__init__()
-        for hook in _hooks.pop(module, ()):  # of an earlier wrapper of the same module
+        for hook in _hooks.pop(module, ()):  # hooks of an earlier wrapper of this module
             hook.remove()
         self.module = module
         _check_devices(module, [*(device_ids or []), *([] if output_device is None else [output_device])])
@@ -73,20 +75,20 @@ class DataParallel(nn.Module):
         for tensor in [*module.parameters(), *module.buffers()]:
             if not self._is_an_experts(tensor):
                 self.comm.broadcast(tensor)
-        # Gradients come roughly in the reverse order of the forward pass.
+        # Gradients become ready roughly in the reverse order of the forward pass.
         parameters = list(named.values())[::-1]
         cap = bucket_bytes(parameters, bucket_cap_mb, LEAST_BUCKET)
         groups = buckets_of(parameters, cap, min(cap, FIRST_BUCKET))
         self.buckets = [Bucket([parameters[i] for i in group]) for group in groups]
         self._root_buffers = RootBuffers(module, self.comm)
         self._collective = AllReduce(self.comm, algorithm)
-        self.forwards = 0  # in training, whose backward passes average
+        self.forwards = 0  # forward passes in training whose gradients are averaged
         same = [parameter for parameter in module.parameters() if not self._is_an_experts(parameter)]
         self._reducer = Reducer(
             self.buckets, self._collective, self, self.progress, names, root_buffers=self._root_buffers, values=same
         )
         self._trained = {parameter: (parameter.dtype, parameter.device) for parameter in parameters}
-        self._join: list[int] | None = None  # in join(): which ranks still have batches
+        self._join: list[int] | None = None  # in join(): for each rank, whether it still has batches
         _hooks[module] = [p.register_post_accumulate_grad_hook(self._reducer.gradient_is_ready) for p in parameters]
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -111,7 +113,7 @@ class DataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def _is_an_experts(self, parameter) -> bool:
-        """Whether other ranks have another expert's in its place: MixtureOfExperts looks after those."""
+        """Return whether other ranks have another expert in this parameter's place, which MixtureOfExperts averages."""
         return len(set(self.comm.members).intersection(info_of(parameter).experts)) > 1
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
@@ -121,7 +123,7 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in this context add up gradients on each rank; the first one after it averages them."""
+        """Accumulate gradients locally in this context; the first backward pass after it averages the sums."""
         before, self._reducer.synchronising = self._reducer.synchronising, False
         try:
             yield
@@ -129,26 +131,28 @@ class DataParallel(nn.Module):
             self._reducer.synchronising = before
 
     def register_comm_hook(self, state: object, hook: Callable) -> None:
-        """From now on ``hook(state, bucket)`` averages buckets, in place of ``all_reduce`` (hooks.py); on all ranks.
-        It goes neither with ``batch_size`` nor with ``join()``. Counterpart: torch's ``register_comm_hook``."""
+        """Average buckets with ``hook(state, bucket)`` instead of ``all_reduce`` (hooks.py). All ranks call this.
+
+        A hook cannot be combined with ``batch_size`` or ``join()``. Counterpart: torch's ``register_comm_hook``.
+        """
         self._collective = self._reducer.collective = CommHook(state, hook, self._collective, self.buckets)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """Memory that is kept beside the module's, by what it is for (measure/held.py)."""
-        return {"communication": [flags for bucket in self.buckets for flags in flags_behind(bucket.parameters)]}
+        """Return the buffers of this wrapper by purpose (measure/buffers.py)."""
+        return {"communication": [flags for bucket in self.buckets for flags in flag_storage(bucket.parameters)]}
 
     # Ranks without batches
 
     @contextmanager
     def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
-        """Ranks may have different numbers of batches: who has none left takes part with gradients of zero.
+        """Allow different numbers of batches per rank: a rank without a batch contributes zero gradients.
 
-        Each forward pass in training inside this context must be followed by a backward pass. At the end all ranks
-        have the parameters of one that had the most batches.
+        In this context, each forward pass in training must be followed by a backward pass. At the end, all ranks
+        receive the parameters of a rank that had the most batches.
 
         Args:
-            divide_by_initial_world_size: average over all ranks; else over those that still have batches. With
-                ``batch_size`` set, samples count, and neither is needed.
+            divide_by_initial_world_size: if True, average over all ranks, otherwise over the ranks that still have
+                batches. Ignored if ``batch_size`` is set, because then samples are counted.
 
         Counterpart: ``DistributedDataParallel.join``.
         """
@@ -162,6 +166,7 @@ class DataParallel(nn.Module):
         try:
             yield
             last = self._join or []
+            # This rank has no batch left. Take part in the steps of the other ranks until no rank has a batch.
             while any(still := self._announce(False)):
                 self._join = last = still
                 self.batch_size = 0 if BY_SAMPLES in still else None
@@ -172,7 +177,7 @@ class DataParallel(nn.Module):
             self._join, self.batch_size, self._collective.weight = None, batch_size, 1 / self.comm.size
 
     def _announce(self, has_batch: bool) -> list[int]:
-        """For each rank 0 if it has no batch any more, else 1, or BY_SAMPLES where batches are weighted by size."""
+        """Gather one flag per rank: 0 without a batch, 1 with one, BY_SAMPLES with one that is weighted by its size."""
         mine = (1 if self.batch_size is None else BY_SAMPLES) if has_batch else 0
         flags = self.comm.all_gather(torch.zeros(self.comm.size, dtype=torch.int64), torch.tensor([mine])).tolist()
         if not self._by_all:
@@ -180,7 +185,7 @@ class DataParallel(nn.Module):
         return flags
 
     def _shadow(self) -> None:
-        """What the other ranks do in a step, with nothing to add."""
+        """Run all collectives of one training step with zero gradients."""
         if self.broadcast_buffers:
             assert self._join is not None
             self._root_buffers.broadcast(_last_with_a_batch(self._join))
@@ -193,8 +198,8 @@ class DataParallel(nn.Module):
             parameter.grad = None
 
 
-def flags_behind(parameters: list) -> list[torch.Tensor]:
-    """What lies behind gradients that are views of a bucket."""
+def flag_storage(parameters: list) -> list[torch.Tensor]:
+    """Return the part of the bucket's storage that follows the gradients; it holds the flags."""
     size = sum(parameter.numel() for parameter in parameters)
     views = [parameter.grad for parameter in parameters if parameter.grad is not None]
     room = views[0].untyped_storage().nbytes() // views[0].element_size() if views else 0
@@ -202,11 +207,11 @@ def flags_behind(parameters: list) -> list[torch.Tensor]:
 
 
 BY_SAMPLES = 2
-_hooks: WeakKeyDictionary = WeakKeyDictionary()  # of each module that is wrapped
+_hooks: WeakKeyDictionary = WeakKeyDictionary()  # for each wrapped module, the hooks of its parameters
 
 
 def _last_with_a_batch(flags: list[int]) -> int:
-    """Whose buffers hold for all: the highest such rank, as in torch."""
+    """Return the highest rank that has a batch, whose buffers all ranks receive, as in torch."""
     return max(rank for rank, has_batch in enumerate(flags) if has_batch)
 
 

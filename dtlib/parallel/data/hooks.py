@@ -1,10 +1,10 @@
-"""Communication hooks: how the gradients of a bucket are averaged is a function's choice, with torch's signature.
+"""Communication hooks: a user function averages the gradients of a bucket. The signature is torch's.
 
-    gradients of a bucket have arrived   hook(state, bucket) -> future
-    end of the backward pass          future.wait() is the average, of the bucket's length
+    gradients of a bucket are ready   hook(state, bucket) -> future
+    end of the backward pass          future.wait() is the average, as long as the bucket
 
-A hook gets this rank's own gradients, and has to divide by the number of ranks itself. Which parameters ranks have used
-travels beside it, over a communicator of its own, so that it adds no wait to a hook's.
+A hook receives this rank's gradients and must divide by the number of ranks itself. The flags that say which parameters
+each rank has used are all-reduced on a separate communicator, so the hook does not wait for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,42 +18,46 @@ from dtlib.gradients.reducer import AllReduce, Bucket
 
 
 class GradBucket:
-    """A bucket as torch's hooks know it (``torch.distributed.GradBucket``, which only C++ can make)."""
+    """A bucket with the interface of ``torch.distributed.GradBucket``, which only C++ can construct."""
 
     def __init__(self, index: int, is_last: bool, parameters: list[nn.Parameter], buffer: FlatBuffer):
         self._index, self._is_last, self._parameters, self._views = index, is_last, parameters, buffer.views
-        self._flat = buffer.flat.view(-1)  # a hook may resize it, as batched_powerSGD_hook does
+        self._flat = buffer.flat.view(-1)  # some hooks resize this, such as batched_powerSGD_hook
 
     def index(self) -> int:
+        """Return the position of this bucket in launch order."""
         return self._index
 
     def is_last(self) -> bool:
-        """Of this backward pass, the bucket that leaves last."""
+        """Return whether this bucket is the last one of the backward pass."""
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """This rank's gradients in one dimension."""
+        """Return this rank's gradients as one flat tensor."""
         return self._flat
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Replace the flat tensor."""
         self._flat = tensor
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of the buffer, in the shapes of ``parameters()``."""
+        """Return views of the buffer, in the shapes of ``parameters()``."""
         return self._views
 
     def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of this bucket."""
         return self._parameters
 
 
 class CommHook(AllReduce):
-    """``hook(state, bucket)`` in place of ``all_reduce``, for the ``buckets`` of one model. All ranks make one.
+    """A collective that calls ``hook(state, bucket)`` instead of ``all_reduce`` for the ``buckets`` of one model.
 
-    Hooks of ``dtlib.parallel.compression`` and of ``torch.distributed.algorithms.ddp_comm_hooks`` work. They return a
-    ``torch.futures.Future`` of the average. ``before`` is the model's collective, which must not be a hook already.
+    All ranks construct one. Hooks of ``dtlib.parallel.compression`` and of
+    ``torch.distributed.algorithms.ddp_comm_hooks`` work. They return a ``torch.futures.Future`` of the average.
+    ``before`` is the model's current collective, which must not be a hook.
     """
 
-    weighs = False  # the hook divides
+    weighs = False  # the hook divides, so batches cannot be weighted
 
     def __init__(self, state: object, hook: Callable, before: AllReduce, buckets: list[Bucket]):
         if isinstance(before, CommHook):
@@ -63,6 +67,7 @@ class CommHook(AllReduce):
         self.name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
         ours = type(state).__module__.startswith(("dtlib.", "torch."))
         kept = getattr(state, "__dict__", {}) if ours else {}
+        # Only compare settings of known state classes: a user's own state may differ between ranks on purpose.
         numbers = {key: one for key, one in kept.items() if isinstance(one, int | float)}
         asked = before.comm.all_gather_object(f"{self.name} with {numbers}" if numbers else self.name)
         if len(set(asked)) > 1:
@@ -72,7 +77,7 @@ class CommHook(AllReduce):
         self._futures: dict[Bucket, torch.futures.Future] = {}
 
     def launch(self, bucket: Bucket, weight: float | None, flags: list[bool]) -> None:
-        """Call the hook. Flags are apart, as it may resize the memory of gradients."""
+        """Call the hook, and all-reduce the flags separately because a hook may resize the gradients' memory."""
         buffer = bucket.buffer = bucket.fill(None, 0)
         buffer.tail = torch.tensor([*bucket.used, *flags], dtype=buffer.flat.dtype, device=buffer.flat.device)
         bucket.handle = self.comm.all_reduce(buffer.tail, async_op=True)
@@ -86,7 +91,7 @@ class CommHook(AllReduce):
         self._futures[bucket] = future
 
     def collect(self, buckets: Sequence[Bucket], flags: list[bool]) -> tuple[list, list, list]:
-        """Write averages into the buckets' memory."""
+        """Wait for the hooks and write the averages into the buckets."""
         arrived = super().collect(buckets, flags)
         for bucket in buckets:
             average, flat = self._futures.pop(bucket).wait(), bucket.buffer.flat
@@ -96,8 +101,10 @@ class CommHook(AllReduce):
                     f"The hook {self.name} returned {average.numel()} numbers for a bucket of {flat.numel()}: return "
                     "one for each."
                 )
+            # Gradients are views of the bucket, so copy the average if the hook returned other memory.
             if average.data_ptr() != flat.data_ptr() or average.dtype != flat.dtype:
                 flat.copy_(average.view(-1))
-        for used, bucket in zip(arrived[0], buckets, strict=True):  # error feedback of earlier steps counts, too
+        # A parameter also counts as used if its average is not zero: error feedback may add gradients of earlier steps.
+        for used, bucket in zip(arrived[0], buckets, strict=True):
             used[:] = [some or bool(view.any()) for some, view in zip(used, bucket.buffer.views, strict=True)]
         return arrived

@@ -1,9 +1,9 @@
-"""A mixture of experts for what real models have; plain.py has the idea.
+"""A mixture of experts for real models; plain.py explains the idea.
 
-Ranks may have different numbers of tokens, and tokens of padding, which take no place of an expert. Losses beside the
-model's own are means over the tokens of all ranks that count: ``balance``, and ``z_loss``, which keeps logits small
-(B. Zoph et al., "ST-MoE", arXiv:2202.08906, section 3). W. Fedus et al., "Switch transformers", arXiv:2101.03961, has
-capacity, balance and jitter; D. Dai et al., "DeepSeekMoE", arXiv:2401.06066, experts that all tokens share.
+Ranks may have different numbers of tokens, and padding tokens, which use no expert capacity. The auxiliary losses are
+means over the tokens of all ranks without padding: ``balance``, and ``z_loss``, which keeps logits small (B. Zoph et
+al., "ST-MoE", arXiv:2202.08906, section 3). Capacity, balance and jitter: W. Fedus et al., "Switch transformers",
+arXiv:2101.03961. Shared experts for all tokens: D. Dai et al., "DeepSeekMoE", arXiv:2401.06066.
 """
 
 import math
@@ -22,37 +22,39 @@ from dtlib.parallel.expert.plain import Rows
 
 
 class MixtureOfExperts(nn.Module):
-    """``moe(x)`` for this rank's tokens, of shape (..., width); ``moe(x, mask)`` False is padding, its output 0.
+    """``moe(x)`` for this rank's tokens, of shape (..., width). In ``moe(x, mask)``, False marks padding (output 0).
 
         mesh = world.mesh(data=2, expert=2)
         moe = MixtureOfExperts(64, [mlp() for _ in range(4)], mesh["expert"], top=2, data=mesh["data"])
-        model = DataParallel(Block(moe), mesh["data", "expert"])        # averages all parameters but the experts'
+        model = DataParallel(Block(moe), mesh["data", "expert"])        # averages all parameters except the experts'
         loss = mean_over_tokens(losses, mesh["data", "expert"]) + 0.01 * moe.balance + 0.001 * moe.z_loss
 
     Args:
         width: features of a token.
-        experts: this rank's modules, from (rows, width) to (rows, width); as many and alike on all ranks.
-        comm: the ranks that share the experts out, in their order: rank r has numbers r * len(experts) and following.
-        top: experts a token, 1 or 2. The output is weighted by the gate's probability, of 2 by their shares.
-        capacity: a rank has places for ``ceil(capacity * top * tokens / number of experts)`` of its tokens with each
-            expert; tokens beyond are dropped, first choices last. None: all are taken.
-        data: the ranks that have copies of the same experts, along which the experts' gradients are averaged, as soon
-            as a backward pass has them.
-        shared: a module for all tokens, added to the output; a parameter of all ranks.
-        jitter: in training, the gate sees tokens times random numbers from 1 - jitter to 1 + jitter.
+        experts: this rank's modules, from (rows, width) to (rows, width). Number and shapes are equal on all ranks.
+        comm: the ranks over which experts are sharded: rank r has the experts from number r * len(experts) on.
+        top: experts per token, 1 or 2. With 1, the output is weighted by the gate's probability; with 2, by the two
+            probabilities divided by their sum.
+        capacity: each expert accepts ``ceil(capacity * top * tokens / number of experts)`` tokens of each rank. Tokens
+            beyond that are dropped, second choices first. None: all tokens are accepted.
+        data: the ranks with copies of the same experts. The experts' gradients are averaged over these ranks when the
+            backward pass has computed them.
+        shared: a module for all tokens, whose output is added; its parameters are equal on all ranks.
+        jitter: in training, the gate's inputs are multiplied by random numbers from 1 - jitter to 1 + jitter.
 
-    After a forward pass ``balance`` (1 where all experts get as much) and ``z_loss`` are this rank's parts of means
-    over the tokens of all ranks: add them to the loss, whose gradients are averaged over ranks. ``choices`` are those
-    of all ranks, by expert; ``dropped`` is the number of this rank's choices that found no place.
+    After a forward pass, ``balance`` (1 if all experts receive the same number of tokens) and ``z_loss`` are this
+    rank's parts of means over the tokens of all ranks. Add them to the loss; its gradients are averaged over ranks.
+    ``choices`` is the number of choices per expert on all ranks. ``dropped`` is the number of this rank's choices that
+    were dropped.
 
-    ``state_dict()`` names experts by their numbers: ``whole_state_dict`` has all of them, and ``load_whole_state_dict``
-    takes this rank's, on any number of ranks.
+    ``state_dict()`` names experts by their numbers. ``whole_state_dict`` contains all experts, and
+    ``load_whole_state_dict`` loads this rank's experts from it, on any number of ranks.
 
     Raises:
-        DtlibError: on every rank, where ranks ask for different things, or for what there is not.
+        DtlibError: on every rank, if arguments differ between ranks or are invalid.
     """
 
-    communicates_in_forward = True  # whoever lets ranks stop early asks for it
+    communicates_in_forward = True  # read by code that lets ranks stop early, such as DataParallel.join
 
     def __init__(self, width: int, experts: Iterable[nn.Module], comm: AnyCommunicator, top: int = 1,
                  capacity: float | None = None, data: AnyCommunicator | None = None, shared: nn.Module | None = None,
@@ -76,9 +78,11 @@ class MixtureOfExperts(nn.Module):
                 comm.broadcast(parameter.data)
         for parameter in self.experts.parameters():
             copy = (self.data.rank if self.data else 0) if self.comm.size > 1 or self.data is not None else None
-            note(parameter, experts=self.comm.members, expert_copy=copy)  # a checkpoint takes the first copy
+            # A checkpoint saves only the first copy of an expert.
+            note(parameter, experts=self.comm.members, expert_copy=copy)
             if parameter.requires_grad:
-                parameter.register_hook(lambda gradient: gradient / self.comm.size)  # the sum of all ranks' losses
+                # An expert's gradient is already the sum over all ranks' losses, so divide once for the mean.
+                parameter.register_hook(lambda gradient: gradient / self.comm.size)
             if self.data is not None:
                 self.data.broadcast(parameter.data)
                 if parameter.requires_grad:
@@ -118,13 +122,14 @@ class MixtureOfExperts(nn.Module):
         if self.top > 1:
             weights = weights / weights.sum(-1, keepdim=True)
         self._take_losses(logits, probabilities, chosen)
-        # All first choices, then all second ones; in order of experts, and for one expert in order of tokens.
+        # Sort choices by expert; for each expert, first choices before second choices, each in the order of tokens.
         expert, token, weight = chosen.T.flatten(), index.repeat(self.top), weights.T.flatten()
         order = expert.argsort(stable=True)
         expert, token, weight = expert[order], token[order], weight[order]
         counts = expert.bincount(minlength=self.count)
         if self.capacity is not None:
             places = math.ceil(self.capacity * self.top * len(index) / self.count)
+            # A choice's position in its expert's queue; positions beyond the capacity are dropped.
             place = torch.arange(len(expert), device=x.device) - (counts.cumsum(0) - counts)[expert]
             token, weight, counts = token[place < places], weight[place < places], counts.clamp(max=places)
         self.dropped = len(expert) - len(token)
@@ -137,12 +142,16 @@ class MixtureOfExperts(nn.Module):
     def _logits(self, tokens):
         if self.training and self.jitter:
             tokens = tokens * torch.empty_like(tokens).uniform_(1 - self.jitter, 1 + self.jitter)
-        wide = torch.promote_types(tokens.dtype, torch.float32)  # a softmax of 16 bits would choose otherwise
+        # Compute the gate in float32, because a 16-bit softmax could choose other experts.
+        wide = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):
             return functional.linear(tokens.to(wide), self.gate.weight.to(wide))
 
     def _take_losses(self, logits, probabilities, chosen) -> None:
-        """Means over the tokens of all ranks, of which this rank has so many; gradients are averaged over ranks."""
+        """Store the auxiliary losses: this rank's parts of means over the tokens of all ranks.
+
+        Gradients are averaged over ranks afterwards, so each part is multiplied by the number of ranks.
+        """
         ranks = self.comm.size * (self.data.size if self.data is not None else 1)
         of_all = chosen.flatten().bincount(minlength=self.count).double()
         for comm in filter(None, (self.comm, self.data)):
@@ -155,26 +164,34 @@ class MixtureOfExperts(nn.Module):
         self.z_loss = logits.logsumexp(-1).square().sum() * factor
 
     def _through_experts(self, rows, counts):
-        """Rows in order of experts, ``counts[e]`` of them for expert e: there, through the experts, and back."""
+        """Send rows to their experts, apply the experts, and return the results in the same order.
+
+        Rows are sorted by expert; ``counts[e]`` rows are for expert e.
+        """
+        # The receive sizes depend on the other ranks' gates, so exchange counts first.
         theirs = self.comm.all_to_all(torch.empty_like(counts), counts).view(self.comm.size, -1)  # [rank, expert]
         sent, received = counts.view(self.comm.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
         group = self.comm.group
         arrived = Rows.apply(rows, group, sent, received).split(theirs.flatten().tolist())
         done, here = list(arrived), len(self.experts)
-        for e, expert in enumerate(self.experts.values()):  # its rows of every rank, if only none
+        # Call each expert once with the rows of all ranks, even if there are none: its parameters then get a gradient.
+        for e, expert in enumerate(self.experts.values()):
             done[e::here] = expert(torch.cat(arrived[e::here])).split(theirs[:, e].tolist())
         return Rows.apply(torch.cat(done), group, received, sent)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, comm: AnyCommunicator) -> float:
-    """Between ``backward()`` and ``step()``: scale all gradients down together so that the 2-norm of the whole model's
-    gradient is at most ``max_norm``; returns the norm before. All ranks of ``comm``, the expert axis, call it.
+    """Scale all gradients so that the 2-norm of the whole model's gradient is at most ``max_norm``.
 
-    Squares of experts are added over ranks, those of parameters that every rank has are counted once; the latter have
-    been averaged before. ``nn.utils.clip_grad_norm_`` would see this rank's experts alone, and is refused.
+    Call it between ``backward()`` and ``step()`` on all ranks of ``comm``, the expert axis. Returns the norm before
+    scaling.
+
+    The squares of experts' gradients are summed over ranks. Parameters that every rank has are counted once; their
+    gradients must already be averaged. ``nn.utils.clip_grad_norm_`` would see only this rank's experts, and is refused.
     """
     comm = as_communicator(comm)
-    gradients, counted = [], []  # on one rank those that all have
+    # Count gradients that all ranks have only on rank 0.
+    gradients, counted = [], []
     for name, parameter in model.named_parameters():
         sharing = info_of(parameter).experts
         if sharing and sharing != comm.members:
@@ -190,8 +207,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, comm: AnyCommunicator) ->
 
 
 def whole_state_dict(model: nn.Module, comm: AnyCommunicator) -> dict[str, torch.Tensor]:
-    """``model.state_dict()`` with the experts of all ranks of ``comm``, the expert axis; on every rank, which all call
-    it. Save it on one, and ``load_whole_state_dict`` it on any number of ranks."""
+    """Return ``model.state_dict()`` with the experts of all ranks of ``comm``, the expert axis, on every rank.
+
+    All ranks call it. Save it on one rank; ``load_whole_state_dict`` loads it on any number of ranks.
+    """
     ours = {name for name, parameter in model.named_parameters() if info_of(parameter).experts}
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     experts = as_communicator(comm).all_gather_object({name: state[name] for name in state if name in ours})
@@ -199,10 +218,10 @@ def whole_state_dict(model: nn.Module, comm: AnyCommunicator) -> dict[str, torch
 
 
 def load_whole_state_dict(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Take this rank's experts, and all that every rank has, from ``whole_state_dict``.
+    """Load this rank's experts and all parameters that every rank has from the result of ``whole_state_dict``.
 
     Raises:
-        DtlibError: for a state that lacks something, or has experts that no rank of this model would take.
+        DtlibError: if the state lacks a parameter, or has another number of experts than the model.
     """
     own = model.state_dict()
     if missing := sorted(own.keys() - state.keys()):

@@ -1,21 +1,21 @@
-"""Mixture of experts, to be read from top to bottom: rows there and back, who goes where, experts, and their balance.
+"""Mixture of experts, to be read from top to bottom: sending rows, routing, experts, and the balance loss.
 
-A gate sends each token to one or two of E experts, of which every rank has E/N. Tokens travel to the ranks that have
-their experts, and what these compute of them travels back:
+A gate sends each token to one or two of E experts. Every rank has E/N of the experts. Tokens are sent to the ranks of
+their experts, and the results are sent back:
 
     rank 0  a b c d --.              .-- expert 0: a d e g --.              .-- a b c d
                       |- all_to_all -|                       |- all_to_all -|    each times
     rank 1  e f g h --'              '-- expert 1: b c f h --'              '-- e f g h  its weight
 
-How many go where is known only when the gate has chosen, and so counts travel first. With a capacity C, each rank has
-C places for each expert, and all messages are equally long: empty places are zeros, and tokens without a place are
-dropped. Their output is zero, and a residual connection carries them on:
+The numbers of tokens are known only after the gate has chosen, so counts are sent first. With a capacity C, each expert
+accepts C tokens of each rank, and all messages have the same length. Empty places are zeros. Tokens without a place are
+dropped: their output is zero, and a residual connection keeps their values:
 
     C = 3   expert 0: [a d .] of rank 0, [e g .] of rank 1    expert 1: [b c .], [f h .]
 
-Each rank's loss is of its own tokens, and an experiment's is the mean of all ranks'. A weight that every rank has gets
-the mean of N gradients. An expert is on one rank, and backward sends it gradients of all N losses: they arrive as a sum
-already, which is divided by N once, and no rank may average it again.
+Each rank's loss is a mean over its own tokens, and the loss of the whole batch is the mean over ranks. For a parameter
+that every rank has, ranks average N gradients. An expert is on one rank, where backward sums the gradients of all N
+losses. This sum is divided by N once, and must not be averaged again.
 """
 
 import math
@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 
 class Rows(torch.autograd.Function):
-    """``sent[r]`` rows of x to rank r, ``received[r]`` rows from it. Backward: their gradients, the same way back."""
+    """Send ``sent[r]`` rows of x to rank r and receive ``received[r]`` rows from it. Backward sends gradients back."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
@@ -43,10 +43,10 @@ class Rows(torch.autograd.Function):
 
 
 class MixtureOfExperts(nn.Module):
-    """``moe(x)`` for this rank's tokens (tokens, width); ``moe.balance``, to be added to the loss, is of the last ones.
+    """``moe(x)`` for this rank's tokens (tokens, width). Add ``moe.balance`` of the last tokens to the loss.
 
-    Contract: the same number of experts on all ranks, ``experts`` are this rank's; as many tokens on all ranks, as the
-    loss is a mean over ranks. Average the gradients of all parameters but the experts' over ``group``.
+    Contract: ``experts`` are this rank's, with the same number on all ranks. All ranks have the same number of tokens,
+    because the loss is a mean over ranks. Average all gradients except the experts' over ``group``.
     """
 
     def __init__(self, width: int, experts: list, group: ProcessGroup | None = None, top: int = 1,
@@ -65,7 +65,7 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = probabilities.topk(self.top)
         weights = weights / weights.sum(-1, keepdim=True) if self.top > 1 else weights
         self.balance = self.balance_of(probabilities, chosen)
-        # All first choices, then all second ones; in order of experts, and for one expert in order of tokens.
+        # Sort choices by expert; for each expert, first choices before second choices, each in the order of tokens.
         expert, weight = chosen.T.flatten(), weights.T.flatten()
         order = expert.argsort(stable=True)
         expert, token, weight = expert[order], order % len(x), weight[order]
@@ -74,7 +74,8 @@ class MixtureOfExperts(nn.Module):
             back = self.through_experts(x[token], counts)
         else:
             places = math.ceil(self.capacity * self.top * len(x) / self.count)
-            place = torch.arange(len(expert), device=x.device) - (counts.cumsum(0) - counts)[expert]  # in a queue
+            # A choice's position in its expert's queue; positions beyond the capacity are dropped.
+            place = torch.arange(len(expert), device=x.device) - (counts.cumsum(0) - counts)[expert]
             kept = place < places
             token, weight, at = token[kept], weight[kept], (expert * places + place)[kept]
             rows = x.new_zeros(self.count * places, x.shape[1]).index_copy(0, at, x[token])
@@ -82,26 +83,26 @@ class MixtureOfExperts(nn.Module):
         return torch.zeros_like(x).index_add(0, token, back * weight[:, None])
 
     def through_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows in order of experts, ``counts[e]`` of them for expert e: there, through the experts, and back."""
+        """Send rows (sorted by expert, ``counts[e]`` for expert e) to their experts; return the results in order."""
         dist.all_to_all_single(theirs := torch.empty_like(counts), counts, group=self.group)
         theirs = theirs.view(self.size, -1)  # [rank, expert]
         sent, received = counts.view(self.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
         arrived = Rows.apply(rows, self.group, sent, received).split(theirs.flatten().tolist())
         done, here = [None] * len(arrived), len(self.experts)
-        for e, expert in enumerate(self.experts):  # its rows of every rank
+        for e, expert in enumerate(self.experts):  # rows of all ranks
             done[e::here] = expert(torch.cat(arrived[e::here])).split(theirs[:, e].tolist())
         return Rows.apply(torch.cat(done), self.group, received, sent)
 
     def balance_of(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
-        """E * sum over experts of (share of all ranks' choices) * (mean probability): 1 where all experts get as much.
+        """Return E * sum over experts of (share of all ranks' choices) * (mean probability); 1 if all shares are equal.
 
-        The share has no gradient. It is that of all ranks, and so the mean of this over ranks is that of all tokens.
+        The share has no gradient. It covers all ranks' choices, so the mean of this over ranks is that of all tokens.
         """
         share = chosen.flatten().bincount(minlength=self.count).to(probabilities.dtype) / chosen.numel()
         dist.all_reduce(share, group=self.group)
         return self.count * (share / self.size * probabilities.mean(0)).sum()
 
 
-# The full class (layer.py) adds ranks with different numbers of tokens, padding that takes no places, experts that all
-# tokens share, a loss of large logits (z-loss), jitter, copies of experts along a data axis, clipping and checkpoints.
-# contract.py refuses what lies outside of the contract above, where dtlib is installed: this file needs torch alone.
+# The full class (layer.py) adds: different numbers of tokens per rank, padding without capacity, shared experts, a loss
+# of large logits (z-loss), jitter, copies of experts along a data axis, clipping and checkpoints. Where dtlib is
+# installed, checks.py checks the contract above. This file imports only torch.

@@ -1,14 +1,15 @@
-"""Local SGD and DiLoCo as runs need them: a fragment of the model at a time, while the next steps are computed.
+"""Local SGD and DiLoCo for real runs: one fragment of the model is sent at a time, while the next steps are computed.
 
-Eight steps with ``sync_every=8``, ``fragments=2`` and ``fragment_sync_delay=2``: a fragment leaves every four steps,
-and is waited for two steps later.
+Eight steps with ``sync_every=8``, ``fragments=2`` and ``fragment_sync_delay=2``. A fragment is sent every four steps,
+and its mean is needed two steps later.
 
     steps         1  2  3  4  5  6  7  8  9  10
-    fragment 0             leaves  arrives
-    fragment 1                         leaves  arrives
+    fragment 0             sent  arrives
+    fragment 1                         sent  arrives
 
-Where it arrives, the outer optimizer takes its step, and parameters become 1 - alpha of that and alpha of their own.
-Streaming DiLoCo: A. Douillard et al., arXiv:2501.18512. Arguments as in torchft's ``DiLoCo``.
+When the mean of a fragment arrives, the outer optimizer steps. The new parameters are 1 - alpha times the result plus
+alpha times this rank's own parameters. Streaming DiLoCo: A. Douillard et al., arXiv:2501.18512. Arguments as in
+torchft's ``DiLoCo``.
 """
 
 from contextlib import ExitStack
@@ -26,29 +27,30 @@ from dtlib.gradients.same_model import check_same_model, digest_of
 
 
 class DiLoCo:
-    """``step()`` in place of ``inner_optimizer.step()``: ranks train alone, and seldom exchange how far they have come.
+    """``step()`` replaces ``inner_optimizer.step()``: ranks train alone and rarely exchange how far they have moved.
 
     Args:
         comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
         model: an ``nn.Module``, the same on all ranks; rank 0's values are broadcast at construction.
-        inner_optimizer: any that changes the model's parameters in ``step()``; its states stay each rank's own.
-        outer_optimizer: one of torch's over the same parameters, whose gradient is the mean over ranks of the way from
-            the round's end back to its start: ``SGD(lr=0.7, momentum=0.9, nesterov=True)`` in the paper. None for
-            local SGD: the mean of the parameters.
-        sync_every: steps of a round: each parameter is exchanged once in it.
-        fragments: parts of the model that leave one after the other; it divides ``sync_every``.
-        fragment_sync_delay: steps that are computed while a fragment travels; less than from one to the next.
-        fragment_update_alpha: how much of this rank's own parameters is kept where a fragment arrives; 0 to 1. With a
-            delay and 0 the steps of the delay are lost.
-        progress: who moves on what travels: ``"inline"``, right where the cores compute, or ``"thread"``, right where
-            they are idle; by default by the device of the parameters.
+        inner_optimizer: any optimizer that changes the model's parameters in ``step()``; its states stay local.
+        outer_optimizer: a torch optimizer over the same parameters. Its gradient is the round's start minus the round's
+            end, averaged over ranks. In the paper it is ``SGD(lr=0.7, momentum=0.9, nesterov=True)``. None for local
+            SGD: the mean of the parameters.
+        sync_every: steps per round. Each parameter is exchanged once per round.
+        fragments: number of model parts that are sent in turn; must divide ``sync_every``.
+        fragment_sync_delay: steps computed while a fragment is in flight; must be less than the steps between two
+            fragments.
+        fragment_update_alpha: weight of this rank's own parameters when a fragment arrives, from 0 to 1. With a delay
+            and 0, the steps taken during the delay are lost for that fragment.
+        progress: how pending messages progress. With ``"inline"``, ``step()`` polls: best if cores are busy. With
+            ``"thread"``, a thread polls: best if cores are idle. The default depends on the parameters' device.
 
-    Floating-point buffers are averaged with the last fragment; others stay each rank's own. ``steps`` are done, and
-    ``rounds`` counts fragments that have arrived. Within a round ranks differ: call ``finish()`` after the last step,
-    and before ``dtlib.checkpoint.save``.
+    Floating-point buffers are averaged with the last fragment; other buffers stay local. ``steps`` counts steps taken,
+    and ``rounds`` counts fragments received. Within a round, parameters differ between ranks: call ``finish()`` after
+    the last step and before ``dtlib.checkpoint.save``.
 
     Raises:
-        DtlibError: on all ranks, for models that differ, or arguments that do not fit together.
+        DtlibError: on all ranks, if models differ between ranks or arguments do not fit together.
     """
 
     def __init__(self, comm: AnyCommunicator, model: nn.Module, inner_optimizer: Optimizer,
@@ -75,13 +77,14 @@ class DiLoCo:
         self.starts = {parameter: parameter.detach().clone() for parameter in self.trained}
         self.steps = self.rounds = 0
         self._handle: Operation | None = None
-        self._sent: torch.Tensor | None = None  # of the fragment that is under way: what this rank has sent
+        # What this rank has sent of the fragment in flight, kept for state_dict().
+        self._sent: torch.Tensor | None = None
         self._background = ExitStack()
         self._stepping = False
         _guard(self)
 
     def step(self) -> None:
-        """A step of the inner optimizer; at its turn, a fragment leaves or arrives."""
+        """Take a step of the inner optimizer, then send or receive a fragment if it is due."""
         if not self.steps:
             self._begin()
         self._stepping = True
@@ -95,8 +98,7 @@ class DiLoCo:
         self._go_on()
 
     def finish(self) -> None:
-        """After the last step: exchange what the last round has not, so that all ranks have the same parameters. All
-        ranks call it."""
+        """Exchange the rest of the last round, so that all ranks have the same parameters. All ranks call it."""
         alpha, self.alpha = self.alpha, 0.0
         if self._handle is not None:
             self._handle.wait()
@@ -108,7 +110,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """The first round starts from what the model has now: weights may have been loaded since it was wrapped."""
+        """Start the first round from the current parameters: weights may have been loaded after construction."""
         if len(set(self.comm.all_gather_object(digest_of(self.trained)))) > 1:
             raise DtlibError(
                 f"{self._who}: parameters differ between ranks before the first step, for example after "
@@ -118,14 +120,20 @@ class DiLoCo:
             start.copy_(parameter)
 
     def state_dict(self) -> dict:
-        """Of this rank; save it beside the model and the inner optimizer, which are each rank's own within a round."""
+        """Return this rank's state; within a round it differs between ranks.
+
+        Save it together with the model and the inner optimizer of this rank.
+        """
         return {
             "steps": self.steps, "rounds": self.rounds, "sent": self._sent, "starts": list(self.starts.values()),
             "outer_optimizer": self.outer_optimizer and self.outer_optimizer.state_dict(),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict) -> None:
-        """All ranks load theirs, after the model and the inner optimizer; what was under way is sent again."""
+        """Load this rank's state and send its pending fragment again.
+
+        All ranks call it, after they have loaded the model and the inner optimizer.
+        """
         if self._sent is not None:
             raise DtlibError(f"{self._who}: a fragment is under way: load into one that was just made.")
         self.steps, self.rounds = state["steps"], state["rounds"]
@@ -136,11 +144,11 @@ class DiLoCo:
         self._sent = state["sent"] if state["sent"] is None else state["sent"].clone()
         self._go_on()
 
-    # A fragment leaves, and arrives
+    # Sending and receiving a fragment
 
     @property
     def _turn(self) -> list[nn.Parameter]:
-        """The fragment that leaves next, or is under way."""
+        """The fragment that is in flight or will be sent next."""
         return self.fragments[self.rounds % len(self.fragments)]
 
     def _buffers_of_turn(self) -> list[torch.Tensor]:
@@ -148,18 +156,18 @@ class DiLoCo:
 
     @torch.no_grad()
     def _own(self) -> torch.Tensor:
-        """What this rank sends: the way back from its parameters to where they started."""
+        """Return what this rank sends: the round's start minus its parameters now, and its buffers."""
         ways = [self.starts[parameter] - parameter for parameter in self._turn]
         return torch.cat([tensor.flatten() for tensor in [*ways, *self._buffers_of_turn()]])
 
     def _go_on(self) -> None:
-        """Send what is to be sent, and wait for it if it is due."""
+        """Send the fragment if it has not been sent, and wait for its mean if it is due."""
         if self._sent is None:
             return
         if self._handle is None:
             if self.delay and self._progress == "thread":
                 self._background.enter_context(progress_thread())
-            self._mean = self._sent.clone()  # what was sent stays as it was, for state_dict
+            self._mean = self._sent.clone()  # all-reduce a copy: state_dict() needs the sent values
             self._handle = self.comm.all_reduce(self._mean, op="mean", async_op=True)
         if self.steps % self._gap == self.delay:
             self._handle.wait()
@@ -169,21 +177,23 @@ class DiLoCo:
 
     @torch.no_grad()
     def _arrive(self, mean: torch.Tensor) -> None:
-        """The outer step on a fragment, from where it started: the same on all ranks."""
+        """Take the outer step on a fragment, from the round's start. The result is the same on all ranks."""
         fragment, buffers = self._turn, self._buffers_of_turn()
         self._background.close()
         self._sent = self._handle = None
         pieces = mean.split([tensor.numel() for tensor in [*fragment, *buffers]])
         own = {parameter: (parameter.detach().clone(), parameter.grad) for parameter in fragment}
         others = [(parameter, parameter.grad) for parameter in self.trained if parameter not in own]
+        # The outer optimizer has all parameters. Without a gradient, it skips the parameters of other fragments.
         for parameter, _ in others:
-            parameter.grad = None  # the outer optimizer leaves it alone
+            parameter.grad = None
         for parameter, way in zip(fragment, pieces, strict=False):
             parameter.copy_(self.starts[parameter])
             parameter.grad = way.view_as(parameter).to(parameter.dtype, copy=True)
         self._outer_step(fragment)
         for parameter in fragment:
             self.starts[parameter].copy_(parameter)
+            # Keep a share of this rank's own progress, and restore the gradients of the inner optimizer.
             parameter.lerp_(own[parameter][0], self.alpha)
         for parameter, gradient in [*others, *((parameter, gradient) for parameter, (_, gradient) in own.items())]:
             parameter.grad = gradient
@@ -233,11 +243,11 @@ class LocalSGD(DiLoCo):
         super().__init__(comm, model, optimizer, None, sync_every, *rest)
 
 
-_guards: WeakKeyDictionary = WeakKeyDictionary()  # of each inner optimizer, a hook
+_guards: WeakKeyDictionary = WeakKeyDictionary()  # for each inner optimizer, the hook that refuses direct steps
 
 
 def _guard(local: DiLoCo) -> None:
-    """Have the inner optimizer refuse steps that are not counted."""
+    """Make the inner optimizer refuse a direct ``step()``, because such a step would not be counted."""
     optimizer, itself = local.inner_optimizer, ref(local)
 
     def refuse(*_) -> None:
@@ -247,20 +257,20 @@ def _guard(local: DiLoCo) -> None:
                 "of step() of the inner optimizer."
             )
 
-    if optimizer in _guards:  # of an earlier object with the same optimizer
+    if optimizer in _guards:  # hook of an earlier object with this optimizer
         _guards.pop(optimizer).remove()
     if hasattr(optimizer, "register_step_pre_hook"):
         _guards[optimizer] = optimizer.register_step_pre_hook(refuse)
 
 
 def _parts(parameters: list, number: int) -> list[list]:
-    """Neighbours together, in parts of about as many elements; each has a parameter at least."""
+    """Divide parameters into consecutive parts of similar size. Each part has at least one parameter."""
     parts: list[list] = [[] for _ in range(number)]
     total, before = sum(parameter.numel() for parameter in parameters), 0
     for left, parameter in zip(range(len(parameters), 0, -1), parameters, strict=True):
         filled = sum(map(bool, parts))
         wanted = min(number - 1, (before + parameter.numel() // 2) * number // max(total, 1))
-        # Neither is a part left out, nor one that follows left without a parameter.
+        # Leave no part empty: do not skip a part, and keep one parameter for each of the remaining parts.
         parts[max(min(wanted, filled), number - left)].append(parameter)
         before += parameter.numel()
     return parts

@@ -1,15 +1,15 @@
-"""Steps that each rank takes alone, and seldom a message; to be read from top to bottom.
+"""Local training: each rank takes several optimizer steps alone between two messages. Read from top to bottom.
 
-Eight steps of two ranks. A dot is a step, a bar a message of all parameters or gradients, for which both wait:
+Eight steps of two ranks. A dot is a step. A bar is a message with all parameters or gradients, for which both wait:
 
     data parallelism     rank 0  .|.|.|.|.|.|.|.|     the mean of gradients, every step
                          rank 1  .|.|.|.|.|.|.|.|
     sync_every = 4       rank 0  . . . .|. . . .|     every fourth step
                          rank 1  . . . .|. . . .|
 
-    LocalSGD     the mean of the parameters takes their place
-    DiLoCo       the last start minus that mean is a gradient (the outer one), for an optimizer of its own, whose
-                 Nesterov momentum remembers earlier rounds
+    LocalSGD     the mean of the parameters replaces the parameters
+    DiLoCo       the outer gradient is the parameters at the start of the round minus that mean. A second (outer)
+                 optimizer uses it, and its Nesterov momentum remembers earlier rounds
 
 Local SGD: S. Stich, ICLR 2019. DiLoCo: A. Douillard et al., arXiv:2311.08105. Names as in torchft.
 """
@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 
 
 class LocalSGD:
-    """``step()`` in place of ``optimizer.step()``: every ``sync_every`` steps the mean over ranks is everybody's model.
+    """``step()`` replaces ``optimizer.step()``: every ``sync_every`` steps, ranks take the mean of their parameters.
 
-    Contract: all ranks take as many steps; no buffers; all parameters of one dtype. Rank 0's values hold at
-    construction. The states of ``optimizer`` (momenta) stay each rank's own.
+    Contract: all ranks take the same number of steps; no buffers; one dtype. Rank 0's parameters are broadcast at
+    construction. The states of ``optimizer``, such as momenta, stay local.
     """
 
     def __init__(self, group: ProcessGroup | None, model: nn.Module, optimizer: Optimizer, sync_every: int):
@@ -35,6 +35,7 @@ class LocalSGD:
             dist.broadcast(parameter.detach(), group_src=0, group=group)
 
     def step(self) -> None:
+        """Take a local step, and synchronise at the end of a round."""
         self.optimizer.step()
         self.steps += 1
         if self.steps % self.sync_every == 0:
@@ -42,11 +43,12 @@ class LocalSGD:
                 self.synchronise()
 
     def synchronise(self) -> None:
+        """Replace the parameters by their mean over ranks."""
         for parameter, mean in zip(self.trained, self.means(self.trained), strict=True):
             parameter.copy_(mean)
 
     def means(self, tensors: list) -> list[Tensor]:
-        """Over ranks, in one message."""
+        """Return the means of the tensors over ranks, with one message."""
         dist.all_reduce(flat := torch.cat([tensor.flatten() for tensor in tensors]), group=self.group)
         flat /= dist.get_world_size(self.group)
         pieces = flat.split([tensor.numel() for tensor in tensors])
@@ -54,10 +56,10 @@ class LocalSGD:
 
 
 class DiLoCo(LocalSGD):
-    """The same; at the end of a round ``outer_optimizer`` takes one step from where the round began.
+    """The same, but at the end of a round ``outer_optimizer`` takes one step from the parameters at the round's start.
 
-    ``outer_optimizer`` is one of torch's over the model's parameters: ``SGD(lr=0.7, momentum=0.9, nesterov=True)`` in
-    the paper. With ``SGD(lr=1)`` it is local SGD.
+    ``outer_optimizer`` is a torch optimizer over the model's parameters, in the paper ``SGD(lr=0.7, momentum=0.9,
+    nesterov=True)``. With ``SGD(lr=1)`` this is local SGD.
     """
 
     def __init__(self, group: ProcessGroup | None, model: nn.Module, inner_optimizer: Optimizer,
@@ -67,10 +69,12 @@ class DiLoCo(LocalSGD):
         self.starts = [parameter.detach().clone() for parameter in self.trained]
 
     def synchronise(self) -> None:
+        """Average how far the ranks have moved, and give that to the outer optimizer as a gradient."""
         moved = [start - now for start, now in zip(self.starts, self.trained, strict=True)]
-        means = self.means(moved)  # the outer gradient
+        means = self.means(moved)  # the outer gradient, equal on all ranks
         for parameter, start, mean in zip(self.trained, self.starts, means, strict=True):
-            parameter.copy_(start)  # back to where all ranks were
+            # Reset to the round's start, which is the same on all ranks.
+            parameter.copy_(start)
             parameter.grad = mean
         self.outer_optimizer.step()
         for parameter, start in zip(self.trained, self.starts, strict=True):
@@ -78,6 +82,6 @@ class DiLoCo(LocalSGD):
             parameter.grad = None
 
 
-# LocalSGD and DiLoCo, in full.py, add fragments of the model that travel one after the other while the next steps are
-# computed, ranks that die between two rounds, checkpoints, buffers, and several dtypes.
-# contract.py refuses what lies outside of the contract above, where dtlib is installed: this file needs torch alone.
+# LocalSGD and DiLoCo in full.py add: model fragments that are sent in turn while the next steps are computed, ranks
+# that die between two rounds, checkpoints, buffers, and several dtypes. Where dtlib is installed, checks.py checks
+# the contract above. This file imports only torch.

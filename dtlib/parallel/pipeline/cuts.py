@@ -1,4 +1,4 @@
-"""Where a list of layers is cut into stages: by what each layer costs."""
+"""Choose where to cut a list of layers into stages, from the cost of each layer."""
 
 import copy
 import time
@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
-    """Where to cut a list so that the most expensive stage is as cheap as can be; every stage has an element.
+    """Return cuts that make the most expensive stage as cheap as possible; every stage has at least one element.
 
-    best[s][i]: the cheapest most expensive stage if the first i elements are cut into s stages.
+    best[s][i]: the lowest possible cost of the most expensive stage when the first i elements form s stages.
     """
     count = len(costs)
     sums: list[float] = [0]
@@ -34,7 +34,7 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def parameters_of(spec: object) -> int:
-    """Trainable elements of a layer, counted without memory for them."""
+    """Count the trained elements of a layer, without allocating them."""
     if not isinstance(spec, nn.Module):
         if not hasattr(spec, "build"):
             return 0  # a function
@@ -44,8 +44,11 @@ def parameters_of(spec: object) -> int:
 
 
 def times_of(specs: Sequence, build: Callable, sample: object) -> list[float] | str:
-    """Seconds of forward and backward of each layer, the quicker of two; or a sentence why not. Nothing is left of
-    it: layers are copies, and random numbers go on as if nothing had been drawn. ``build(specs, i)`` makes layer i."""
+    """Return the seconds of forward plus backward for each layer (best of two runs), or an error message.
+
+    Layers are copied and the random state is restored, so measuring has no side effects. ``build(specs, i)`` builds
+    layer i.
+    """
     times, value = [], sample
     devices = {tensor.device for tensor in tree_leaves(sample) if isinstance(tensor, torch.Tensor) and tensor.is_cuda}
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
@@ -74,6 +77,6 @@ def times_of(specs: Sequence, build: Callable, sample: object) -> list[float] | 
 
 
 def _as_input(tensor):
-    """A copy of ``tensor``, which layers may change, as the layer before would give it."""
+    """Return a copy of ``tensor`` that a layer may change in place, with gradients as after a previous layer."""
     copied = tensor.detach()
     return (copied.requires_grad_() if copied.is_floating_point() else copied).clone()

@@ -1,14 +1,14 @@
-"""What travels between neighbouring stages: activations forward, their gradients backward.
+"""Messages between neighbouring stages: activations in the forward pass, gradients in the backward pass.
 
-    stage s    header: how many tensors, of which types and shapes,     -->  stage s+1, which makes room
-               and how many micro-batches after this one are like it
-               the tensors                                              -->
-               the tensors of the next one                              -->
-               gradients of those that have one                         <--  into tensors like those that were sent
+    stage s    header: the number of tensors, their dtypes and shapes,      -->  stage s+1 allocates receive buffers
+               and the number of following micro-batches that are alike
+               the tensors                                                  -->
+               the tensors of the next micro-batch                          -->
+               gradients of the tensors that require gradients              <--  into tensors of the same shapes
 
-Messages of one edge and one direction come in the order of micro-batches, so a tag for each is enough. Micro-batches
-may differ in shape, as a last uneven one does, or texts of different lengths: then another header comes. As long as
-they do not, room for the next ones is ready before they are sent.
+An edge connects two stages. In each direction its messages are sent in the order of micro-batches, so one tag per kind
+of message is enough. Micro-batches may differ in shape, for example texts of different lengths or a smaller last one.
+Then another header is sent. Otherwise the next receives are posted before the tensors are sent.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,25 +23,25 @@ from dtlib.comm import Communicator
 from dtlib.comm.waiting import Operation
 from dtlib.errors import DtlibError
 
-HEADER = 64  # numbers; enough for six tensors of six dimensions
+HEADER = 64  # int64 numbers; enough for six tensors of six dimensions
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 )  # fmt: skip
-TAGS = 3  # an edge has one for headers, one for activations, one for gradients
+TAGS = 3  # tags per edge: headers, activations, gradients
 
 
 def kinds_of(tensors: Iterable[Tensor]) -> tuple:
-    """Of each tensor the type, whether it takes a gradient, and the shape."""
+    """Return the dtype, requires_grad and shape of each tensor."""
     return tuple((tensor.dtype, tensor.requires_grad, tuple(tensor.shape)) for tensor in tensors)
 
 
-@lru_cache(maxsize=1024)  # most steps are like the one before
+@lru_cache(maxsize=1024)  # most steps repeat the shapes of the last one
 def header_of(kinds: tuple, alike: int) -> torch.Tensor:
-    """What announces tensors of these kinds, now and in the next ``alike`` micro-batches; int64.
+    """Return the header for tensors of these kinds and the next ``alike`` micro-batches; int64 of length HEADER.
 
     Raises:
-        DtlibError: for a type that does not travel, and for more tensors or dimensions than a header has room for.
+        DtlibError: for a dtype that cannot be sent, or for more tensors or dimensions than fit into a header.
     """
     if odd := next((dtype for dtype, *_ in kinds if dtype not in DTYPES), None):
         raise DtlibError(f"A stage gives {odd} to the next one: it may give {', '.join(str(d)[6:] for d in DTYPES)}.")
@@ -57,7 +57,7 @@ def header_of(kinds: tuple, alike: int) -> torch.Tensor:
 
 
 def read_header(header: torch.Tensor) -> tuple[tuple, int]:
-    """The kinds and the number that made a header."""
+    """Return the ``kinds`` and ``alike`` of a header."""
     numbers = iter(header.tolist())
     alike, count = next(numbers), next(numbers)
     kinds = []
@@ -68,20 +68,25 @@ def read_header(header: torch.Tensor) -> tuple[tuple, int]:
 
 
 class Activations:
-    """The receiving end of an edge, forward: micro-batches in their order."""
+    """The receiving end of an edge in the forward pass."""
 
     def __init__(self, comm: Communicator, source: int, edge: int, device: torch.device):
         self.comm, self.source, self.tag, self.device = comm, source, TAGS * edge, device
-        self.alike: list[int] = []  # of each micro-batch that was asked for, how many after it are like it
+        # For each micro-batch with a posted receive, the number of following micro-batches that are alike.
+        self.alike: list[int] = []
         self._header: tuple | None = None
         self._kinds: tuple = ()
         self._arriving: dict[int, tuple] = {}
-        self._announced = 0  # micro-batches from here on need a header
+        self._announced = 0  # micro-batches from this one on need a header
 
     def post(self, microbatch: int, wait: bool = False) -> None:
-        """Make room for micro-batches up to this one and ask for them, as far as they have been announced, or ``wait``
-        for that. In their order, as messages of one tag are matched in the order in which they are asked for."""
+        """Post the receives of micro-batches up to this one, as far as their headers have arrived.
+
+        With ``wait``, wait for the headers. Receives are posted in order, because messages of one tag are matched in
+        the order of the receives.
+        """
         while len(self.alike) <= microbatch:
+            # Shapes are unknown until the next header arrives.
             if len(self.alike) == self._announced and not self._next_header(wait):
                 return
             tensors = [
@@ -93,7 +98,7 @@ class Activations:
             self.alike.append(self._announced - len(self.alike) - 1)
 
     def _next_header(self, wait: bool) -> bool:
-        """Ask for it, and read it if it has arrived."""
+        """Post the receive of the next header. Read the header and return True if it has arrived."""
         if self._header is None:
             header = torch.zeros(HEADER, dtype=torch.int64)
             self._header = header, self.comm.recv(header, self.source, self.tag, async_op=True)
@@ -102,11 +107,13 @@ class Activations:
             return False
         handle.wait()
         self._kinds, alike = read_header(header)
+        # One header is valid for this micro-batch and the next ``alike``.
         self._announced += 1 + alike
         self._header = None
         return True
 
     def take(self, microbatch: int) -> list[torch.Tensor]:
+        """Wait for a micro-batch and return its tensors."""
         self.post(microbatch, wait=True)
         tensors, handles = self._arriving.pop(microbatch)
         for handle in handles:
@@ -115,7 +122,7 @@ class Activations:
 
 
 class NextStage:
-    """The sending end of an edge, forward."""
+    """The sending end of an edge in the forward pass."""
 
     def __init__(self, comm: Communicator, dest: int, edge: int):
         self.comm, self.dest, self.tag = comm, dest, TAGS * edge
@@ -123,15 +130,16 @@ class NextStage:
         self._alike = 0
 
     def send(self, tensors: Sequence[Tensor], alike: int) -> list[Operation]:
-        """Send a micro-batch on, of which the inputs were like those of the next ``alike``; returns handles.
+        """Send a micro-batch and return the handles; the inputs of the next ``alike`` micro-batches have equal shapes.
 
         Raises:
-            DtlibError: for tensors of other shapes than those of a micro-batch whose inputs had the same.
+            DtlibError: if shapes differ from those of an earlier micro-batch whose inputs had the same shapes.
         """
         kinds, handles = kinds_of(tensors), []
         if self._alike:
             self._alike -= 1
             if kinds != self._kinds:
+                # The next stage has already posted receives for the announced shapes.
                 before, now = ([shape for *_, shape in each] for each in (self._kinds or (), kinds))
                 raise DtlibError(
                     f"Micro-batches with inputs of equal shapes gave activations of shapes {before} and then {now}: "
@@ -146,8 +154,10 @@ class NextStage:
 
 
 class Place(NamedTuple):
-    """All that a backward pass needs of a tensor that was sent: its place in autograd's graph, and what its gradient
-    looks like. The tensor itself is freed once its message has left."""
+    """Facts about a sent tensor that its backward pass needs: its edge in autograd's graph, shape, dtype and device.
+
+    The tensor itself is freed when its message has been sent.
+    """
 
     edge: GradientEdge
     shape: torch.Size
@@ -156,32 +166,36 @@ class Place(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> "Place | None":
-        """None for a tensor that takes no gradient."""
+        """Return the place of a tensor, or None if it requires no gradient."""
         if not tensor.requires_grad:
             return None
         return Place(get_gradient_edge(tensor), tensor.shape, tensor.dtype, tensor.device)
 
     def full(self, value: float) -> Tensor:
+        """Return a tensor like the sent one, filled with ``value``."""
         return torch.full(self.shape, value, dtype=self.dtype, device=self.device)
 
     def empty(self) -> Tensor:
+        """Return an uninitialised tensor like the sent one."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 class Gradients:
-    """The receiving end of an edge, backward: into tensors like those that were sent forward."""
+    """The receiving end of an edge in the backward pass."""
 
     def __init__(self, comm: Communicator, source: int, edge: int):
         self.comm, self.source, self.tag = comm, source, TAGS * edge + 2
         self._arriving: dict[int, tuple] = {}
 
     def post(self, microbatch: int, sent: Sequence[Place | None]) -> None:
+        """Post the receives of a micro-batch's gradients, for the tensors that were ``sent`` forward."""
         if microbatch not in self._arriving:
             room = [place.empty() if place else None for place in sent]
             handles = [self.comm.recv(t, self.source, self.tag, async_op=True) for t in room if t is not None]
             self._arriving[microbatch] = room, handles
 
     def take(self, microbatch: int, sent: Sequence[Place | None]) -> list[Tensor | None]:
+        """Wait for a micro-batch's gradients; None for tensors without gradients."""
         self.post(microbatch, sent)
         room, handles = self._arriving.pop(microbatch)
         for handle in handles:
@@ -190,13 +204,13 @@ class Gradients:
 
 
 def send_gradients(comm: Communicator, dest: int, edge: int, received: Sequence[Tensor]) -> list[Operation]:
-    """Send back the gradients of what was received; what was not used has gradients of zero."""
+    """Send the gradients of received tensors back and return the handles. An unused tensor has a gradient of zeros."""
     gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in received if t.requires_grad]
     return [comm.send(gradient.contiguous(), dest, TAGS * edge + 2, async_op=True) for gradient in gradients]
 
 
 def runs_of(kinds: list) -> list[int]:
-    """For each place in a list, how many equal elements follow it: [a, a, a, b] gives [2, 1, 0, 0]."""
+    """For each element of a list, count the equal elements that directly follow it: [a, a, a, b] gives [2, 1, 0, 0]."""
     alike = [0] * len(kinds)
     for place in reversed(range(len(kinds) - 1)):
         if kinds[place] == kinds[place + 1]:

@@ -1,12 +1,12 @@
-"""Schedules that run: one interpreter for all, over lists of actions (dtlib/schedule).
+"""Execute schedules: one interpreter for all lists of actions (dtlib/schedule).
 
     schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=cross_entropy)
     rank 0             schedule.step(x)
     between            schedule.step()
     the last rank      schedule.step(target=y, losses=losses)
 
-A rank works off its list in order. For each action it takes what has arrived, computes, and sends on without waiting;
-what its next actions need is asked for beforehand.
+A rank executes its list in order. For each action it waits for the received tensors, computes, and starts to send the
+result without waiting. The receives of its next actions are posted in advance.
 """
 
 import torch
@@ -18,21 +18,21 @@ from dtlib.comm.watch import recorder
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline.stage import PipelineStage, RunningStage, samples_of
 
-AHEAD = 2  # actions whose messages are asked for beforehand, beside the one at hand
+AHEAD = 2  # receives are posted this many actions in advance
 
 
 class _Schedule:
     """A schedule of a pipeline, with the contract of torch's classes of the same names.
 
     Args:
-        stage: this rank's PipelineStage; a list of them where a rank has several.
-        n_microbatches: into how many micro-batches a batch is cut; they may differ by a sample.
-        loss_fn: a function of output and target that gives a mean over samples; only the last stage calls it.
-        recompute: keep the inputs of micro-batches only, and compute activations anew for the backward pass.
+        stage: this rank's PipelineStage, or a list if the rank has several.
+        n_microbatches: number of micro-batches of a batch; their sizes may differ by one sample.
+        loss_fn: a function of output and target that returns a mean over samples; only the last stage calls it.
+        recompute: keep only the inputs of micro-batches and recompute activations in the backward pass.
 
     Raises:
-        DtlibError: for a number of micro-batches that the schedule cannot take, and for an order of one's own in which
-            a stage does not take micro-batches in their order; on every rank that has one.
+        DtlibError: if the schedule does not support this number of micro-batches, or if a custom order takes the
+            micro-batches of a stage out of order; on every rank concerned.
     """
 
     def __init__(self, stage, n_microbatches: int, loss_fn=None, recompute: bool = False):
@@ -56,34 +56,40 @@ class _Schedule:
             )
         for stage, kind in {(action.stage, action.kind) for action in self.actions}:
             turns = [action.microbatch for action in self.actions if (action.stage, action.kind) == (stage, kind)]
+            # Receives are matched in order within a tag, so a stage must process micro-batches in order.
             if turns != sorted(turns):
                 raise DtlibError(
                     f"{type(self).__name__}: stage {stage} does {kind} of micro-batches {turns}; messages come in the "
                     "order of micro-batches, so each stage does all its F in this order, and all its B, I and W."
                 )
-        # Messages of the rest of a program must not meet these.
+        # A separate communicator, so that no other message of the program can match these receives.
         self.comm = comm if getattr(comm, "simulated", False) else comm.split(0)
         self._plan = _planned(self.actions)
-        self.peak_in_flight = 0  # micro-batches whose activations this rank kept at a time, in the last step
-        self._ended_by: str | None = None  # the error in whose middle a step ended
+        # The most micro-batches whose activations this rank kept at the same time in the last step.
+        self.peak_in_flight = 0
+        self._ended_by: str | None = None  # the type of the error that ended a step
 
     @staticmethod
     def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
-        """The actions of every rank."""
+        """Return the actions of every rank."""
         raise NotImplementedError
 
     def step(self, *args, target=None, losses: list | None = None, return_outputs: bool = True, **kwargs):
-        """Forward and backward of a whole batch, in micro-batches; gradients are those of the mean over its samples.
+        """Run forward and backward of a whole batch; gradients are those of the mean over its samples.
 
-        The first stage gets the inputs and the last one the target: tensors with samples in their first dimension, also
-        in tuples, lists and dictionaries, each of which is cut; what else these hold goes whole to every micro-batch.
-        ``losses`` is filled on the last stage with the mean of each micro-batch. Returns its output for the whole
-        batch, None elsewhere. A ``loss_fn`` that does not weigh samples alike (``ignore_index``, weights of classes)
-        makes the mean one of micro-batches' means. What a stage gives and the next one does not use has gradients of
-        zero. Counterpart: ``step`` of torch's schedules, which count micro-batches alike where their sizes differ.
+        The first stage passes the inputs and the last stage the target. Inputs and target are tensors with samples in
+        the first dimension, or tuples, lists and dictionaries of such tensors. The tensors are divided into
+        micro-batches. Other values are passed to every micro-batch. On the last stage, ``losses`` is filled with the
+        mean loss of each micro-batch.
+
+        Returns the output for the whole batch on the last stage, None on other stages. If ``loss_fn`` weights samples
+        differently (``ignore_index``, class weights), the mean is a mean of micro-batch means. An output that the next
+        stage does not use has a gradient of zeros. Counterpart: ``step`` of torch's schedules, which weight
+        micro-batches equally even if their sizes differ.
 
         Raises:
-            DtlibError: under ``no_grad``; without a loss; for what cannot be cut; after a step that an error ended.
+            DtlibError: under ``no_grad``, without a loss, for inputs that cannot be divided, or if an error ended an
+                earlier step.
         """
         name = type(self).__name__
         if not torch.is_grad_enabled():
@@ -93,7 +99,7 @@ class _Schedule:
         return self._run(self._plan, args, kwargs, target, losses, return_outputs)
 
     def eval(self, *args, target=None, losses: list | None = None, **kwargs):
-        """The forward passes alone; returns the last stage's output."""
+        """Run only the forward passes and return the last stage's output."""
         forward = [action for action in self.actions if action.kind == "F"]
         with torch.no_grad():
             return self._run(_planned(forward), args, kwargs, target, losses, True)
@@ -104,7 +110,7 @@ class _Schedule:
                 f"A step of this {type(self).__name__} ended with {self._ended_by}, and messages of it may still be "
                 "under way: make a new one on all ranks, after dtlib.reset() if some of them still waited."
             )
-        # Before anything is sent: a mistake here can be fixed, and the others still wait.
+        # Divide the inputs before anything is sent: an error here can be fixed while the other ranks still wait.
         inputs = self._microbatches(args, kwargs) if any(stage.is_first for stage in self.stages) else None
         try:
             return self._interpret(plan, inputs, target, losses, return_outputs)
@@ -123,6 +129,7 @@ class _Schedule:
             )  # fmt: skip
         self.peak_in_flight = in_flight = 0
         for action, asked_for in plan:
+            # Post receives before computing, so that messages arrive during the computation.
             for coming in asked_for:
                 running[coming.stage].post(coming.kind, coming.microbatch)
             stage = running[action.stage]
@@ -131,6 +138,7 @@ class _Schedule:
             in_flight += stage.in_flight
             stage.free_what_has_left()
             self.peak_in_flight = max(self.peak_in_flight, in_flight)
+        # A step ends when all its sends have been completed, because the buffers are then free to change.
         for one in running.values():
             for handle in one.sending:
                 handle.wait()
@@ -165,7 +173,7 @@ class _Schedule:
         return targets, [size / sum(sizes) for size in sizes]
 
     def _cut(self, value, what: str) -> list:
-        """``value`` for each micro-batch."""
+        """Divide ``value`` into micro-batches, with the same nesting of tuples, lists and dictionaries."""
         leaves, spec = tree_flatten(value, is_leaf=lambda one: isinstance(one, PackedSequence))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for leaf in leaves:
@@ -194,7 +202,7 @@ class _Schedule:
 
 
 class ScheduleGPipe(_Schedule):
-    """All forward passes, then all backward passes. Y. Huang et al., "GPipe", NeurIPS 2019."""
+    """Run all forward passes, then all backward passes. Y. Huang et al., "GPipe", NeurIPS 2019."""
 
     @staticmethod
     def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
@@ -202,7 +210,10 @@ class ScheduleGPipe(_Schedule):
 
 
 class Schedule1F1B(_Schedule):
-    """One forward, one backward: no more micro-batches in flight than stages. D. Narayanan et al., SC 2021."""
+    """Alternate one forward and one backward, with at most as many micro-batches in flight as stages.
+
+    D. Narayanan et al., SC 2021.
+    """
 
     @staticmethod
     def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
@@ -210,7 +221,7 @@ class Schedule1F1B(_Schedule):
 
 
 class ScheduleInterleaved1F1B(_Schedule):
-    """1F1B with several stages a rank, which make the bubble smaller. D. Narayanan et al., SC 2021, section 2.2."""
+    """1F1B with several stages per rank, which reduces the bubble. D. Narayanan et al., SC 2021, section 2.2."""
 
     @staticmethod
     def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
@@ -218,11 +229,10 @@ class ScheduleInterleaved1F1B(_Schedule):
 
 
 class ScheduleZeroBubbleH1(_Schedule):
-    """1F1B whose backward passes come in two halves. P. Qi et al., "Zero bubble pipeline parallelism", ICLR 2024,
-    section 2.1.
+    """1F1B with split backward passes. P. Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, section 2.1.
 
-    Backward passes of our ``Linear`` are split; those of other layers, and of layers whose parameters have hooks (of
-    data parallelism or ZeRO), are done in the first half.
+    Only backward passes of our ``Linear`` are split. Other layers, and layers whose parameters have hooks (from data
+    parallelism or ZeRO), compute everything in the first half.
     """
 
     @staticmethod
@@ -231,24 +241,28 @@ class ScheduleZeroBubbleH1(_Schedule):
 
 
 def _planned(actions: list) -> list[tuple]:
-    """Of each action, the actions whose messages are asked for just before it: as early as AHEAD allows, those of a
-    backward pass not before its forward pass, which tells what will arrive."""
+    """Pair each action with the later actions whose receives are posted just before it.
+
+    Receives are posted AHEAD actions early. A backward pass's receive is posted after its forward pass, which
+    determines the shapes.
+    """
     places = {action: place for place, action in enumerate(actions)}
     asked_for: list[list] = [[] for _ in actions]
     for place, action in enumerate(actions):
+        # Shapes of gradients are known after the forward pass of the same micro-batch.
         known = places[action._replace(kind="F")] + 1 if action.kind in "BI" else 0
         asked_for[max(place - AHEAD, known, 0)].append(action)
     return list(zip(actions, asked_for, strict=True))
 
 
 def _holds_values(leaf) -> bool:
-    """True for what may hold samples that nobody would cut: an array, or an object with tensors."""
+    """Return whether a leaf may hold samples that would not be divided: an array, or an object with tensors."""
     inside = tree_leaves(dict(getattr(leaf, "__dict__", {})))
     return isinstance(leaf, PackedSequence) or any(getattr(one, "ndim", 0) for one in (leaf, *inside))
 
 
 def _joined(outputs: list):
-    """The output for the whole batch from those of its micro-batches; of what is no tensor a list of all."""
+    """Join the outputs of micro-batches into one for the whole batch. Values that are not tensors become a list."""
     if all(isinstance(output, torch.Tensor) for output in outputs):
         return _joined_leaf(outputs)
     leaves, specs = zip(*map(tree_flatten, outputs), strict=True)

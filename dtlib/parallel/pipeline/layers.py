@@ -1,4 +1,4 @@
-"""A model as a list of layers, of which each rank builds its own stages.
+"""A model as a list of layers; each rank builds the layers of its own stages.
 
     layers       embed | block block block | block block head         cuts [0, 1, 4, 7]
     stage        0     | 1                 | 2
@@ -22,7 +22,7 @@ from dtlib.world import init
 
 
 class LayerSpec:
-    """A layer that is built later, on the rank that has it: ``LayerSpec(nn.Linear, 4, 8)``."""
+    """A layer that is built later, on the rank of its stage: ``LayerSpec(nn.Linear, 4, 8)``."""
 
     def __init__(self, typename: type[nn.Module], *module_args: object, **module_kwargs: object):
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -30,6 +30,7 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self) -> nn.Module:
+        """Construct the module."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
@@ -37,9 +38,9 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose weight is shared with all others of the same ``key``, also on other stages.
+    """A layer that shares its weight with all layers of the same ``key``, on the same stage or other stages.
 
-    ``forward_fn(module, x)`` is called instead of the module; ``tied_weight_attr`` names what is shared.
+    ``forward_fn(module, x)`` is called instead of the module. ``tied_weight_attr`` is the name of the shared weight.
     """
 
     def __init__(self, key: str, typename: type[nn.Module], *module_args: object, forward_fn: Callable | None = None,
@@ -52,22 +53,24 @@ class PipelineModule(nn.Module):
     """This rank's stages of a model that is given as a list of layers.
 
     Args:
-        layers: LayerSpecs, TiedLayerSpecs, modules, or functions, without parameters, of what the layer before gives.
-        num_stages: into how many it is cut; stage s is on rank s of ``comm``, modulo its ranks.
-        stages_per_rank: more than 1 for ``ScheduleInterleaved1F1B``; ``stages()`` gives them.
+        layers: LayerSpecs, TiedLayerSpecs, modules, or functions without parameters. Each takes the output of the
+            previous layer.
+        num_stages: number of stages. Stage s is on rank s of ``comm``, modulo its size.
+        stages_per_rank: more than 1 for ``ScheduleInterleaved1F1B``; ``stages()`` returns the stages of this rank.
         loss_fn: a function of output and target, for the last stage.
-        partition_method: ``"parameters"`` (stages with about equally many), ``"uniform"`` (equally many layers),
-            ``"time"`` (measured, with ``sample``), or the cuts themselves, such as ``[0, 1, 4, 7]``.
-        comm: the ranks of one pipeline. By default all ranks form as many pipelines as they can, side by side:
-            ``world.mesh(data=-1, pipe=num_stages)``, and ``data_comm`` joins those with the same stages.
-        base_seed: layer i is built with the seed ``base_seed + i``, on whatever rank.
+        partition_method: ``"parameters"`` (similar numbers of parameters per stage), ``"uniform"`` (equal numbers of
+            layers), ``"time"`` (measured with ``sample``), or a list of cuts such as ``[0, 1, 4, 7]``.
+        comm: the ranks of one pipeline. By default, all ranks form as many pipelines as possible: ``world.mesh(data=-1,
+            pipe=num_stages)``. Then ``data_comm`` joins the ranks with the same stages.
+        base_seed: layer i is built with the seed ``base_seed + i``, so its values do not depend on the rank.
         sample: an input of the first layer, for ``"time"``.
-        activation_checkpoint_interval: above 0, ``dtlib.initialize`` has stages keep inputs only, as its config can.
+        activation_checkpoint_interval: if above 0, ``dtlib.initialize`` makes stages recompute activations, as its
+            config can.
 
     Counterpart: ``deepspeed.pipe.PipelineModule``.
 
     Raises:
-        DtlibError: for layers that cannot be cut so; on every rank.
+        DtlibError: on every rank, if the layers cannot be divided as asked.
     """
 
     def __init__(self, layers: Iterable, num_stages: int, loss_fn: Callable | None = None,
@@ -104,7 +107,7 @@ class PipelineModule(nn.Module):
         self.stage_indices = range(self.comm.rank, num_stages, needed)
         self.layers = nn.ModuleDict()
         tied: dict = {}
-        # Not in a ModuleList: their layers are those of self.layers, and have one name each.
+        # A plain list, not a ModuleList: the layers are registered in self.layers, so each parameter has one name.
         self._stage_modules = [
             _StageModule([self._layer(specs, i, tied) for i in range(self.cuts[stage], self.cuts[stage + 1])])
             for stage in self.stage_indices
@@ -118,22 +121,23 @@ class PipelineModule(nn.Module):
         return self._stage_modules[0](*inputs) if self._stage_modules else inputs[0]
 
     def stages(self) -> list[PipelineStage]:
-        """This rank's stages, for a schedule."""
+        """Return this rank's stages for a schedule."""
         return [
             PipelineStage(module, index, self.num_stages, self.comm)
             for module, index in zip(self._stage_modules, self.stage_indices, strict=True)
         ]
 
     def reduce_tied_gradients(self) -> None:
-        """After a step of the schedule: add the gradients of tied weights over the stages that have them.
+        """Sum the gradients of each tied weight over its stages. Call this after a step of the schedule.
 
         Raises:
-            DtlibError: for a weight that is frozen on some of its stages alone, or has a sparse gradient; on all of
-                them.
+            DtlibError: on all stages of a weight, if the weight is frozen on only some of them or has a sparse
+                gradient.
         """
         for comm, *where in self._tied:
             weight = getattr(*where)
             used, sparse = weight.grad is not None, weight.grad is not None and weight.grad.is_sparse
+            # Agree first: a stage that has not used the weight must still take part in the all-reduce.
             facts = torch.tensor([used, sparse, weight.requires_grad], dtype=torch.int64)
             used, sparse, trained = comm.all_reduce(facts).tolist()
             if sparse:
@@ -152,11 +156,11 @@ class PipelineModule(nn.Module):
                 comm.all_reduce(weight.grad)
 
     def counted(self, parameter: torch.Tensor) -> bool:
-        """False for a tied weight that a stage before this one has too: its gradient counts once in a norm."""
+        """Return whether a norm counts this parameter here: a tied weight counts only on the first of its stages."""
         return not any(getattr(*where) is parameter and comm.rank for comm, *where in self._tied)
 
     def _layer(self, specs, i: int, tied: dict):
-        """Layer i as a function; its module is registered, and its weight shared with layers tied to it."""
+        """Return layer i as a function; register its module and tie its weight to local layers of the same key."""
         spec, module = specs[i], self._build(specs, i)
         if isinstance(spec, TiedLayerSpec):
             setattr(module, spec.tied_weight_attr, getattr(*tied.setdefault(spec.key, (module, spec.tied_weight_attr))))
@@ -166,12 +170,13 @@ class PipelineModule(nn.Module):
         return partial(forward, module) if forward else module
 
     def _build(self, specs, i: int):
-        """Layer i, with the values that it has on whatever rank; of tied layers those of the first."""
+        """Build layer i with values that do not depend on the rank. A tied layer gets the weight of the first one."""
         spec = specs[i]
         if not isinstance(spec, LayerSpec):
             return spec
         key = getattr(spec, "key", None)
         first = next(j for j, s in enumerate(specs) if j == i or (key is not None and getattr(s, "key", None) == key))
+        # Seed by layer index, and keep the caller's random state.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.base_seed + i)
             module = spec.build()
@@ -184,7 +189,7 @@ class PipelineModule(nn.Module):
         return module
 
     def _share_tied(self, specs, tied: dict) -> list:
-        """For each key that several stages have: a communicator of these stages, a module, and its weight's name."""
+        """Return, for each key with several stages, their communicator, a local module, and the weight's name."""
         found = []
         for key in sorted({spec.key for spec in specs if isinstance(spec, TiedLayerSpec)}):
             comm = self.comm.split(0 if key in tied else None)
@@ -193,7 +198,7 @@ class PipelineModule(nn.Module):
         return found
 
     def _refuse_shared(self, specs, ranks: int) -> None:
-        """Refuse what modules on different ranks share: each rank would change it by itself."""
+        """Refuse modules on different ranks that share a parameter, because each rank would train its own copy."""
         first: dict[nn.Parameter, int] = {}
         for i, spec in enumerate(specs):
             for name, parameter in spec.named_parameters() if isinstance(spec, nn.Module) else ():
@@ -226,7 +231,7 @@ class PipelineModule(nn.Module):
             case "time":
                 if sample is None:
                     raise DtlibError("partition_method='time' needs an input for the measurement: pass sample=x.")
-                # Rank 0's times count: measurements differ between ranks and pipelines, and cuts must not.
+                # Use rank 0's times: measurements differ between ranks and pipelines, but cuts must be equal.
                 everyone = self.everyone
                 measured = [times_of(specs, self._build, sample)] if everyone.rank == 0 else None
                 [times] = everyone.broadcast_object(measured)
@@ -241,7 +246,7 @@ class PipelineModule(nn.Module):
 
 
 class _StageModule(nn.Module):
-    """Layers one after the other: one stage."""
+    """The layers of one stage, applied in sequence."""
 
     def __init__(self, functions):
         super().__init__()

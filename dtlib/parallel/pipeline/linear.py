@@ -1,15 +1,16 @@
-"""A linear layer whose backward pass comes in two halves: the gradient of its input now, that of its weight later.
+"""A linear layer with a split backward pass: the gradient of its input now, the gradient of its weight later.
 
-    B      gradient arrives --> gradient of the input --> to the stage before
+    B      gradient arrives --> gradient of the input --> to the previous stage
                             \\-> gradients of weight and bias
-    I      gradient arrives --> gradient of the input --> to the stage before; (input, gradient) are kept
+    I      gradient arrives --> gradient of the input --> to the previous stage; (input, gradient) are kept
     W      kept --> gradients of weight and bias
 
-The stage before waits for the first half only, so a schedule may put the second half where it would be idle: P. Qi et
-al., "Zero bubble pipeline parallelism", ICLR 2024, section 2.
+The previous stage waits only for the first half, so a schedule can place the second half where the rank would be idle:
+P. Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, section 2.
 
-In a pipeline the second half adds to the weight's gradient while it multiplies. Autograd would write the gradient of
-each micro-batch first and add it then, which for wide layers and small micro-batches costs as much as multiplying.
+In a pipeline, the second half adds to the weight's gradient while it multiplies. Autograd would first write the
+gradient of each micro-batch and then add it. For wide layers and small micro-batches, that costs as much as the
+multiplication.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,52 +19,58 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-# Functions that second halves are given to at the moment, or None; the innermost counts.
-_takers: list[Callable | None] = []
+# A stack of functions that receive second halves, or None to let autograd compute the gradients. The last one is used.
+_deferral_stack: list[Callable | None] = []
 
 
 @contextmanager
-def weights_later() -> Iterator[list[Callable]]:
-    """Backward passes in this context keep the second halves of ``Linear`` in the list that this yields: functions
-    without arguments, which add the gradients of weight and bias."""
+def defer_weight_gradients() -> Iterator[list[Callable]]:
+    """Collect the second halves of ``Linear`` in a list during backward passes in this context.
+
+    Each element is a function without arguments that adds the gradients of weight and bias.
+    """
     halves: list[Callable] = []
     with _given_to(halves.append):
         yield halves
 
 
 def weights_at_once() -> AbstractContextManager:
-    """A context in which ``Linear`` does both halves one after the other."""
+    """Return a context in which ``Linear`` does both halves immediately."""
     return _given_to(lambda half: half())
 
 
 def weights_by_autograd() -> AbstractContextManager:
-    """A context in which ``Linear`` is like ``nn.Linear``, within one of the two above: there a backward pass of
-    somebody else's may run, of which the gradients of weights are not asked for."""
+    """Return a context in which ``Linear`` behaves like ``nn.Linear``, within one of the two contexts above.
+
+    A backward pass inside it, such as a recomputation by other code, may not want gradients of weights.
+    """
     return _given_to(None)
 
 
 @contextmanager
 def _given_to(taker):
-    _takers.append(taker)
+    _deferral_stack.append(taker)
     try:
         yield
     finally:
-        _takers.remove(taker)
+        _deferral_stack.remove(taker)
 
 
 def defer(half: Callable) -> None:
-    """Keep a second half for later where a schedule splits backward passes, else do it now; for layers of one's own."""
+    """Keep a second half for later if a schedule splits backward passes, otherwise call it now; for custom layers."""
     (_taker() or (lambda half: half()))(half)
 
 
 def _taker():
-    return _takers[-1] if _takers else None
+    return _deferral_stack[-1] if _deferral_stack else None
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` that a zero-bubble schedule can split, and that adds up gradients of micro-batches in place; like
-    it elsewhere: under ``create_graph`` and autocast, and where others watch its parameters
-    (``register_post_accumulate_grad_hook``)."""
+    """``nn.Linear`` that a zero-bubble schedule can split, and that accumulates gradients of micro-batches in place.
+
+    It behaves like ``nn.Linear`` under ``create_graph`` and autocast, and if its parameters have hooks
+    (``register_post_accumulate_grad_hook``).
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
@@ -83,18 +90,19 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
         weights, biases = ctx.needs_input_grad[1:]
+        # Return the gradients to autograd if it must see them, or if no schedule collects second halves.
         if torch.is_grad_enabled() or _taker() is None or _watched(ctx.weight) or _watched(ctx.bias):
             rows = _matrix(gradient)
             return of_input, rows.T @ _matrix(x) if weights else None, rows.sum(0) if biases else None
         weight, bias = ctx.weight if weights else None, ctx.bias if biases else None
-        x = x.detach()  # later halves run outside of autograd
-        # The gradient itself is kept: autograd hands on, and adds to, the memory of one that nobody holds.
+        x = x.detach()  # second halves run without autograd
+        # Keep a reference to the gradient: autograd may reuse the memory of a gradient that nobody refers to.
         defer(lambda: _add(weight, bias, _matrix(gradient), _matrix(x)))
         return of_input, None, None
 
 
 def _watched(parameter) -> bool:
-    """True if autograd itself has to add this gradient, as somebody waits for that or it goes on from here."""
+    """Return whether autograd must accumulate this gradient itself, because of hooks or because it is no leaf."""
     return parameter is not None and bool(
         parameter._post_accumulate_grad_hooks or parameter._backward_hooks or not parameter.is_leaf
     )

@@ -1,4 +1,4 @@
-"""A stage of a model on a rank, and what one micro-batch does there."""
+"""A stage of a model on a rank, and its work for one micro-batch."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -13,23 +13,23 @@ from dtlib.comm import AnyCommunicator, Communicator, as_communicator
 from dtlib.comm.waiting import Operation
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline.edges import Activations, Gradients, NextStage, Place, runs_of, send_gradients
-from dtlib.parallel.pipeline.linear import weights_at_once, weights_by_autograd, weights_later
+from dtlib.parallel.pipeline.linear import defer_weight_gradients, weights_at_once, weights_by_autograd
 
 
 class PipelineStage:
-    """Stage ``stage_index`` of a model of ``num_stages``; stage s is on rank s modulo the ranks of ``comm``.
+    """Stage ``stage_index`` of a model of ``num_stages``; stage s is on rank s modulo the size of ``comm``.
 
     Args:
-        submodule: this stage's layers. It takes what the stage before gives: a tensor or several.
-        stage_index, num_stages: which stage of how many.
+        submodule: this stage's layers. It takes the outputs of the previous stage: one tensor or several.
+        stage_index, num_stages: the index of this stage and the number of stages.
         comm: a dtlib communicator or an mpi4py communicator.
-        device: where it computes; by default where its parameters are.
+        device: the device for computing. Default: the device of its parameters.
 
     Counterpart: ``torch.distributed.pipelining.PipelineStage``.
 
     Raises:
-        DtlibError: for a stage that is not this rank's, ranks that stages cannot be dealt out to evenly, and torch's
-            ``DistributedDataParallel`` within it.
+        DtlibError: if the stage belongs to another rank, if ``num_stages`` is not a multiple of the ranks, or if the
+            module contains torch's ``DistributedDataParallel``.
     """
 
     def __init__(self, submodule: nn.Module, stage_index: int, num_stages: int, comm: AnyCommunicator,
@@ -64,10 +64,12 @@ class PipelineStage:
 
     @property
     def is_first(self) -> bool:
+        """Whether this is the first stage, which takes the inputs."""
         return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether this is the last stage, which computes the loss."""
         return self.stage_index == self.num_stages - 1
 
 
@@ -76,16 +78,17 @@ class RunningStage:
 
     Args:
         stage: a PipelineStage.
-        comm: a communicator that carries nothing else.
-        inputs: for the first stage: positional and keyword arguments of each micro-batch.
-        targets, loss_fn, weights: for the last: of each micro-batch the target and its weight in the mean.
-        recompute: keep inputs only and compute activations anew for the backward pass; not for the last micro-batch,
-            whose backward pass follows at once (Y. Huang et al., "GPipe", NeurIPS 2019, section 2.3).
-        keep_outputs: of the last stage.
-        handed: what stages on this rank give each other, by the receiving stage, kind and micro-batch.
+        comm: a communicator that is used for nothing else.
+        inputs: for the first stage, the positional and keyword arguments of each micro-batch.
+        targets, loss_fn, weights: for the last stage, the target of each micro-batch and its weight in the mean.
+        recompute: keep only inputs and recompute activations in the backward pass. The last micro-batch is not
+            recomputed, because its backward pass follows immediately (Y. Huang et al., "GPipe", NeurIPS 2019, section
+            2.3).
+        keep_outputs: keep the outputs of the last stage.
+        handed: tensors passed between stages of this rank, by receiving stage, kind and micro-batch.
 
-    A tensor that has been sent is freed as soon as its message has left, one that was received after its backward pass:
-    nothing here refers to either any longer.
+    No reference is kept to a sent tensor after its message has left, or to a received tensor after its backward pass.
+    So their memory is freed at these times.
     """
 
     def __init__(self, stage: PipelineStage, comm: Communicator, microbatches: int, inputs: list[tuple] | None,
@@ -95,35 +98,38 @@ class RunningStage:
         self.inputs, self.targets, self.loss_fn, self.weights = inputs, targets, loss_fn, weights
         self.recompute, self.keep_outputs, self.handed = recompute, keep_outputs, handed
         self.sending: list[Operation] = []
-        self.losses: dict[int, torch.Tensor] = {}  # by micro-batch, as all that follows
+        self.losses: dict[int, torch.Tensor] = {}  # keyed by micro-batch, like the dictionaries below
         self.outputs: dict[int, object] = {}
-        self._received: dict[int, list] = {}  # until its backward pass
+        self._received: dict[int, list] = {}  # kept until the backward pass
         self._sent: dict[int, list[Place | None]] = {}
-        self._given: list[tuple[torch.Tensor, int]] = []  # last to the next stage, and how often it had been changed
-        self._halves: dict[int, list[Callable]] = {}  # second halves of backward passes
-        self._left = microbatches  # backward passes
+        self._given: list[tuple[torch.Tensor, int]] = []  # the tensors sent last, and their versions then
+        self._halves: dict[int, list[Callable]] = {}  # second halves of split backward passes
+        self._left = microbatches  # backward passes that remain
         self._no_sync = getattr(stage.submodule, "no_sync", nullcontext)
         index = stage.stage_index
         self._activations = self._gradients = self._next = None
-        alone = comm.size == 1  # otherwise the stages before and behind are on other ranks
+        alone = comm.size == 1  # otherwise the neighbouring stages are on other ranks
         if not stage.is_first and not alone:
             self._activations = Activations(comm, (index - 1) % comm.size, index, stage.device)
         if not stage.is_last and not alone:
             self._next = NextStage(comm, (index + 1) % comm.size, index + 1)
             self._gradients = Gradients(comm, (index + 1) % comm.size, index + 1)
         if self._activations:
+            # Shapes of activations depend on the shapes of the inputs, so the first stage counts alike inputs. Later
+            # stages take over the counts that they received.
             self._alike = self._activations.alike
         else:
             self._alike = runs_of([samples_of(one) for one in inputs]) if inputs else [0] * microbatches
 
     def post(self, kind: str, microbatch: int) -> None:
-        """Ask for what an action will need, as far as one can before it."""
+        """Post the receives of an action, as far as its shapes are known."""
         if kind == "F" and self._activations:
             self._activations.post(microbatch)
         elif kind in "BI" and self._gradients and microbatch in self._sent:
             self._gradients.post(microbatch, self._sent[microbatch])
 
     def forward(self, microbatch: int) -> None:
+        """Run the forward pass of a micro-batch and send its output to the next stage."""
         stage = self.stage
         if self.inputs is not None:
             received, keywords = self.inputs[microbatch]
@@ -137,6 +143,7 @@ class RunningStage:
                 own = _entry if not stage.is_first else torch.clone if self.recompute else _own
                 taken, named = [_each(own, one) for one in received], _each(own, keywords) if keywords else {}
                 output = module(*taken, **named)
+        # Messages are sent from the tensor's own memory, so an in-place change could corrupt a message in flight.
         if any(tensor._version != version for tensor, version in self._given):
             raise DtlibError(
                 f"Stage {stage.stage_index} changed in place what it had given for the micro-batch before, which may "
@@ -152,7 +159,8 @@ class RunningStage:
                     raise DtlibError(
                         f"loss_fn gave shape {tuple(loss.shape)}: it gives one number, the mean of samples."
                     )
-                self.losses[microbatch] = loss.detach().clone()  # torch's losses may have the memory of a batch
+                # Clone the loss, because its storage may be as large as a batch for some of torch's losses.
+                self.losses[microbatch] = loss.detach().clone()
                 sent = [loss]
         else:
             _check_sent(sent, output, stage.stage_index)
@@ -161,14 +169,17 @@ class RunningStage:
             self._received[microbatch], self._sent[microbatch] = received, [Place.of(tensor) for tensor in sent]
 
     def backward(self, microbatch: int, later: bool = False) -> None:
-        """``later``: the gradients of weights wait for ``weights_of``, as far as they can."""
+        """Run the backward pass of a micro-batch and send the gradients of its inputs to the previous stage.
+
+        With ``later``, gradients of weights wait for ``weights_of`` if their layers can split the backward pass.
+        """
         received, sent = self._received.pop(microbatch), self._sent.pop(microbatch)
         self._left -= 1
-        # Gradients of a module that averages them over ranks are averaged once, with the last micro-batch.
+        # A data-parallel module averages accumulated gradients once, in the backward pass of the last micro-batch.
         with self._no_sync() if self._left else nullcontext():
             gradients = self._take_gradients(microbatch, sent)
-            with weights_later() if later else weights_at_once() as halves:
-                # A neighbour on this rank has no gradient for what it did not use.
+            with defer_weight_gradients() if later else weights_at_once() as halves:
+                # A neighbouring stage on this rank returns None for outputs that it did not use.
                 pairs = [(p.edge, g) for p, g in zip(sent, gradients, strict=True) if p and g is not None]
                 if pairs:
                     torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
@@ -178,22 +189,22 @@ class RunningStage:
             self._give_gradients(microbatch, received)
 
     def weights_of(self, microbatch: int) -> None:
-        """The second half of a backward pass."""
+        """Run the second half of a split backward pass."""
         for half in self._halves.pop(microbatch, ()):
             half()
 
     def free_what_has_left(self) -> None:
-        """Drop the handles of finished sends, and with them the tensors."""
+        """Drop the handles of finished sends, and with them their tensors."""
         for handle in [handle for handle in self.sending if handle.done()]:
-            handle.wait()  # raises what went wrong
+            handle.wait()  # raises the error of a failed send
             self.sending.remove(handle)
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches whose activations are kept."""
+        """The number of micro-batches whose activations are kept."""
         return len(self._received) + len(self._halves)
 
-    # Neighbours on this rank are given tensors; others are sent messages.
+    # Neighbouring stages exchange tensors directly on the same rank, and messages between ranks.
 
     def _take_activations(self, microbatch):
         if self._activations:
@@ -204,7 +215,7 @@ class RunningStage:
         if self._next:
             self._given = [(_without_memory(tensor), tensor._version) for tensor in tensors]
             self.sending += self._next.send(tensors, self._alike[microbatch])
-        else:  # copies, as messages are: either stage may change its own in place
+        else:  # copy, because either stage may change its own tensor in place
             copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
             self.handed[self.stage.stage_index + 1, "F", microbatch] = copies
 
@@ -223,33 +234,35 @@ class RunningStage:
 
 
 def _entry(received):
-    """What has arrived, in the same memory, but neither a leaf of the graph nor a view of one: a layer may change it in
-    place."""
+    """Return the received tensor in the same memory, neither a leaf nor a view, so a layer may change it in place."""
     return torch.ops.aten._unsafe_view(received, received.shape)
 
 
 def _without_memory(tensor):
-    """A tensor without elements whose version counts the changes in place of this one."""
+    """Return an empty tensor that shares the version counter of ``tensor``, to detect in-place changes."""
     counts = tensor.detach()
     counts.data = tensor.new_empty(0)
     return counts
 
 
 def _own(tensor):
-    """A micro-batch's rows of an input, counted by itself where layers change it in place."""
+    """Return an input's rows with a separate version counter, because layers may change them in place."""
     return tensor.clone() if tensor.requires_grad else tensor.data
 
 
 def _recomputed(module, received, keywords):
-    """``module``'s output, whose activations the backward pass computes anew: from the same inputs and buffers, which
-    may have changed in the meantime, and without moving statistics twice."""
+    """Return the output of ``module`` and recompute its activations in the backward pass.
+
+    The recomputation uses the same inputs and buffers, which may have changed since, and does not update statistics
+    again.
+    """
     before = [
         (owner, name, buffer, buffer._version, buffer.detach().clone())
         for owner in module.modules()
         for name, buffer in owner._buffers.items()
         if buffer is not None
     ]
-    anew = _Anew([(owner, name, old) for owner, name, _, _, old in before])
+    anew = _RestoredBuffers([(owner, name, old) for owner, name, _, _, old in before])
 
     def run(*received, **keywords):
         received, keywords = tree_map_only(torch.Tensor, torch.clone, (received, keywords))
@@ -259,14 +272,14 @@ def _recomputed(module, received, keywords):
     anew.buffers = [
         (owner, name, old)
         for owner, name, buffer, version, old in before
-        # torch's normalisations move their statistics without counting a version.
+        # torch's normalisation layers update their statistics without a change of the version counter.
         if owner._buffers.get(name) is not buffer or buffer._version != version or isinstance(owner, _NormBase)
     ]
     return output
 
 
-class _Anew:
-    """A context in which modules have copies of former buffers; may be entered several times."""
+class _RestoredBuffers:
+    """A context in which modules have copies of their earlier buffers; it can be entered several times."""
 
     def __init__(self, buffers):
         self.buffers, self._undo = buffers, ExitStack()
@@ -292,11 +305,11 @@ def _check_sent(sent, output, index: int) -> None:
 
 
 def samples_of(microbatch: object) -> int:
-    """Its samples; what shapes of activations may depend on, as all micro-batches are cut from the same tensors."""
+    """Return the number of samples of a micro-batch, on which the shapes of its activations may depend."""
     leaves = [microbatch] if isinstance(microbatch, torch.Tensor) else tree_leaves(microbatch)
     return next(len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _each(function, value):
-    """``function`` of every tensor in tuples, lists and dictionaries."""
+    """Apply ``function`` to every tensor in tuples, lists and dictionaries."""
     return function(value) if isinstance(value, torch.Tensor) else tree_map_only(torch.Tensor, function, value)

@@ -1,9 +1,9 @@
-"""TF-Replicator's programming model: the step of one replica is written once, and the library runs it on all.
+"""TF-Replicator's programming model: users write the step of one replica, and the library runs it on all replicas.
 
-    input_fn(replica_id)      what one replica reads
-    step_fn(inputs)           what one replica does with it: loss, gradients, optimizer
+    input_fn(replica_id)      the inputs of one replica
+    step_fn(inputs)           the step of one replica: loss, gradients, optimizer
 
-    between-graph: one process per replica           in-graph: one process holds all replicas
+    between-graph: one process per replica           in-graph: one process has all replicas
       process 0   step_fn --\\                          step_fn, captured for each replica ---\\
                              >  collectives of comm      graph 0 --\\                            >  one graph
       process 1   step_fn --/                           graph 1 --- marks become exchanges ---/
@@ -40,20 +40,20 @@ __all__ = ["ReplicatedOptimizer", "Replicator", "StepGraph"]
 
 
 class Replicator:
-    """Run a step on all replicas.
+    """Run a training step on all replicas.
 
     Args:
-        comm: between-graph replication: every rank of this communicator is a replica, and all call the same methods
+        comm: between-graph replication: every rank of this communicator is a replica. All ranks call the same methods
             in the same order.
-        replicas: in-graph replication: the number of replicas that this process holds. In each step their graphs are
-            captured and rewired into one. They share one set of parameters, and run one after another on the device
-            of their tensors.
+        replicas: in-graph replication: the number of replicas in this process. In each step, their graphs are captured
+            and rewired into one graph. The replicas share one set of parameters and run in sequence on their tensors'
+            device.
 
-    The same ``input_fn`` and ``step_fn`` give the same results both ways, up to rounding. ``replica_id`` is the number
-    of the replica whose step runs, ``replicas`` their count.
+    Both kinds of replication give the same results for the same ``input_fn`` and ``step_fn``, up to rounding.
+    ``replica_id`` is the number of the replica that runs, and ``replicas`` the number of replicas.
 
-    Differences from the paper: its in-graph replicas have a device each, and its graph is captured once; here the graph
-    shows the computations and exchanges of a step, and is slower than one process. Training is synchronous.
+    Differences from the paper: there, each in-graph replica has its own device, and the graph is captured once. Here
+    the graph shows the computations and exchanges of a step, and is slower than one process. Training is synchronous.
     """
 
     def __init__(self, comm: AnyCommunicator | None = None, replicas: int | None = None):
@@ -71,7 +71,7 @@ class Replicator:
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> ReplicatedOptimizer:
         """Return an optimizer with ``minimize(loss)``, which averages gradients over replicas before the step.
 
-        Between processes, its parameters get rank 0's values now.
+        With one process per replica, the optimizer's parameters are set to rank 0's values.
         """
         wrapped = ReplicatedOptimizer(optimizer, self._exchange, len(self._optimizers), self.comm is None)
         self._optimizers.append(wrapped)
@@ -84,7 +84,7 @@ class Replicator:
     # Inside step_fn
 
     def map_reduce(self, value: torch.Tensor | Callable, op: str = "sum") -> torch.Tensor:
-        """Combine one tensor of every replica, element by element; gradients flow back to every replica.
+        """Combine one tensor of every replica element by element; gradients flow back to every replica.
 
         Args:
             value: this replica's tensor, or a function that returns it: ``value(replica_id)``.
@@ -95,13 +95,14 @@ class Replicator:
         tensor = self._mapped(value, "map_reduce")
         if op not in MAP_REDUCE_OPS:
             raise DtlibError(f"map_reduce has no op {op!r}: choose one of {', '.join(MAP_REDUCE_OPS)}.")
-        types.combiner(tensor, op, "map_reduce")  # refuses what processes could not combine
+        # Raise the same errors as with processes for tensors that cannot be combined.
+        types.combiner(tensor, op, "map_reduce")
         return exchanged(tensor, f"all_reduce {op}", self._exchange)
 
     def map_gather(self, value: torch.Tensor | Callable) -> torch.Tensor:
-        """Every replica's tensor, one after the other along the first axis; numbers become a vector.
+        """Concatenate every replica's tensor along the first axis; numbers become a vector.
 
-        ``value`` is as in ``map_reduce``, of the same shape on all replicas. Gradients flow back to every replica.
+        ``value`` is as in ``map_reduce`` and has the same shape on all replicas. Gradients flow back to every replica.
         """
         tensor = self._mapped(value, "map_gather")
         types.check_name(types.dtype_name(tensor.dtype), "map_gather")
@@ -117,17 +118,17 @@ class Replicator:
     # Running
 
     def run(self, step_fn: Callable, input_fn: Callable, steps: int | None = None) -> object:
-        """Run ``step_fn`` on all replicas, step after step.
+        """Run ``step_fn`` on all replicas, step by step.
 
         Args:
-            step_fn: ``step_fn(inputs)`` is one replica's step; it returns a tensor, or tensors in tuples, lists and
-                dictionaries, or None. In-graph it is captured in each step, once for each replica.
+            step_fn: ``step_fn(inputs)`` is the step of one replica. It returns None, a tensor, or tuples, lists and
+                dictionaries of tensors. With in-graph replication, it is captured once per replica in each step.
             input_fn: ``input_fn(replica_id)`` returns an iterable of inputs for that replica, or a function that
-                returns them one by one. Inputs are tensors, or tuples, lists and dictionaries of them.
-            steps: their number; without it, until the first replica has no more inputs.
+                returns the next inputs. Inputs are tensors, or tuples, lists and dictionaries of tensors.
+            steps: number of steps. Default: until the first replica has no more inputs.
 
         Returns:
-            The results of ``step_fn``, each tensor stacked as ``[steps, replicas, ...]``; the same on every process.
+            The results of ``step_fn``, each tensor stacked as ``[steps, replicas, ...]``; equal on every process.
 
         Raises:
             DtlibError: if inputs end before ``steps``, and for a line that cannot be captured.
@@ -160,6 +161,7 @@ class Replicator:
                     packed.append(spec)
                     return outputs
 
+                # Capture runs step_fn once for each replica, with ``replica_id`` set to that replica.
                 graphs.append(capture(one_step, tensors))
                 flat += tensors
         finally:
@@ -175,7 +177,7 @@ class Replicator:
         return self._graph
 
     def _next_inputs(self, sources, steps, done):
-        """A list of this process's replicas' inputs, or None once a replica has no more."""
+        """Return the next inputs of this process's replicas, or None if any replica has no more inputs."""
         end = object()
         inputs = [next(source, end) for source in sources]
         has_more = torch.tensor([thing is not end for thing in inputs], dtype=torch.uint8)
@@ -194,7 +196,7 @@ class Replicator:
         if not results:
             raise DtlibError("run has made no step: input_fn returned no inputs, or steps is 0.")
         outputs = [output for step in results for output in step]
-        # Outputs may differ in values alone, between steps and between replicas.
+        # Results are stacked, so all steps and replicas must return the same nesting, shapes and dtypes.
         kinds = [_kind(output) for output in outputs]
         here = next((kind for kind in kinds if kind != kinds[0]), kinds[0])
         if self.comm:
@@ -221,12 +223,12 @@ def _inputs_of(input_fn, replica):
 
 
 def _copied(leaf):
-    """Memory that later steps do not change, as they would change a parameter."""
+    """Return a copy, because later steps may change the tensor in place, for example a parameter."""
     return leaf if leaf is None else leaf.clone()
 
 
 def _kind(output) -> str:
-    """The packing of an output, in words: ``{'loss': (3,) float64}``."""
+    """Describe the nesting, shapes and dtypes of an output: ``{'loss': (3,) float64}``."""
     told = tree_map(
         lambda leaf: leaf if leaf is None else f"{tuple(leaf.shape)} {leaf.dtype}".replace("torch.", ""), output
     )
@@ -234,7 +236,7 @@ def _kind(output) -> str:
 
 
 def _checked(output):
-    """Outputs without their gradients."""
+    """Return outputs without their gradients."""
     leaves, spec = tree_flatten(output)
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, torch.Tensor):

@@ -1,11 +1,11 @@
-"""Exchanges between replicas, with their gradients: collectives between processes, or marks in a captured graph.
+"""Exchanges between replicas, with gradients: collectives between processes, or marks in a captured graph.
 
     y = all_reduce(x)          the sum (mean, ...) over replicas       gradient: all_reduce of the gradients
-    y = all_gather(x)          everyone's x, one after the other       gradient: reduce_scatter
+    y = all_gather(x)          all replicas' x, concatenated           gradient: reduce_scatter
     y = reduce_scatter(x)      chunk r of the sum                      gradient: all_gather
 
-The loss of every replica may depend on every replica's x, so each gradient is exchanged as well. The kind of an
-exchange is a text: ``all_reduce mean``, ``all_gather``, ``reduce_scatter``.
+The loss of every replica may depend on every replica's x, so gradients are exchanged as well. The kind of an exchange
+is a string: ``all_reduce mean``, ``all_gather``, ``reduce_scatter``.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ Exchange = Callable[[Tensor, str], Tensor]
 
 
 def between_graph(comm: Communicator) -> Exchange:
-    """One replica per process: an exchange is a collective of the communicator."""
+    """Return the exchange for one replica per process: a collective of the communicator."""
 
     def exchange(tensor: Tensor, kind: str) -> Tensor:
         name, _, op = kind.partition(" ")
@@ -41,12 +41,12 @@ def between_graph(comm: Communicator) -> Exchange:
 
 
 def in_graph(replicas: int) -> Exchange:
-    """All replicas in one process: an exchange is a mark, which ``graph.rewire`` replaces by ``among_all``."""
+    """Return the exchange for all replicas in one process: a mark, which ``graph.rewire`` replaces by ``among_all``."""
     return lambda tensor, kind: torch.ops.dtlib.exchange(tensor, kind, replicas)
 
 
 def among_all(tensors: list[Tensor], kind: str) -> list[Tensor]:
-    """The exchange in a rewired graph: a tensor of each replica in; a result for each, in its own memory, out."""
+    """Exchange in a rewired graph: take a tensor per replica; return a result per replica, each in its own memory."""
     name, _, op = kind.partition(" ")
     stacked = torch.stack(tensors)
     if name == "reduce_scatter":
@@ -59,7 +59,7 @@ def among_all(tensors: list[Tensor], kind: str) -> list[Tensor]:
 
 
 def exchanged(tensor: Tensor, kind: str, exchange: Exchange) -> Tensor:
-    """``exchange(tensor, kind)``, through which gradients flow back to every replica."""
+    """Return ``exchange(tensor, kind)``, with gradients that flow back to every replica."""
     shape, saved = tensor.shape, []
 
     def forward(tensor):
@@ -71,7 +71,7 @@ def exchanged(tensor: Tensor, kind: str, exchange: Exchange) -> Tensor:
     def backward(gradient):
         if kind in GRADIENT:
             return exchanged(gradient, GRADIENT[kind], exchange).reshape(shape)
-        # The largest (smallest) values share the gradient in equal parts.
+        # For max and min, all elements that equal the result share the gradient in equal parts.
         holds = saved[0].to(gradient.dtype)
         return holds / exchanged(holds, "all_reduce sum", exchange) * exchanged(gradient, "all_reduce sum", exchange)
 
@@ -79,13 +79,13 @@ def exchanged(tensor: Tensor, kind: str, exchange: Exchange) -> Tensor:
 
 
 def _shape_after(tensor, kind: str, replicas: int) -> tuple:
-    """Numbers are gathered into a vector, everything else along its first axis."""
+    """Return the shape of an exchange's result: numbers are gathered into a vector, tensors along the first axis."""
     if kind == "all_gather":
         return (replicas * len(tensor), *tensor.shape[1:]) if tensor.dim() else (replicas,)
     return (len(tensor) // replicas, *tensor.shape[1:]) if kind == "reduce_scatter" else tuple(tensor.shape)
 
 
-# The marks. They are tagged like random operators, so that tracing never takes their results for constants.
+# The marks. They are tagged as random operators, so that tracing does not treat their results as constants.
 
 
 def _mark(name: str, mutates=()):

@@ -1,16 +1,16 @@
-"""One graph for one step of all replicas: the step of each is captured, and the marks in it become real exchanges.
+"""One graph for one step of all replicas: each replica's step is captured, and its marks become real exchanges.
 
     def step_fn(inputs):                  replica 0    ops -> mark -> ops            ops -\\                /-> ops
         loss = ...                 --->   replica 1    ops -> mark -> ops   --->     ops --> all_reduce --> ops
         optimizer.minimize(loss)          replica 2    ops -> mark -> ops            ops -/                \\-> ops
         return loss
 
-``make_fx`` runs the step function on tensors without contents and writes down its operations. So a step that asks for
-the contents (``if loss > 1``, ``.item()``), draws random numbers or changes tensors from outside is refused with its
-line. Each step is captured again, so Python's values in it are those of the moment.
+``make_fx`` runs the step function on tensors without values and records its operations. A step that reads values (``if
+loss > 1``, ``.item()``), draws random numbers or changes outside tensors is refused, and the error shows its line. Each
+step is captured again, so Python variables have their current values.
 
-Replicas go from mark to mark in step. So when the shared parameters are changed, every replica has read the old ones,
-and none has yet read the new ones.
+All replicas reach a mark before any replica continues. So when the shared parameters change, every replica has read the
+old values, and no replica has read the new ones.
 """
 
 import operator
@@ -30,7 +30,7 @@ from dtlib.parallel.replicator.exchange import APPLY, EXCHANGE, among_all
 
 BETWEEN = "or use Replicator(comm), a process per replica, where it works"
 VALUES = f"a graph does not know values: compute with tensors, for instance torch.where, {BETWEEN}"
-# Methods that ask a tensor for its value, in Python.
+# Methods that turn a tensor into a Python value.
 METHODS = {name: VALUES for name in (
     "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__format__",
     "__contains__",
@@ -42,7 +42,7 @@ METHODS["backward"] = "gradients are part of the step: call minimize(loss) of re
 
 
 def capture(step: Callable, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Return the operations of ``step(*tensors)``, which gives a list of tensors, as a graph."""
+    """Return the operations of ``step(*tensors)``, a function that returns a list of tensors, as a graph."""
 
     def watched(*inputs):
         with _NoValues(), _NoSideEffects(inputs):
@@ -53,6 +53,7 @@ def capture(step: Callable, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
                     f"An in-graph replicator cannot capture {error.func}, whose result depends on values: {VALUES}."
                 ) from None
 
+    # Fake tensors have shapes and dtypes but no values, so nothing is computed during capture.
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(tensor) for tensor in tensors]
         return make_fx(watched, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
@@ -73,11 +74,11 @@ class _NoValues(TorchFunctionMode):
 
 
 class _NoSideEffects(TorchDispatchMode):
-    """Refuse random numbers, and writing into tensors that were there before the step."""
+    """Refuse random numbers and writes to tensors from outside of the step."""
 
     def __init__(self, inputs):
         super().__init__()
-        # By storage, as views share it; the reference keeps a number from being given twice.
+        # Keyed by storage, because views share it. The reference keeps the storage alive, so its address is not reused.
         self.outside = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in inputs}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -87,7 +88,7 @@ class _NoSideEffects(TorchDispatchMode):
         schema = function._schema
         given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
         by_name = {argument.name: argument.default_value for argument in schema.arguments} | given | kwargs
-        # Attention draws only if it drops.
+        # Attention only draws random numbers if it has dropout.
         if torch.Tag.nondeterministic_seeded in function.tags and by_name.get("dropout_p") != 0:
             _refuse(
                 f"{function}, which draws random numbers",
@@ -105,6 +106,7 @@ class _NoSideEffects(TorchDispatchMode):
                 f"(BatchNorm: track_running_stats=False), {BETWEEN}",
             )
         result = function(*args, **kwargs)
+        # The result may be a view of an outside tensor, so a write to it must be refused, too.
         if touched and isinstance(result, torch.Tensor) and "lift_fresh" not in str(function):
             self.outside[result.untyped_storage()._cdata] = result.untyped_storage()
         return result
@@ -121,7 +123,7 @@ class _NoSideEffects(TorchDispatchMode):
 class StepGraph:
     """One step of all replicas.
 
-    ``print(graph)`` shows it as a table, ``graph.code`` as Python; ``graph.exchanges`` are the nodes at which replicas
+    ``print(graph)`` shows a table and ``graph.code`` Python code. ``graph.exchanges`` are the nodes at which replicas
     exchange tensors, and ``graph.module`` is the ``torch.fx.GraphModule``.
     """
 
@@ -130,11 +132,12 @@ class StepGraph:
         self.exchanges = [node for node in module.graph.nodes if "exchange" in node.meta]
 
     def __call__(self, *tensors: torch.Tensor) -> list[list]:
+        """Run the step on all replicas' inputs; return a list of outputs for each replica."""
         with torch.no_grad():  # gradients are operations of the graph
             return self.module(*tensors)
 
     def __str__(self) -> str:
-        """Operations of each replica between exchanges, from top to bottom.
+        """Return the number of each replica's operations between exchanges, from top to bottom.
 
         replica 0       replica 1
         13 operations   13 operations
@@ -152,16 +155,18 @@ class StepGraph:
 
 
 def rewire(graphs: list[fx.GraphModule], apply: list[Callable]) -> StepGraph:
-    """One graph: the inputs of replica 0, of replica 1, ... in; a list of outputs for each replica out.
+    """Merge the replicas' graphs into one: it takes all inputs and returns a list of outputs for each replica.
 
-    ``apply[n](gradients, used)`` is the step of optimizer n, made once for all replicas, as they share its parameters.
+    ``apply[n](gradients, used)`` is the step of optimizer n. It runs once for all replicas, because they share
+    parameters.
 
     Raises:
-        DtlibError: if replicas do not exchange the same in the same order.
+        DtlibError: if replicas do not run the same exchanges in the same order.
     """
     whole, root = fx.Graph(), nn.Module()
     replicas = [_Replica(number, graph, whole, root) for number, graph in enumerate(graphs)]
     count = 0
+    # Copy every replica up to its next mark, then insert one exchange that takes the tensors of all replicas.
     while marks := [replica.advance() for replica in replicas]:
         texts = [_described(mark) for mark in marks]
         for replica, text in enumerate(texts):
@@ -173,7 +178,7 @@ def rewire(graphs: list[fx.GraphModule], apply: list[Callable]) -> StepGraph:
         mark, count = marks[0], count + 1
         if mark.op == "output":
             break
-        if mark.target is APPLY:  # the averages are the same on all replicas
+        if mark.target is APPLY:  # the averages are equal on all replicas
             _, *gradients, number = replicas[0].translate(mark.args)
             node = whole.call_function(apply[number], tuple(gradients))
         else:
@@ -187,24 +192,24 @@ def rewire(graphs: list[fx.GraphModule], apply: list[Callable]) -> StepGraph:
 
 
 class _Replica:
-    """The graph of one replica, while it is copied into the whole."""
+    """The graph of one replica while it is copied into the merged graph."""
 
     def __init__(self, number: int, graph: fx.GraphModule, whole: fx.Graph, root: nn.Module):
         self.number, self.graph, self.whole, self.root = number, graph, whole, root
-        self.values: dict[fx.Node, fx.Node] = {}  # this replica's nodes: their copies in the whole
+        self.values: dict[fx.Node, fx.Node] = {}  # nodes of this replica: their copies in the merged graph
         self.rest = iter(graph.graph.nodes)
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 self.put(node, whole.placeholder(f"replica_{number}_{node.name}"))
 
     def advance(self) -> fx.Node:
-        """Copy nodes up to the next mark, or to the output, and return that."""
+        """Copy nodes up to the next mark or the output, and return that node."""
         for node in self.rest:
             if node.op == "output" or node.target in (EXCHANGE, APPLY):
                 return node
-            if node.op == "get_attr":  # a tensor from outside: one for all replicas that use it
+            if node.op == "get_attr":  # an outside tensor, shared by all replicas
                 tensor = getattr(self.graph, node.target)
-                # As it is, not as a parameter: the whole belongs to no model.
+                # Bypass nn.Module's registration: the merged graph does not own the parameters.
                 object.__setattr__(self.root, f"tensor_{id(tensor)}", tensor)
                 self.put(node, self.whole.get_attr(f"tensor_{id(tensor)}"))
             elif node.op != "placeholder":
@@ -220,7 +225,7 @@ class _Replica:
 
 
 def _described(mark: fx.Node) -> str:
-    """A mark in words: ``all_reduce mean of (7,) float64``."""
+    """Describe a mark: ``all_reduce mean of (7,) float64``."""
     if mark.op == "output":
         return "the end"
     args: tuple = mark.args

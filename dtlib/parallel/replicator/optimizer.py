@@ -1,4 +1,4 @@
-"""An optimizer whose gradients are averaged over replicas before the step."""
+"""An optimizer that averages gradients over replicas before its step."""
 
 import torch
 
@@ -7,18 +7,19 @@ from dtlib.parallel.replicator.exchange import APPLY, Exchange, exchanged
 
 
 class ReplicatedOptimizer:
-    """An optimizer with ``minimize(loss)``: backward pass, average over replicas, step. Made by ``wrap_optimizer``.
+    """An optimizer with ``minimize(loss)``: backward pass, average over replicas, step. Returned by ``wrap_optimizer``.
 
-    The torch optimizer inside, ``optimizer``, makes the step, on every process or once for all replicas in it. So its
-    learning rate may be scheduled, its states saved, and its step hooks see the averaged gradients, to clip them.
+    The torch optimizer in ``optimizer`` does the step, on every process or once for all in-graph replicas. So its
+    learning rate may be scheduled, its states can be saved, and its step hooks see the averaged gradients, for example
+    to clip them.
 
     Raises:
-        DtlibError: for LBFGS, for parameters of several dtypes, and if none requires a gradient.
+        DtlibError: for LBFGS, for parameters of several dtypes, and if no parameter requires a gradient.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, exchange: Exchange, number: int, in_graph: bool):
         self.optimizer = optimizer
-        self.number = number  # by which a graph names it
+        self.number = number  # identifies this optimizer in a graph
         self._exchange, self._in_graph = exchange, in_graph
         self._wrapped = self._all()
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -30,10 +31,11 @@ class ReplicatedOptimizer:
 
     @property
     def parameters(self) -> list:
-        """The parameters that require a gradient at the moment.
+        """The parameters that currently require a gradient.
 
         Raises:
-            DtlibError: for parameters of a group that was added later, as replicas may have other values of them.
+            DtlibError: for a parameter group that was added after construction, because its values may differ between
+                replicas.
         """
         if len(everything := self._all()) != len(self._wrapped):
             raise DtlibError(
@@ -48,8 +50,8 @@ class ReplicatedOptimizer:
     def minimize(self, loss: torch.Tensor) -> None:
         """Compute this replica's gradients of ``loss``, average them over replicas, and step.
 
-        ``loss`` is one number. A parameter that no replica has used keeps ``grad=None``; one that some have used
-        counts as zero on the others. The averages stay in ``.grad``.
+        ``loss`` is one number. A parameter that no replica has used keeps ``grad=None``. If only some replicas have
+        used it, the others contribute zeros. The averages stay in ``.grad``.
         """
         if loss.dim() or not loss.requires_grad:
             raise DtlibError(
@@ -58,7 +60,7 @@ class ReplicatedOptimizer:
             )
         parameters = self.parameters
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        # All gradients travel in one message, and behind them a number for each parameter: is it used here?
+        # Send all gradients in one message. At its end, one number per parameter says whether this replica has used it.
         pieces = [_flat(gradient, parameter) for gradient, parameter in zip(gradients, parameters, strict=True)]
         used_here = [pieces[0].new_full((1,), float(gradient is not None)) for gradient in gradients]
         flat = exchanged(torch.cat([*pieces, *used_here]).detach(), "all_reduce mean", self._exchange)
@@ -66,14 +68,14 @@ class ReplicatedOptimizer:
         averages = [average.view_as(parameter) for average, parameter in zip(averages, parameters, strict=True)]
         if self._in_graph:
             with torch.no_grad():
-                APPLY(parameters, averages, used, self.number)  # a mark
+                APPLY(parameters, averages, used, self.number)  # a mark in the graph
         else:
             self.apply(averages, used)
 
     def apply(self, gradients: list[torch.Tensor], used: torch.Tensor) -> None:
-        """Step with gradients that are averaged already."""
+        """Step with gradients that have been averaged."""
         for parameter in self._wrapped:
-            parameter.grad = None  # also of one that has been frozen since
+            parameter.grad = None  # also for a parameter that was frozen since
         for parameter, gradient, is_used in zip(self.parameters, gradients, used.tolist(), strict=True):
             parameter.grad = gradient if is_used else None
         self.optimizer.step()

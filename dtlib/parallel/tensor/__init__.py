@@ -1,7 +1,7 @@
-"""Tensor parallelism: each layer's weights are cut among ranks, and all ranks work on the same batch.
+"""Tensor parallelism: each layer's weights are sharded over ranks, and all ranks work on the same batch.
 
-A multi-layer perceptron Z = act(X A) B is cut along its hidden features: A by columns, B by rows. Between the two each
-rank needs nothing from the others, as the activation works element by element:
+A multi-layer perceptron Z = act(X A) B is sharded along its hidden features: A by columns and B by rows. Between A and
+B no communication is needed, because the activation works element by element:
 
                   A = [A0 | A1]                B = [B0]
                                                    [B1]
@@ -12,16 +12,16 @@ rank needs nothing from the others, as the activation works element by element:
     f    forward: X as it is            backward: all_reduce of the gradient of X
     g    forward: all_reduce            backward: the gradient of Z as it is
 
-All ranks of the tensor axis need the same batch, and the same random numbers outside of these layers (dropout): give
-them one seed, and one part of the data. Nothing compares their inputs: another batch on each rank mixes outputs, and
-the layers outside train apart.
+All ranks of the tensor axis need the same batch, and the same random numbers outside of these layers (dropout). Use the
+same seed and the same part of the data on all of them. Inputs are not compared: with different batches, outputs would
+be mixtures, and the other layers would diverge.
 
-Attention is cut the same way by heads, and the embedding and the loss by words. functions.py has f and g, layers.py
-what is cut by columns, rows and words, cross_entropy.py the loss, blocks.py the perceptron and attention, whole.py a
-model in shards seen as one.
+Attention is sharded by heads, and the embedding and the loss by words. functions.py has f and g. layers.py has layers
+that are sharded by columns, rows and words. cross_entropy.py has the loss, blocks.py the perceptron and attention, and
+unsharded.py functions for the whole model.
 
-What travels, for activations X of B bytes on N ranks; an all_reduce of B bytes by ring sends 2 B (N-1) / N from each
-rank, an all_gather B (N-1) / N (both on average, where B does not divide by N):
+Communication for activations X of B bytes on N ranks. A ring all_reduce of B bytes sends 2 B (N-1) / N from each rank,
+and an all_gather B (N-1) / N (on average, if B is not divisible by N):
 
                                   forward                                backward
     ColumnParallelLinear          with gather_output: all_gather of      all_reduce of X's gradient
@@ -32,18 +32,18 @@ rank, an all_gather B (N-1) / N (both on average, where B does not divide by N):
     ParallelAttention             all_reduce of B                        all_reduce of B
     ... with sequence_parallel    all_gather and reduce_scatter of B     reduce_scatter and all_gather of B
     VocabParallelEmbedding        all_reduce of B                        nothing
-    vocab_parallel_cross_entropy  two all_reduces: 3 numbers a token,    nothing
+    vocab_parallel_cross_entropy  two all_reduces: 3 numbers per token,  nothing
                                   and N more
 
-Where an input needs no gradient, nothing travels for it in the backward pass. Every rank of ``comm`` has the same batch
-and calls the same layers in the same order; dropout outside the cut layers has to draw the same numbers on all of them.
+If an input requires no gradient, nothing is sent for it in the backward pass. All ranks call the same layers in the
+same order.
 
 M. Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model parallelism",
 arXiv:1909.08053, section 3; D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using
 Megatron-LM", SC 2021, section 2.3. Names are Megatron-LM's.
 """
 
-from dtlib.parallel.tensor import contract  # noqa: F401  # plain.py's, on import
+from dtlib.parallel.tensor import checks  # noqa: F401  # installs the checks of plain.py on import
 from dtlib.parallel.tensor.blocks import ParallelAttention, ParallelMLP
 from dtlib.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from dtlib.parallel.tensor.functions import (
@@ -56,7 +56,7 @@ from dtlib.parallel.tensor.functions import (
     sum_over_ranks,
 )
 from dtlib.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from dtlib.parallel.tensor.whole import clip_grad_norm_, whole_state_dict
+from dtlib.parallel.tensor.unsharded import clip_grad_norm_, whole_state_dict
 
 __all__ = [
     "ColumnParallelLinear",

@@ -1,4 +1,4 @@
-"""The two blocks of a transformer, cut: by columns, then by rows, so that each needs f and g once.
+"""The two blocks of a transformer, sharded by columns and then by rows, so that each block needs f and g once.
 
 M. Shoeybi et al., arXiv:1909.08053, section 3 and figure 3.
 """
@@ -16,17 +16,18 @@ from dtlib.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 
 
 class ParallelMLP(nn.Module):
-    """Two linear layers around an activation, cut along the hidden features.
+    """Two linear layers around an activation, sharded along the hidden features.
 
     Args:
-        width, hidden: features of input and output, and between the layers; ``hidden`` need not divide by the ranks.
+        width, hidden: features of input and output, and of the hidden layer; ``hidden`` need not be divisible by the
+            ranks.
         comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
-        activation: works element by element.
-        sequence_parallel: each rank passes and gets its tokens alone, an equal slice of dimension -2.
+        activation: an element-wise function.
+        sequence_parallel: input and output are only this rank's tokens, an equal slice of dimension -2.
 
-    Cost for an input of B bytes on N ranks: one all_reduce of B forward and one backward, so that by ring each rank
-    sends 2 B (N-1) / N in each; with ``sequence_parallel`` an all_gather and a reduce_scatter each way, with as many
-    bytes. Without tensor parallelism: nothing, but N times the weights.
+    Cost for an input of B bytes on N ranks: one all_reduce of B forward and one backward. With a ring, each sends 2 B
+    (N-1) / N per rank. With ``sequence_parallel``, an all_gather and a reduce_scatter in each direction send the same
+    number of bytes. Without tensor parallelism, nothing is sent, but every rank has all weights.
     """
 
     def __init__(self, width: int, hidden: int, comm: AnyCommunicator, activation: Callable = functional.gelu,
@@ -43,26 +44,26 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Multi-head self-attention, cut by heads: each rank has ``heads / size`` of them, which need nothing from others.
+    """Multi-head self-attention, sharded by heads: each rank computes ``heads / size`` heads without communication.
 
     Args:
         width: features of input and output, a multiple of ``heads``.
         heads: a multiple of the number of ranks.
         comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
-        causal: a token looks at itself and those before it.
-        sequence_parallel: each rank passes and gets its tokens alone, an equal slice of dimension -2.
+        causal: a token attends only to itself and earlier tokens.
+        sequence_parallel: input and output are only this rank's tokens, an equal slice of dimension -2.
 
-    Takes and gives ``(..., tokens, width)``, equal on all ranks. Rows of ``in_proj`` are ordered head by head, each
-    with its query, key and value, so that an equal cut gives whole heads. There is no dropout.
+    Input and output have shape ``(..., tokens, width)`` and are equal on all ranks. Rows of ``in_proj`` are ordered by
+    head, each with query, key and value, so that equal shards contain whole heads. There is no dropout.
 
     Cost for an input of B bytes on N ranks: one all_reduce of B forward and one backward, as for ``ParallelMLP``.
-    Counterpart: ``torch.nn.MultiheadAttention``, which keeps all queries first, then keys, then values.
+    Counterpart: ``torch.nn.MultiheadAttention``, which stores all queries first, then keys, then values.
 
     Raises:
-        DtlibError: where heads do not divide by ranks, or the width by heads; on every rank.
+        DtlibError: on every rank, if heads are not divisible by ranks, or the width by heads.
     """
 
-    recompute = False  # whether the core of attention is computed anew in the backward pass
+    recompute = False  # True to recompute the core of attention in the backward pass
 
     def __init__(self, width: int, heads: int, comm: AnyCommunicator, causal: bool = False,
                  sequence_parallel: bool = False):  # fmt: skip
@@ -72,7 +73,7 @@ class ParallelAttention(nn.Module):
     @classmethod
     def from_attention(cls, attention: nn.MultiheadAttention, comm: AnyCommunicator,
                        causal: bool = False) -> "ParallelAttention":  # fmt: skip
-        """The shards of a self-attention that is there already; rank 0's values count."""
+        """Shard an existing self-attention; rank 0's values are used."""
         if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
             raise DtlibError(
                 "ParallelAttention supports only self-attention: build the nn.MultiheadAttention without kdim, vdim, "
@@ -122,7 +123,7 @@ class ParallelAttention(nn.Module):
         return self.out_proj(mixed)
 
     def mixed(self, of_heads: Tensor) -> Tensor:
-        """The core of attention: (..., tokens, 3 x features of the heads here) to (..., tokens, features)."""
+        """Compute the core of attention: (..., tokens, 3 x features of the local heads) to (..., tokens, features)."""
         by_heads = of_heads.unflatten(-1, (self.heads_here, 3, self.head_width))
         query, key, value = (each.transpose(-3, -2) for each in by_heads.unbind(-2))  # (..., heads, tokens, head_width)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
@@ -130,5 +131,5 @@ class ParallelAttention(nn.Module):
 
 
 def _by_heads(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of queries, keys and values, one kind after the other, as ``in_proj`` orders them: head by head."""
+    """Reorder rows from all queries, all keys, all values to the order of ``in_proj``: head by head."""
     return rows.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)

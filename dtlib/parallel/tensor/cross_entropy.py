@@ -1,13 +1,13 @@
-"""Cross-entropy of logits whose words are shared among ranks, without ever gathering them.
+"""Cross-entropy of logits that are sharded by words, without gathering the logits.
 
 loss = log(sum over words of exp(logit - highest)) - (logit of the target - highest)
 
     rank r   highest of its logits                  --- all_reduce max --->   highest
     rank r   sum of exp, and the target's logit     --- all_reduce sum --->   the two summands of the loss
-             if it has that word (else 0)
+             if the rank has that word (else 0)
 
-Gathering would send V numbers a token; this sends three. The gradient, softmax - 1 at the target, needs nothing from
-others. M. Shoeybi et al., arXiv:1909.08053, section 3.
+An all_gather would send V numbers per token for a vocabulary of V words; this sends three. The gradient, softmax - 1 at
+the target, needs no communication. M. Shoeybi et al., arXiv:1909.08053, section 3.
 """
 
 import torch
@@ -22,21 +22,21 @@ REDUCTIONS = ("none", "mean", "sum")
 
 def vocab_parallel_cross_entropy(logits_slice: torch.Tensor, targets: torch.Tensor, comm: Communicator,
                                  reduction: str = "none", ignore_index: int = -100) -> torch.Tensor:  # fmt: skip
-    """``torch.nn.functional.cross_entropy`` of logits in slices.
+    """``torch.nn.functional.cross_entropy`` of sharded logits.
 
     Args:
-        logits_slice: this rank's logits, ``(..., words here)``; ranks have consecutive words, in rank order.
-        targets: words, int64, of shape ``(...)``, equal on all ranks.
+        logits_slice: this rank's logits, ``(..., local words)``; ranks have consecutive words, in rank order.
+        targets: word indices, int64, of shape ``(...)``, equal on all ranks.
         comm: a dtlib communicator.
-        reduction: ``"none"`` gives the loss of each sample, of the shape of ``targets``; ``"mean"`` and ``"sum"`` one
-            number. The mean is over targets that are not ignored.
-        ignore_index: a target that counts for nothing.
+        reduction: ``"none"`` returns the loss of each sample, with the shape of ``targets``; ``"mean"`` and ``"sum"``
+            return one number. The mean is over targets that are not ignored.
+        ignore_index: target value that is ignored.
 
-    The loss is equal on all ranks. That of 16-bit logits is computed and returned in float32.
-    Counterpart: Megatron-LM's ``vocab_parallel_cross_entropy``.
+    The loss is equal on all ranks. For 16-bit logits, it is computed and returned in float32. Counterpart:
+    Megatron-LM's ``vocab_parallel_cross_entropy``.
 
     Raises:
-        DtlibError: for shapes that do not fit, a target that is no word, and an unknown reduction.
+        DtlibError: for shapes that do not fit, a target that is no valid word, and an unknown reduction.
     """
     if reduction not in REDUCTIONS:
         raise DtlibError(
@@ -70,6 +70,7 @@ class _CrossEntropy(torch.autograd.Function):
         is_here = (targets >= first) & (targets < first + logits.shape[-1])
         index = (targets - first).masked_fill(~is_here, 0).unsqueeze(-1)
         of_target = shifted.gather(-1, index).squeeze(-1).masked_fill(~is_here, 0)
+        # One message for both sums.
         total, of_target = comm.all_reduce(torch.stack([exponentials.sum(-1), of_target]))
         ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), index, is_here)
         return total.log() - of_target
@@ -77,15 +78,17 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
+        # d loss / d logit is softmax - 1 at the target and softmax elsewhere; both are local to this rank's words.
         softmax, index, is_here = ctx.saved_tensors
         by_logit = softmax.scatter_add(-1, index, -is_here.to(softmax.dtype).unsqueeze(-1))
         return (by_logit * gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
 def _highest_and_place(logits, comm):
-    """The highest logit over all ranks, this rank's first word, and how many words there are.
+    """Return the highest logit over all ranks, this rank's first word, and the number of words.
 
-    Along with the maxima travels, at place r, how many words rank r has: zero is less on the others.
+    The same max all-reduce also gathers the number of words per rank: rank r contributes its number at index r and
+    zeros elsewhere.
     """
     widths = logits.new_zeros(comm.size)
     widths[comm.rank] = logits.shape[-1]

@@ -1,4 +1,4 @@
-"""How activations come to ranks and back, and what becomes of their gradients: two pairs, each the other's reverse.
+"""Send activations between ranks, with gradients: two pairs of functions, each the reverse of the other.
 
                         forward                                 backward
     copy_to_ranks       x  ->  x on every rank                  all_reduce       Megatron-LM's f
@@ -7,17 +7,18 @@
     scatter_to_ranks    [x0 x1 x2]  ->  rank r keeps xr         all_gather
     gather_from_ranks   all_gather                              [d0 d1 d2]  ->  rank r keeps dr
 
-Sequence parallelism is Megatron-LM's word for ranks that have slices of the tokens, too, between the cut blocks, where
-all features of a token are needed and other tokens are not (layer norm, dropout, the residual). f and g become
+With sequence parallelism (Megatron-LM's term), ranks also have slices of the tokens between the sharded blocks. There,
+each token needs all its features, but no other tokens (layer norm, dropout, the residual). f and g become
 
     gather_tokens       all_gather                              reduce_scatter
     scatter_tokens      reduce_scatter                          all_gather
 
-and an all_reduce by ring is these two: as many bytes travel, and each rank keeps 1/N of what lies between the blocks.
-V. Korthikanti et al., "Reducing activation recomputation in large transformer models", arXiv:2205.05198, section 4.2.
+A ring all_reduce consists of these two, so the same number of bytes is sent, and each rank keeps only 1/N of the
+activations between the blocks. V. Korthikanti et al., "Reducing activation recomputation in large transformer models",
+arXiv:2205.05198, section 4.2.
 
-``comm`` is a dtlib communicator here: ``dtlib.comm.as_communicator`` makes one, once, of what a program has. Slices are
-of the last dimension, in rank order, and differ by one element at most.
+``comm`` is a dtlib communicator here; ``dtlib.comm.as_communicator`` converts other kinds. Slices are along the last
+dimension, in rank order, and their lengths differ by at most one.
 """
 
 from functools import partial
@@ -32,29 +33,31 @@ from dtlib.gradients.backward import with_gradient
 
 
 def copy_to_ranks(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    """Megatron-LM's f: ``x``, equal on all ranks, goes into computations that differ between ranks; the gradients of
-    all of them are added up."""
+    """Return ``x``, which is equal on all ranks; its gradient is the sum of all ranks' gradients. Megatron-LM's f.
+
+    Use it where computations start to differ between ranks.
+    """
     return _one_of_a_pair(x, comm, lambda x, comm: x, reduce_from_ranks)
 
 
 def reduce_from_ranks(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    """Megatron-LM's g: the sum of all ranks' ``x``, on every rank; each ``x`` has the gradient of the sum."""
+    """Return the sum of all ranks' ``x`` on every rank; each ``x`` has the gradient of the sum. Megatron-LM's g."""
     return _one_of_a_pair(x, comm, _sum, copy_to_ranks)
 
 
 def scatter_to_ranks(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    """This rank's slice of ``x``, which is equal on all ranks: shape ``(..., n)`` to about ``(..., n / size)``."""
+    """Return this rank's slice of ``x``, which is equal on all ranks: ``(..., n)`` to about ``(..., n / size)``."""
     back = partial(gather_from_ranks, count=x.shape[-1])
     return _one_of_a_pair(x, comm, _slice_of_this_rank, back)
 
 
 def gather_from_ranks(x: torch.Tensor, comm: Communicator, count: int | None = None) -> torch.Tensor:
-    """All ranks' slices ``x`` as one tensor on every rank: the reverse of ``scatter_to_ranks``.
+    """Return all ranks' slices ``x`` as one tensor on every rank: the reverse of ``scatter_to_ranks``.
 
-    ``count`` is the length of the whole last dimension, to be given where slices differ in length.
+    ``count`` is the length of the whole last dimension. Pass it if slices differ in length.
 
     Raises:
-        DtlibError: for a slice that is not as long as ``scatter_to_ranks`` makes it of so many.
+        DtlibError: if the slice does not have the length that ``scatter_to_ranks`` gives for ``count``.
     """
     if count is not None:
         slice_ = slice_of(count, comm.rank, comm.size)
@@ -68,16 +71,19 @@ def gather_from_ranks(x: torch.Tensor, comm: Communicator, count: int | None = N
 
 
 def gather_tokens(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    """All ranks' tokens of ``x``, (..., tokens of this rank, width), for computations that differ between ranks: their
-    gradients are added up, and each rank gets those of its tokens. All ranks have as many."""
+    """Return all ranks' tokens, from this rank's ``x`` of shape (..., local tokens, width).
+
+    The gradients of all ranks are summed, and each rank receives those of its tokens. All ranks have the same number of
+    tokens.
+    """
     return _one_of_a_pair(x, comm, _tokens_of_all, scatter_tokens)
 
 
 def scatter_tokens(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    """This rank's tokens of the sum of all ranks' ``x``, (..., tokens, width): the reverse of ``gather_tokens``.
+    """Return this rank's tokens of the sum of all ranks' ``x``, (..., tokens, width): the reverse of ``gather_tokens``.
 
     Raises:
-        DtlibError: where tokens do not divide by the ranks.
+        DtlibError: if the number of tokens is not divisible by the ranks.
     """
     if x.dim() < 2 or x.shape[-2] % comm.size:
         raise DtlibError(
@@ -88,10 +94,13 @@ def scatter_tokens(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
 
 
 def sum_over_ranks(module: nn.Module, comm: Communicator) -> nn.Module:
-    """Parameters that every rank has, and uses for its tokens alone (a layer norm's): their gradients are added up over
-    ``comm`` in each backward pass. Returns the module."""
+    """Sum the gradients of this module's parameters over ``comm`` in each backward pass, and return the module.
+
+    Use it for parameters that every rank has but applies only to its own tokens, such as a layer norm's.
+    """
     _add_up(module, comm)
-    module.register_forward_pre_hook(lambda module, _: _add_up(module, comm))  # a copy of the module has it, too
+    # The forward hook is for copies of the module, whose parameters have no gradient hooks yet.
+    module.register_forward_pre_hook(lambda module, _: _add_up(module, comm))
     return module
 
 
@@ -106,18 +115,18 @@ def _add_up(module, comm) -> None:
 
 
 def _one_of_a_pair(x, comm, there, back):
-    """``there(x, comm)``; the gradient goes ``back``, by the other one of the pair."""
+    """Return ``there(x, comm)``, with ``back(gradient, comm)`` as its gradient."""
     comm = with_operations(comm)
     return with_gradient(x, lambda x: there(x, comm), lambda gradient: back(gradient, comm))
 
 
 def _sum(x, comm):
-    # In memory of its own: the caller, or autograd, may need x as it is.
+    # Copy first: all_reduce works in place, and the caller or autograd may still need x.
     return comm.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
 
 def _slice_of_this_rank(x, comm):
-    # In memory of its own, also where the slice is all of x: what comes next may work in place.
+    # Copy, even if the slice is all of x: the next operation may work in place.
     return x[..., slice_of(x.shape[-1], comm.rank, comm.size)].clone(memory_format=torch.contiguous_format)
 
 
@@ -134,14 +143,14 @@ def _tokens_of_the_sum(x, comm):
 
 
 def slice_of(count: int, rank: int, ranks: int) -> slice:
-    """Which of ``count`` elements a rank has; slices differ by one at most."""
+    """Return this rank's slice of ``count`` elements; lengths differ by at most one."""
     return slice(count * rank // ranks, count * (rank + 1) // ranks)
 
 
 def whole_of(slice_: torch.Tensor, comm: Communicator, count: int, dim: int = -1) -> torch.Tensor:
-    """All ranks' slices of ``count`` elements along ``dim``, one after the other; without gradients."""
+    """Concatenate all ranks' slices of ``count`` elements along ``dim``; without gradients."""
     last = slice_.movedim(dim, -1)
-    # all_gather carries equal chunks: the shorter ones are padded, and cut again.
+    # all_gather needs chunks of equal length, so pad the shorter slices and trim them afterwards.
     padded = nn.functional.pad(last, (0, -(-count // comm.size) - last.shape[-1])).contiguous()
     everyones = comm.all_gather(padded.new_empty(comm.size, *padded.shape), padded)
     slices = [slice_of(count, rank, comm.size) for rank in range(comm.size)]
@@ -150,6 +159,7 @@ def whole_of(slice_: torch.Tensor, comm: Communicator, count: int, dim: int = -1
 
 
 def with_operations(comm: Communicator) -> Communicator:
+    """Return ``comm``, or raise an error that says how to convert it."""
     if not hasattr(comm, "all_reduce"):
         raise DtlibError(
             f"comm={comm!r:.60} lacks dtlib's operations: create a communicator from it once, with "

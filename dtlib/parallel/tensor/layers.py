@@ -1,10 +1,10 @@
-"""Layers of which each rank has a shard of the weights.
+"""Linear and embedding layers whose weights are sharded over ranks.
 
-    ColumnParallelLinear      weight, (out_features, in_features) as torch keeps it, cut along out_features
-    RowParallelLinear         ... cut along in_features
-    VocabParallelEmbedding    weight, (num_embeddings, embedding_dim), cut along num_embeddings
+    ColumnParallelLinear      weight, stored by torch as (out_features, in_features), is sharded along out_features
+    RowParallelLinear         ... is sharded along in_features
+    VocabParallelEmbedding    weight, (num_embeddings, embedding_dim), is sharded along num_embeddings
 
-Y = X A is written with A of shape (in_features, out_features), so A's columns are the rows of torch's weight.
+In Y = X A, the matrix A has shape (in_features, out_features), so the columns of A are the rows of torch's weight.
 """
 
 from typing import ClassVar, Self
@@ -20,10 +20,10 @@ from dtlib.parallel.tensor import functions
 
 
 class ParallelLayer(nn.Module):
-    """What the layers share: this rank's shards of the parameters of a whole layer, which has rank 0's values.
+    """Base class: this rank's shards of the parameters of a whole layer, with rank 0's values.
 
-    ``partition_dim`` says along which dimension each parameter is cut; one that it does not name is whole, and equal,
-    on every rank. ``whole_shapes`` are those before the cut.
+    ``partition_dim`` maps each sharded parameter to the dimension along which it is sharded. Other parameters are whole
+    and equal on every rank. ``whole_shapes`` maps every parameter to its shape before sharding.
     """
 
     weight: nn.Parameter
@@ -31,9 +31,9 @@ class ParallelLayer(nn.Module):
     sizes: tuple[str, ...] = "in_features", "out_features"
     in_features: int
     out_features: int
-    shared = ""  # the size that ranks share among them
+    shared = ""  # name of the size that is divided among ranks
     partition_dim: ClassVar[dict[str, int]] = {}
-    sequence_parallel = False  # whether ranks have slices of the tokens outside of the blocks (functions.py)
+    sequence_parallel = False  # True if ranks have slices of the tokens outside of the blocks (functions.py)
 
     def __init__(self, whole: nn.Module, comm: AnyCommunicator):
         super().__init__()
@@ -50,10 +50,12 @@ class ParallelLayer(nn.Module):
             )
         self.slice = functions.slice_of(count, self.comm.rank, self.comm.size)
         for name, parameter in parameters.items():
+            # Broadcast the whole layer, so that a sharded layer has the same values as one on a single rank.
             values = self.comm.broadcast(parameter.detach().clone(memory_format=torch.contiguous_format))
             if name in self.partition_dim:
                 shard = values.narrow(self.partition_dim[name], self.slice.start, self.slice.stop - self.slice.start)
-                values = shard.clone(memory_format=torch.contiguous_format)  # so that the whole can be freed
+                # Copy the shard, so that the whole tensor can be freed.
+                values = shard.clone(memory_format=torch.contiguous_format)
             self.register_parameter(name, nn.Parameter(values, parameter.requires_grad))
         for name in self.sizes:
             setattr(self, name, getattr(whole, name))
@@ -62,14 +64,14 @@ class ParallelLayer(nn.Module):
 
     @classmethod
     def _of(cls, whole: nn.Module, kind: type[nn.Module], comm: AnyCommunicator) -> Self:
-        """The shards of a layer that is there already."""
+        """Shard an existing layer."""
         check_plain(whole, kind, cls.__name__)
         made = cls.__new__(cls)
         ParallelLayer.__init__(made, whole, comm)
         return made
 
     def register_parameter(self, name: str, parameter: nn.Parameter | None) -> None:
-        """Also what ``layer.weight = ...`` and ``load_state_dict(assign=True)`` call."""
+        """Note that a parameter is a shard; ``layer.weight = ...`` and ``load_state_dict(assign=True)`` call this."""
         if parameter is not None and self.comm.size > 1 and name in self.partition_dim:
             note(parameter, tensor=self.comm.members)
         super().register_parameter(name, parameter)
@@ -79,21 +81,21 @@ class ParallelLayer(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLayer):
-    """``nn.Linear`` whose output features are shared among ranks: each computes some columns of ``x A + b``.
+    """``nn.Linear`` with sharded output features: each rank computes some columns of ``x A + b``.
 
     Args:
-        in_features, out_features, bias: as for ``nn.Linear``. Where ``out_features`` does not divide by the ranks,
-            shards differ by one.
+        in_features, out_features, bias: as for ``nn.Linear``. If ``out_features`` is not divisible by the ranks, shards
+            differ by one.
         comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
-        gather_output: give all ranks the whole output, of shape ``(..., out_features)``; else each has its slice of
-            the last dimension, ready for ``RowParallelLinear(..., input_is_parallel=True)``.
+        gather_output: return the whole output on all ranks, of shape ``(..., out_features)``. If False, each rank
+            returns its slice of the last dimension, as input for ``RowParallelLinear(..., input_is_parallel=True)``.
 
-    The input, of shape ``(..., in_features)``, is equal on all ranks. Initial values are those of one ``nn.Linear`` on
-    rank 0: every rank draws all numbers and keeps its shard, so that generators stay in step.
-    Counterpart: Megatron-LM's ``ColumnParallelLinear``.
+    The input, of shape ``(..., in_features)``, is equal on all ranks. Initially, the layer equals an ``nn.Linear`` on
+    rank 0. Every rank draws all numbers and keeps its shard, so that random generators stay synchronised. Counterpart:
+    Megatron-LM's ``ColumnParallelLinear``.
 
     Raises:
-        DtlibError: for fewer output features than ranks, and for sizes that differ between ranks; on every rank.
+        DtlibError: on every rank, if there are fewer output features than ranks, or sizes differ between ranks.
     """
 
     shared = "out_features"
@@ -106,7 +108,7 @@ class ColumnParallelLinear(ParallelLayer):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: AnyCommunicator, gather_output: bool = True) -> Self:
-        """The shards of a layer that is there already; rank 0's values count, and ``linear`` stays as it is."""
+        """Shard an existing layer. Rank 0's values are used, and ``linear`` is not changed."""
         made = cls._of(linear, nn.Linear, comm)
         made.gather_output = gather_output
         return made
@@ -119,20 +121,21 @@ class ColumnParallelLinear(ParallelLayer):
 
 
 class RowParallelLinear(ParallelLayer):
-    """``nn.Linear`` whose input features are shared among ranks: each computes a summand of ``x A``; ``b`` comes last.
+    """``nn.Linear`` with sharded input features: each rank computes a summand of ``x A``; ``b`` is added to the sum.
 
     Args:
-        in_features, out_features, bias: as for ``nn.Linear``. Where ``in_features`` does not divide by the ranks,
-            shards differ by one.
+        in_features, out_features, bias: as for ``nn.Linear``. If ``in_features`` is not divisible by the ranks, shards
+            differ by one.
         comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
-        input_is_parallel: each rank passes its slice of the input, as ``ColumnParallelLinear(gather_output=False)``
-            gives it; else all pass the whole one, of shape ``(..., in_features)``.
+        input_is_parallel: each rank passes its slice of the input, the output of
+            ``ColumnParallelLinear(gather_output=False)``. If False, all ranks pass the whole input, of shape ``(...,
+            in_features)``.
 
-    The output, of shape ``(..., out_features)``, is equal on all ranks, and so are the bias and its gradient.
-    Initial values are those of one ``nn.Linear`` on rank 0. Counterpart: Megatron-LM's ``RowParallelLinear``.
+    The output, of shape ``(..., out_features)``, is equal on all ranks, and so are the bias and its gradient. Initial
+    values are those of an ``nn.Linear`` on rank 0. Counterpart: Megatron-LM's ``RowParallelLinear``.
 
     Raises:
-        DtlibError: for fewer input features than ranks, and for sizes that differ between ranks; on every rank.
+        DtlibError: on every rank, if there are fewer input features than ranks, or sizes differ between ranks.
     """
 
     shared = "in_features"
@@ -145,7 +148,7 @@ class RowParallelLinear(ParallelLayer):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: AnyCommunicator, input_is_parallel: bool = False) -> Self:
-        """The shards of a layer that is there already; rank 0's values count, and ``linear`` stays as it is."""
+        """Shard an existing layer. Rank 0's values are used, and ``linear`` is not changed."""
         made = cls._of(linear, nn.Linear, comm)
         made.input_is_parallel = input_is_parallel
         return made
@@ -162,12 +165,13 @@ class RowParallelLinear(ParallelLayer):
         out = (functions.scatter_tokens if self.sequence_parallel else functions.reduce_from_ranks)(summand, self.comm)
         if self.bias is None:
             return out
-        # After the sum, or it would be added once a rank; its gradient is of this rank's tokens, if it has some alone.
+        # Add the bias after the sum, otherwise every rank would add it. With sequence parallelism, its gradient covers
+        # only this rank's tokens, so copy_to_ranks sums the gradients.
         return out + (functions.copy_to_ranks(self.bias, self.comm) if self.sequence_parallel else self.bias)
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """``nn.Embedding`` whose words are shared among ranks: each looks up those that it has, and the rest are zeros.
+    """``nn.Embedding`` with sharded words: each rank looks up its own words and uses zeros for the others.
 
         words           7  2  5
         rank 0 (0-3)    .  w  .
@@ -177,8 +181,8 @@ class VocabParallelEmbedding(ParallelLayer):
         num_embeddings, embedding_dim: as for ``nn.Embedding``.
         comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
 
-    Takes words of any shape, equal on all ranks; gives ``(..., embedding_dim)``, equal on all ranks. Initial values are
-    those of one ``nn.Embedding`` on rank 0. To tie the output layer, which has the same slice of the words:
+    Takes word indices of any shape and returns ``(..., embedding_dim)``, both equal on all ranks. Initial values are
+    those of an ``nn.Embedding`` on rank 0. To tie the output layer, which has the same slice of the words:
 
         output = ColumnParallelLinear(embedding_dim, num_embeddings, comm, bias=False, gather_output=False)
         output.weight = embedding.weight
@@ -187,7 +191,7 @@ class VocabParallelEmbedding(ParallelLayer):
     Counterpart: Megatron-LM's ``VocabParallelEmbedding``.
 
     Raises:
-        DtlibError: for fewer words than ranks, for sizes that differ between ranks, and for a word that is none.
+        DtlibError: for fewer words than ranks, for sizes that differ between ranks, and for an invalid word index.
     """
 
     sizes = "num_embeddings", "embedding_dim"
@@ -201,15 +205,15 @@ class VocabParallelEmbedding(ParallelLayer):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, comm: AnyCommunicator) -> Self:
-        """The shards of a layer that is there already; rank 0's values count, and ``embedding`` stays as it is."""
+        """Shard an existing layer. Rank 0's values are used, and ``embedding`` is not changed."""
         for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
             value = getattr(embedding, option)
-            if value is not None and value is not False:  # padding_idx=0 is an option too
+            if value is not None and value is not False:  # padding_idx=0 is also an option
                 raise DtlibError(f"VocabParallelEmbedding has no {option}: build the nn.Embedding without it.")
         return cls._of(embedding, nn.Embedding, comm)
 
     def forward(self, words: Tensor) -> Tensor:
-        # A word that is none would be zeros on all ranks, and nobody would notice.
+        # Without this check, an invalid index would silently give zeros on all ranks.
         if words.numel() and not 0 <= words.min() <= words.max() < self.num_embeddings:
             raise DtlibError(
                 f"VocabParallelEmbedding has words 0 to {self.num_embeddings - 1} and got {int(words.min())} to "
@@ -221,7 +225,7 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 def check_same(comm: Communicator, who: str, **arguments: object) -> None:
-    """Refuse arguments that differ between ranks, on every rank."""
+    """Refuse, on every rank, arguments that differ between ranks."""
     for rank, theirs in enumerate(everyones := comm.all_gather_object(arguments)):
         for name, value in theirs.items():
             if value != everyones[0][name]:
@@ -232,7 +236,7 @@ def check_same(comm: Communicator, who: str, **arguments: object) -> None:
 
 
 def check_plain(whole: nn.Module, kind: type[nn.Module], who: str) -> None:
-    """Refuse a layer that does more than ``kind``, of which the shards would know nothing."""
+    """Refuse a layer that does more than ``kind``, because its shards would not do it."""
     hooks = whole._forward_hooks or whole._forward_pre_hooks or whole._backward_hooks or whole._backward_pre_hooks
     names = {name for name, _ in whole.named_parameters()}
     why = (
@@ -245,5 +249,6 @@ def check_plain(whole: nn.Module, kind: type[nn.Module], who: str) -> None:
 
 
 def check_width(x: Tensor, width: int, what: str) -> None:
+    """Refuse an input whose last dimension is not ``width``."""
     if x.shape[-1:] != (width,):
         raise DtlibError(f"An input has shape {tuple(x.shape)}, but its last dimension must be {width}: {what}.")

@@ -1,8 +1,8 @@
-"""Tensor parallelism, to be read from top to bottom: f and g, a linear layer cut by columns, one by rows, and both.
+"""Tensor parallelism, to be read from top to bottom: f and g, a column-parallel and a row-parallel layer, and an MLP.
 
-Every rank has a slice of each layer's weights, and all ranks work on the same batch. Two layers Z = act(X A) B are cut
-along the features between them, A by columns, B by rows. What lies between needs nothing of other ranks, as the
-activation works element by element:
+Every rank has a slice of each layer's weights, and all ranks work on the same batch. Two layers Z = act(X A) B are
+sharded along the features between them, A by columns and B by rows. Between A and B no communication is needed, because
+the activation works element by element:
 
                   A = [A0 | A1]                B = [B0]
                                                    [B1]
@@ -10,7 +10,7 @@ activation works element by element:
     X --> f --|                                        |--> g --> Z = Y0 B0 + Y1 B1, + bias
               '--> rank 1: act(X A1) = Y1 ---> Y1 B1 --'
 
-torch keeps the transposed weight, (out_features, in_features): A's columns are its rows.
+torch stores the transposed weight, (out_features, in_features), so the columns of A are its rows.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 
 class CopyToRanks(torch.autograd.Function):
-    """Megatron-LM's f. Each rank used the same X with other weights: X's gradient is the sum over all ranks."""
+    """Megatron-LM's f. Ranks multiply the same X by different weights, so X's gradient is the sum over all ranks."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -37,7 +37,7 @@ class CopyToRanks(torch.autograd.Function):
 
 
 class ReduceFromRanks(torch.autograd.Function):
-    """Megatron-LM's g, the reverse. The sum is the same on all ranks: each summand has the gradient of the sum."""
+    """Megatron-LM's g, the reverse of f. The sum is equal on all ranks, and each summand has its gradient."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -50,15 +50,15 @@ class ReduceFromRanks(torch.autograd.Function):
 
 
 def slice_of(parameter: Tensor, dim: int, group: ProcessGroup) -> nn.Parameter:
-    """This rank's slice, along ``dim``, of rank 0's values."""
+    """Return this rank's slice, along ``dim``, of rank 0's values."""
     dist.broadcast(whole := parameter.detach().clone(), group_src=0, group=group)
     return nn.Parameter(whole.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format))
 
 
 class ColumnParallelLinear(nn.Module):
-    """``nn.Linear`` of which each rank computes some output features, from an input that is equal on all ranks.
+    """``nn.Linear`` with sharded output features. The input is equal on all ranks.
 
-    Contract: ``out_features`` is a multiple of the ranks. A softmax of the output would see this rank's features alone.
+    Contract: ``out_features`` is a multiple of the ranks. A softmax of the output would see only this rank's features.
     """
 
     def __init__(self, in_features: int, out_features: int, group: ProcessGroup | None = None):
@@ -72,9 +72,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """``nn.Linear`` of which each rank takes some input features, as ``ColumnParallelLinear`` gives them.
+    """``nn.Linear`` with sharded input features, as ``ColumnParallelLinear`` returns them.
 
-    It computes a summand of the output. Contract: ``in_features`` is a multiple of the ranks.
+    Each rank computes a summand of the output. Contract: ``in_features`` is a multiple of the ranks.
     """
 
     def __init__(self, in_features: int, out_features: int, group: ProcessGroup | None = None):
@@ -85,11 +85,12 @@ class RowParallelLinear(nn.Module):
         dist.broadcast(self.bias.detach(), group_src=0, group=self.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ReduceFromRanks.apply(nn.functional.linear(x, self.weight), self.group) + self.bias  # after the sum
+        # Add the bias after the sum, otherwise every rank would add it.
+        return ReduceFromRanks.apply(nn.functional.linear(x, self.weight), self.group) + self.bias
 
 
 class ParallelMLP(nn.Module):
-    """Both, around an activation that works element by element: one all_reduce forward, one backward."""
+    """Both layers, around an element-wise activation: one all_reduce forward and one backward."""
 
     def __init__(self, width: int, hidden: int, group: ProcessGroup | None = None,
                  activation: Callable = nn.functional.gelu):  # fmt: skip
@@ -102,7 +103,7 @@ class ParallelMLP(nn.Module):
         return self.linear2(self.activation(self.linear1(x)))
 
 
-# The full layers (layers.py, functions.py) add slices that differ in length, whole outputs and inputs, layers without
-# bias, layers that are there already (from_linear), and second derivatives. Beside them: attention (blocks.py),
-# vocabularies (layers.py, cross_entropy.py), norms of gradients and whole state dicts (whole.py).
-# contract.py refuses what lies outside of the contracts above, where dtlib is installed: this file needs torch alone.
+# The full layers (layers.py, functions.py) add: slices of different lengths, whole outputs and inputs, layers without
+# bias, existing layers (from_linear), and second derivatives. Other files add attention (blocks.py), vocabularies
+# (layers.py, cross_entropy.py), gradient norms and whole state dicts (unsharded.py). Where dtlib is installed,
+# checks.py checks the contracts above. This file imports only torch.

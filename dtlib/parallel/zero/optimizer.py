@@ -1,17 +1,17 @@
 """ZeRO stages 1 and 2: every rank keeps the whole model, and updates an equal shard of it.
 
-Data parallelism keeps the optimizer's states, and does its work, N times over. Here each rank owns 1/N of the flat
-parameters. Two steps take the place of the all-reduce, and together send as much:
+In data parallelism, all N ranks keep the same optimizer states and do the same update. Here each rank owns 1/N of the
+flat parameters. Two collectives replace the all-reduce and together send as many bytes:
 
-    gradients     reduce_scatter    rank r gets the average of its shard
-                  optimizer.step()  on that shard alone, with states for that shard alone
-    parameters    all_gather        everybody has all the new values
+    gradients     reduce_scatter    rank r receives the average of its shard
+                  optimizer.step()  on this shard, with states for this shard
+    parameters    all_gather        every rank receives all new values
 
-Stage 1 keeps all gradients until ``step()`` and reduces them there. Stage 2 reduces them in buckets during the backward
-pass and frees them, so that each rank keeps the averages of its own shard only; it therefore sends gradients after
-every backward pass, where stage 1 sends them once a step.
+Stage 1 keeps all gradients until ``step()`` and reduces them there. Stage 2 reduces gradients in buckets during the
+backward pass and frees them, so each rank keeps only the averages of its own shard. Stage 2 therefore sends gradients
+after every backward pass, and stage 1 once per step.
 
-                        bytes a parameter in float32 with Adam, on N ranks
+                        bytes per parameter in float32 with Adam, on N ranks
     data parallelism    4 + 4 + 8
     stage 1             4 + 4 + 8/N
     stage 2             4 + (4 + 8)/N
@@ -30,58 +30,61 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import bucket_bytes, buckets_of
-from dtlib.gradients.local_gradient import drop_placeholder, is_gone
+from dtlib.gradients.local_gradient import drop_placeholder, is_freed
 from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_shards
 from dtlib.gradients.reducer import Reducer, ReduceScatter, progress_for, refuse_averaged
 from dtlib.gradients.same_model import check_same_model
-from dtlib.parallel.zero.arguments import check_arguments
+from dtlib.parallel.zero.argument_checks import check_arguments
 from dtlib.parallel.zero.sharded_bucket import ShardedBucket, WholeGradients, names_of
 from dtlib.world import init
 
-MASTER = "master"  # of a parameter in 16 bits
-COUNTERS = ("step", "eta", "mu", "mu_product")  # one number a parameter, even if that has no dimension itself
+MASTER = "master"  # state key of the float32 master weights of a 16-bit parameter
+COUNTERS = ("step", "eta", "mu", "mu_product")  # states with one number per parameter, never sharded
 
 
 class ZeroOptimizer(optim.Optimizer):
-    """An optimizer whose states, at stage 2 with the gradients, are shared out among the ranks of ``comm``.
+    """An optimizer that shards its states (stage 2: also the gradients) over the ranks of ``comm``.
 
-    ``loss.backward()`` stays as it is, and the model needs no wrapper. ``step()`` averages gradients over ranks,
-    updates this rank's shard, and gives everybody the new values.
+    ``loss.backward()`` does not change, and the model needs no wrapper. ``step()`` averages gradients over ranks,
+    updates this rank's shard, and all-gathers the new values.
 
     Args:
-        params: parameters, or groups of them, as for any optimizer; also ``model.named_parameters()``, so that errors
-            can name them. Rank 0's values are broadcast at construction. Those that do not require gradients are left
-            alone.
-        optimizer_class: an element-wise optimizer of torch, such as ``torch.optim.AdamW``, or a subclass with its
+        params: parameters or parameter groups, as for any optimizer, or ``model.named_parameters()``, so that errors
+            can name parameters. Rank 0's values are broadcast at construction. Parameters that do not require gradients
+            are not changed.
+        optimizer_class: an element-wise torch optimizer, such as ``torch.optim.AdamW``, or a subclass that inherits its
             ``step``.
-        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default that of
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``. Default: the communicator of
             ``dtlib.init()``.
-        stage: 1 shares out the optimizer's states, 2 the gradients as well.
-        bucket_cap_mb: stage 2 sends gradients in buckets of this many MiB, by default as large as the largest
-            parameter, and not more than 25. One of them travels at a time.
+        stage: 1 shards the optimizer states; 2 also shards the gradients.
+        bucket_cap_mb: size of the gradient buckets of stage 2 in MiB. Default: the size of the largest parameter, at
+            most 25. Only one bucket is in flight at a time.
         offload: keep master weights and optimizer states in host memory and step there (ZeRO-Offload, J. Ren et al.,
-            USENIX ATC 2021). Without a GPU there is no other memory, and it says so.
-        progress: who moves the buckets of stage 2 on during the backward pass, as for ``DataParallel``.
+            USENIX ATC 2021). Without a GPU, this has no effect and warns.
+        progress: how buckets of stage 2 progress during the backward pass, as for ``DataParallel``.
         **defaults: passed to ``optimizer_class``.
 
-    Parameters in 16 bits get master weights in float32, for this rank's shard alone.
+    Parameters in 16 bits get float32 master weights, only for this rank's shard.
 
-    ``optimizer.batch_size = len(x)`` before a backward pass weights this rank's gradients by its samples; a rank
-    without samples sets it to 0 and calls ``step()`` without a backward pass. A parameter that no rank has used is left
-    alone. ``step()`` uses gradients up: they are None afterwards. At stage 2 they leave in ``backward()`` already, and
-    placeholders stand in that refuse to be read: ``optimizer.zero_grad()`` drops the averages and ``model.zero_grad()``
-    cannot. Clip with ``optimizer.clip_grad_norm_``: before ``step()`` no rank has the averages that torch's function
-    looks for, and that is refused.
+    Set ``optimizer.batch_size = len(x)`` before a backward pass to weight this rank's gradients by its samples. A rank
+    without samples sets it to 0 and calls ``step()`` without a backward pass. A parameter that no rank has used is not
+    updated. After ``step()``, all gradients are None.
 
-    Counterparts: ``torch.distributed.optim.ZeroRedundancyOptimizer``, which is stage 1 and needs
-    ``DistributedDataParallel`` beside it; DeepSpeed's ZeRO stages 1 and 2.
+    At stage 2, gradients are sent and freed during ``backward()``. Placeholders replace them and refuse to be read. Use
+    ``optimizer.zero_grad()`` to drop the averages; ``model.zero_grad()`` cannot drop them. Clip with
+    ``optimizer.clip_grad_norm_``. torch's ``clip_grad_norm_`` is refused, because no rank has all averages before
+    ``step()``.
+
+    Counterparts: ``torch.distributed.optim.ZeroRedundancyOptimizer``, which is stage 1 and also needs
+    ``DistributedDataParallel``; DeepSpeed's ZeRO stages 1 and 2.
 
     Raises:
-        DtlibError: for an optimizer that is not element-wise, a stage that is none, parameters that differ between
-            ranks, or whose type cannot be averaged; in ``step()`` for parameters that were unfrozen or converted since.
+        DtlibError: for an optimizer that is not element-wise, an unknown stage, parameters that differ between ranks,
+            or a parameter type that cannot be averaged; in ``step()``, for parameters that were unfrozen or converted
+            after construction.
     """
 
-    optim: torch.optim.Optimizer  # the local optimizer, which has this rank's shards only
+    optim: torch.optim.Optimizer  # the local optimizer, which has only this rank's shards
 
     def __init__(
         self, params: Iterable, optimizer_class: type, comm: AnyCommunicator | None = None, stage: int = 1,
@@ -95,26 +98,27 @@ class ZeroOptimizer(optim.Optimizer):
         self._buckets: list[ShardedBucket] = []
         self._names: dict[nn.Parameter, str] = {}
         self._shard_of: dict[nn.Parameter, tuple] = {}
-        self._reduced = False  # gradients have been averaged, and step() need not do it
+        self._reduced = False  # True if gradients are averaged and step() can skip that
         self._whole_state: dict | None = None
         self.masters = MasterWeights([])
+        # The base class needs default settings, so take those of an optimizer with a dummy parameter.
         super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
-        local = [self._share_out(number) for number in range(len(self.param_groups))]
+        local = [self._shard_group(number) for number in range(len(self.param_groups))]
         self.optim = optimizer_class(local, **defaults)
         self._connect()
 
     def add_param_group(self, param_group: dict) -> None:
-        """Between ``step()`` and the next backward pass, on all ranks: train these parameters, too."""
-        is_made = hasattr(self, "optim")  # else it is a group of the constructor's
-        if is_made and self._in_the_middle():
+        """Train more parameters. All ranks call this after ``step()`` and before the next backward pass."""
+        is_made = hasattr(self, "optim")  # False if the base class's constructor adds the group
+        if is_made and self._has_pending_gradients():
             raise DtlibError("A group cannot be added while gradients wait: call step() or zero_grad() first.")
         super().add_param_group(param_group)
         if is_made:
-            self.optim.add_param_group(self._share_out(len(self.param_groups) - 1))
+            self.optim.add_param_group(self._shard_group(len(self.param_groups) - 1))
             self._connect()
 
-    def _share_out(self, number: int) -> dict:
-        """Lay a group's parameters into flat memory; returns what the local optimizer has of it."""
+    def _shard_group(self, number: int) -> dict:
+        """Flatten and shard one group; return the local optimizer's group."""
         group = self.param_groups[number]
         trained = [parameter for parameter in group["params"] if parameter.requires_grad]
         names = names_of(number, group)
@@ -122,10 +126,11 @@ class ZeroOptimizer(optim.Optimizer):
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 self.comm.broadcast(parameter)
-        # Gradients come roughly in the reverse order of the forward pass; stage 1 has no hurry and sends all at once.
+        # Gradients become ready roughly in the reverse order of the forward pass. Stage 1 sends them all at the end, so
+        # it does not need small buckets.
         order = trained[::-1]
         cap = bucket_bytes(order, self._cap_mb) if self.stage == 2 else 2**63
-        # A large gradient travels from its own memory.
+        # A large gradient gets its own bucket, so that it is sent without a copy.
         indices = buckets_of(order, cap, cap, alone_from=cap / 2 if self.stage == 2 else cap)
         kind = WholeGradients if self.stage == 1 else ShardedBucket
         buckets = [kind([order[i] for i in some], self.comm) for some in indices]
@@ -140,11 +145,11 @@ class ZeroOptimizer(optim.Optimizer):
             self._shard_of[parameter] = slice_, owned[parameter], master
         self._buckets += buckets
         self._names |= names
-        # A scheduler changes param_groups, which the local optimizer follows.
+        # Schedulers change ``param_groups`` of this optimizer; ``step()`` copies the settings to the local optimizer.
         return {**_settings_of(group), "params": [self._shard_of[parameter][2] for parameter in trained]}
 
     def _connect(self) -> None:
-        """Have autograd tell of gradients."""
+        """Register the autograd hooks that collect or send gradients."""
         self.progress = progress_for(self.comm, self._shard_of, self._wanted_progress, "ZeroOptimizer")
         self._reducer = Reducer(
             self._buckets, ReduceScatter(self.comm), self, self.progress, self._names, by_call=self.stage == 1,
@@ -153,7 +158,7 @@ class ZeroOptimizer(optim.Optimizer):
         for bucket in self._buckets:
             keep = bucket.keep if isinstance(bucket, WholeGradients) else self._reducer.gradient_is_ready
             for parameter in bucket.parameters:
-                if parameter in _hooks:  # of an earlier optimizer of the same parameter
+                if parameter in _hooks:  # hook of an earlier optimizer of this parameter
                     _hooks[parameter].remove()
                 if self.stage == 2:
                     refuse_averaged({self._names[parameter]: parameter})
@@ -162,9 +167,9 @@ class ZeroOptimizer(optim.Optimizer):
     # Gradients
 
     def reduce_gradients(self, scale: float = 1.0) -> None:
-        """Average gradients over ranks and divide them by ``scale``, if that has not been done since the last step.
+        """Average gradients over ranks and divide them by ``scale``, unless this was already done since the last step.
 
-        ``step()`` does it by itself; it is here for who wants to look at ``masters`` in between.
+        ``step()`` calls this. Call it yourself to inspect or change the gradients of ``masters`` before the step.
         """
         if self._reduced:
             return
@@ -182,14 +187,14 @@ class ZeroOptimizer(optim.Optimizer):
         self._reduced = True
 
     def _check_parameters(self) -> None:
-        """Refuse what would go wrong without a word."""
+        """Refuse changes to parameters that would otherwise give wrong results without an error."""
         for parameter, name in self._names.items():
             if parameter.requires_grad and parameter not in self._shard_of:
                 raise DtlibError(
                     f"{name} was frozen when ZeroOptimizer was made and is trained now: make a new ZeroOptimizer, or "
                     "add it with add_param_group once it is unfrozen."
                 )
-            if self.stage == 2 and not is_gone(parameter.grad):
+            if self.stage == 2 and not is_freed(parameter.grad):
                 raise DtlibError(
                     f"{name} has a gradient that did not come from a backward pass through this optimizer's hooks: "
                     "stage 2 takes no gradients by hand, nor those of DataParallel; use stage 1, or no DataParallel."
@@ -197,17 +202,18 @@ class ZeroOptimizer(optim.Optimizer):
         for bucket in self._buckets:
             bucket.check(self._names)
 
-    def _in_the_middle(self) -> bool:
-        """Gradients have arrived, and wait for the step."""
-        waiting = any(not is_gone(parameter.grad) for parameter in self._shard_of)
+    def _has_pending_gradients(self) -> bool:
+        """Return whether gradients have arrived and wait for the step."""
+        waiting = any(not is_freed(parameter.grad) for parameter in self._shard_of)
         return waiting or self._reduced or bool(self._reducer.passes)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Between ``backward()`` and ``step()``: scale all gradients down together so that their joint norm, over the
-        shards of all ranks, is at most ``max_norm``; returns the norm before. ``norm_type`` may be ``inf``.
+        """Scale all gradients so that their joint norm over the shards of all ranks is at most ``max_norm``.
+
+        Call it between ``backward()`` and ``step()``. Returns the norm before scaling. ``norm_type`` may be ``inf``.
 
         Raises:
-            DtlibError: for parameters that tensor parallelism has cut, as their other shards are not here.
+            DtlibError: for shards of tensor-parallel layers, because the other shards are on other ranks.
         """
         refuse_shards((p for group in self.param_groups for p in group["params"]), f"clip_grad_norm_({max_norm})")
         self.reduce_gradients()
@@ -234,9 +240,9 @@ class ZeroOptimizer(optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Average the gradients, update this rank's shard, and give every rank all the new values.
+        """Average the gradients, update this rank's shard, and all-gather the new values.
 
-        ``closure`` computes the loss anew and calls ``backward()``; its result is returned.
+        ``closure`` computes the loss again and calls ``backward()``; its result is returned.
         """
         loss = None
         if closure is not None:
@@ -252,21 +258,24 @@ class ZeroOptimizer(optim.Optimizer):
         return loss
 
     def give_values(self) -> None:
-        """Give every rank's model the values of all shards, after shards have been changed from outside."""
+        """All-gather the values of all shards into the model, for example after shards were changed from outside."""
         self.masters.give_values()
         for bucket in self._buckets:
             whole = bucket.values.flat
             self.comm.all_gather(whole, bucket.shards.own(whole))
 
-    # What others may want to know
+    # State and inspection
 
     def shard_of(self, parameter: nn.Parameter) -> tuple | None:
-        """The shard of a parameter that this rank updates: a ``flat.Slice``, its value, and what the local optimizer
-        ``optim`` knows it as (its float32 master, if the parameter has 16 bits). None for one that is not trained."""
+        """Return this rank's shard of a parameter, or None if the parameter is not trained.
+
+        The result is a ``flat.Slice``, the shard's value, and the parameter that the local optimizer ``optim`` uses:
+        the float32 master of a 16-bit parameter, otherwise the value itself.
+        """
         return self._shard_of.get(parameter)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """Memory that this optimizer keeps beside its states, by what it is for (measure/held.py)."""
+        """Return the buffers of this optimizer, other than its states, by purpose (measure/buffers.py)."""
         return {
             "parameters": [view for bucket in self._buckets for view in bucket.values.views],
             "gradients": [view for bucket in self._buckets for view in bucket.gradients()],
@@ -274,16 +283,19 @@ class ZeroOptimizer(optim.Optimizer):
         }
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the states of all shards on rank ``to``, whose ``state_dict()`` is whole until the next ``step()``.
+        """Gather the states of all shards on rank ``to``, where ``state_dict()`` is whole until the next ``step()``.
 
-        All ranks call it. The whole one is what ``optimizer_class`` itself would give for all parameters, and any
-        number of ranks takes it; of parameters in 16 bits it has the ``master``, too.
+        All ranks call it. The whole state equals the state of ``optimizer_class`` for all parameters, so any number of
+        ranks can load it. For 16-bit parameters it also contains the ``master``.
         """
         self._whole_state = _whole_state_of(self, to)
 
     def state_dict(self) -> dict:
-        """This rank's shard; ``load_state_dict`` takes it on the same rank of as many ranks. dtlib.checkpoint knows how
-        to move between numbers of ranks. On the rank of ``consolidate_state_dict`` the whole."""
+        """Return this rank's shard, or the whole state on the rank of ``consolidate_state_dict``.
+
+        A shard can only be loaded on the same rank with the same number of ranks. For another number, use
+        dtlib.checkpoint.
+        """
         if self._whole_state is not None:
             return self._whole_state
         return {
@@ -294,25 +306,28 @@ class ZeroOptimizer(optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take this rank's shard, or on all ranks the same whole state, which may be of ``optimizer_class`` itself."""
-        if self._in_the_middle():
+        """Load this rank's shard, or the same whole state on all ranks.
+
+        A whole state may also come from ``optimizer_class`` itself.
+        """
+        if self._has_pending_gradients():
             raise DtlibError("A state cannot be loaded while gradients are pending: call step() or zero_grad() first.")
         self._whole_state = None
         _load_state(self, state_dict)
         self.give_values()
 
 
-_hooks = WeakTensorKeyDictionary()  # of each parameter, that of its ZeroOptimizer
+_hooks = WeakTensorKeyDictionary()  # for each parameter, the hook of its ZeroOptimizer
 
 
-# The state as one optimizer of all parameters would have it, gathered from shards and cut up.
+# Convert between sharded states and the state of a single optimizer of all parameters.
 #
 #     shard of rank 0   exp_avg[0:4]  \
-#     shard of rank 1   exp_avg[4:8]   }  exp_avg in the shape of the parameter; numbers such as step are alike on all
+#     shard of rank 1   exp_avg[4:8]   }  exp_avg in the parameter's shape; counters such as step are equal on all ranks
 
 
 def _whole_state_of(zero, to: int) -> dict | None:
-    """On rank ``to`` the dictionary that torch's ``state_dict`` would be, in host memory; None on the others."""
+    """Return the state as torch's ``state_dict``, in host memory, on rank ``to``; None on the other ranks."""
     if not 0 <= to < zero.comm.size:
         raise DtlibError(f"consolidate_state_dict(to={to}): choose a rank from 0 to {zero.comm.size - 1}.")
     whole = optim.Optimizer.state_dict(zero)
@@ -325,7 +340,8 @@ def _whole_state_of(zero, to: int) -> dict | None:
         if master is not value:
             mine[MASTER] = _on_host(master)
         cut = {key for key, state in mine.items() if isinstance(state, torch.Tensor) and state.dim() == 1}
-        everyones = zero.comm.all_gather_object(mine)  # one parameter at a time, so that no rank holds all but one
+        # Gather one parameter at a time, so that only rank ``to`` ever holds the whole state.
+        everyones = zero.comm.all_gather_object(mine)
         if zero.comm.rank == to and mine:
             whole["state"][i] = {
                 key: torch.cat([theirs[key] for theirs in everyones]).view(slice_.shape) if key in cut else state
@@ -335,7 +351,7 @@ def _whole_state_of(zero, to: int) -> dict | None:
 
 
 def _take_whole_state(zero, whole: dict) -> None:
-    """Cut a whole state and give the local optimizer its shard."""
+    """Load this rank's shard of a whole state into the local optimizer."""
     optim.Optimizer.load_state_dict(zero, {**whole, "state": {}})
     local = zero.optim.state_dict()
     places = {master: i for i, master in enumerate(p for group in zero.optim.param_groups for p in group["params"])}
@@ -357,7 +373,7 @@ def _take_whole_state(zero, whole: dict) -> None:
 
 
 def _load_state(zero, state_dict: dict) -> None:
-    """Take this rank's shard, or the whole."""
+    """Load this rank's shard, or its part of a whole state."""
     if "param_groups" in state_dict:
         return _take_whole_state(zero, state_dict)
     place = state_dict.get("rank"), state_dict.get("size")
@@ -375,7 +391,7 @@ def _load_state(zero, state_dict: dict) -> None:
 
 
 def _settings_of(group: dict) -> dict:
-    """Learning rate and the like of a group, without its parameters."""
+    """Return a group's settings, such as the learning rate, without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -384,7 +400,10 @@ def _on_host(state):
 
 
 def _cut(key: str, state, slice_):
-    """Memory of its own: a view would keep the whole, and torch's optimizers write into what they have loaded."""
+    """Return a copy of this rank's slice.
+
+    A view would keep the whole state alive, and torch's optimizers write into loaded states.
+    """
     if not isinstance(state, torch.Tensor):
         return state
     is_whole = key not in COUNTERS and tuple(state.shape) == slice_.shape
@@ -392,5 +411,5 @@ def _cut(key: str, state, slice_):
 
 
 def _parameters(zero) -> list:
-    """In the order in which torch numbers them."""
+    """Return the parameters in the order in which torch numbers them."""
     return [parameter for group in zero.param_groups for parameter in group["params"]]

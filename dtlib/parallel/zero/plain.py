@@ -1,16 +1,16 @@
-"""ZeRO, to be read from top to bottom: three stages, each a few lines more than the one before.
+"""ZeRO, to be read from top to bottom: three stages, each a few lines longer than the previous one.
 
-Data parallelism holds parameters, gradients and optimizer states N times over. Here each rank owns 1/N of them, its
-shards, and has the rest only while it is needed:
+Data parallelism keeps N copies of parameters, gradients and optimizer states. Here each rank owns 1/N of each, its
+shards, and gathers the rest only while a unit computes:
 
     stage   forward pass          backward pass                        step
     1                                                                  reduce_scatter, update, all_gather all units
     2                             reduce_scatter each unit             update, all_gather all units
     3       all_gather each unit  all_gather, reduce_scatter each      update
 
-A unit is a module whose parameters travel together. They lie in one flat memory, cut into equal shards:
+A unit is a module whose parameters are sent together. They are views of one flat tensor, divided into equal shards:
 
-    flat memory   [ w w w w w w b | b b v v v . ]      . padding
+    flat tensor   [ w w w w w w b | b b v v v . ]      . padding
     shards           of rank 0       of rank 1
 """
 
@@ -24,7 +24,7 @@ from torch.nn.utils import vector_to_parameters
 
 
 class Unit:
-    """A module whose parameters are views of ``flat`` memory, and this rank's ``shard`` of that, which it updates."""
+    """A module with its parameters as views of one tensor ``flat``, and the ``shard`` of it that this rank updates."""
 
     def __init__(self, module: nn.Module, rank: int, ranks: int):
         self.module, self.parameters = module, list(module.parameters())
@@ -36,10 +36,10 @@ class Unit:
 
 
 class Stage1:
-    """Optimizer states in shards: ``loss.backward()``, ``zero.step()``. Rank 0's values hold at construction.
+    """Shard the optimizer states: ``loss.backward()``, ``zero.step()``. Rank 0's parameters are broadcast first.
 
-    Contract: ``model(x)`` with as many samples on all ranks; one backward pass a step, which reaches all parameters
-    in one order on all ranks; one dtype, float32 or float64; ``units`` are modules that share out all parameters.
+    Contract: ``model(x)`` with equal batch sizes; one backward pass per step, which computes all gradients in the same
+    order on all ranks; float32 or float64; ``units`` are modules that contain each parameter exactly once.
     """
 
     def __init__(self, group: ProcessGroup | None, model: nn.Module, optimizer_class: type, units: list | None = None,
@@ -54,11 +54,12 @@ class Stage1:
             parameter.register_post_accumulate_grad_hook(partial(self.gradient_is_ready, owner))
 
     def gradient_is_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
-        """A hook: all of this parameter's gradient is there. Stage 1 waits for the step."""
+        """Do nothing here: stage 1 waits for the step. Autograd calls this hook when a gradient is complete."""
 
     def step(self, closure: None = None) -> None:
+        """Reduce gradients, update the shards, and gather the new parameters."""
         for unit in self.units:
-            if unit.shard.grad is None:  # else the backward pass has done it
+            if unit.shard.grad is None:  # stages 2 and 3 have reduced in the backward pass
                 self.reduce(unit)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -66,7 +67,7 @@ class Stage1:
             self.give(unit)
 
     def reduce(self, unit: Unit) -> None:
-        """This rank's shard of the mean of all ranks' gradients; the gradients themselves go."""
+        """Reduce this unit's gradients to this rank's shard of their mean, and free them."""
         whole = torch.cat([*(p.grad.flatten() for p in unit.parameters if p.grad is not None), unit.padding])
         unit.module.zero_grad()
         unit.shard.grad = torch.empty_like(unit.shard)
@@ -74,11 +75,12 @@ class Stage1:
         unit.shard.grad /= self.size
 
     def give(self, unit: Unit) -> None:
+        """Gather the new parameters of a unit from all ranks."""
         dist.all_gather_single(unit.flat, unit.shard.detach(), group=self.group)
 
 
 class Stage2(Stage1):
-    """Gradients in shards too: those of a unit are reduced, and freed, as soon as the last of them is ready."""
+    """Shard the gradients, too: reduce and free a unit's gradients when the last of them is ready."""
 
     def gradient_is_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
         super().gradient_is_ready(unit, parameter)
@@ -87,12 +89,12 @@ class Stage2(Stage1):
 
 
 class Stage3(Stage2):
-    """Parameters in shards too: those of a unit are whole while it computes, forward and backward."""
+    """Shard the parameters, too: a unit's parameters are whole only while it computes, forward and backward."""
 
     def __init__(self, *arguments: object, **settings: object):
         super().__init__(*arguments, **settings)
         for unit in self.units:
-            unit.shard.data = unit.shard.detach().clone()  # it stays when flat memory goes
+            unit.shard.data = unit.shard.detach().clone()  # a copy, because ``flat`` will be freed
             unit.module.register_forward_pre_hook(lambda *_, unit=unit: self.gather(unit))
             unit.module.register_forward_hook(partial(self.forward_ends, unit))
             self.free(unit)
@@ -100,12 +102,12 @@ class Stage3(Stage2):
     def gather(self, unit: Unit) -> None:
         if not unit.flat.untyped_storage().nbytes():
             unit.flat.untyped_storage().resize_(unit.flat.nbytes)
-            # Under another tensor: dtlib's ranks show it to numpy, and such a storage cannot be resized.
+            # Use a second tensor: dtlib's ranks export it to numpy, and an exported storage cannot be resized.
             dist.all_gather_single(torch.from_dlpack(unit.flat), unit.shard.detach(), group=self.group)
             vector_to_parameters(unit.flat, unit.parameters)
 
     def forward_ends(self, unit: Unit, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        if torch._C._current_graph_task_id() == -1:  # else activation checkpointing computes it anew
+        if torch._C._current_graph_task_id() == -1:  # otherwise activation checkpointing recomputes the unit
             self.free(unit)
         if output.requires_grad:
             output.register_hook(lambda gradient: self.gather(unit))
@@ -115,7 +117,7 @@ class Stage3(Stage2):
         self.free(unit)
 
     def free(self, unit: Unit) -> None:
-        """The memory goes. The views stay, for autograd; whoever looks at a parameter meanwhile sees NaN."""
+        """Free the memory. Autograd still needs the views, and until the next gather each parameter reads as NaN."""
         for parameter in unit.parameters:
             parameter.data = unit.flat.new_full((), torch.nan).expand_as(parameter)
         unit.flat.untyped_storage().resize_(0)
@@ -123,6 +125,6 @@ class Stage3(Stage2):
     give = free  # the next use gathers the new values
 
 
-# ZeroOptimizer (stages 1, 2), fully_shard (stage 3) add frozen, unused and tied parameters, 16 bits, several backward
-# passes a step, unequal batches, clipping, checkpoints, sending while autograd computes, and prefetching the next unit.
-# contract.py refuses what lies outside of the contract above, where dtlib is installed: this file needs torch alone.
+# ZeroOptimizer (stages 1, 2) and fully_shard (stage 3) add: frozen, unused and tied parameters, 16 bits, gradient
+# accumulation, unequal batches, clipping, checkpoints, sending during the backward pass, and prefetching. Where dtlib
+# is installed, checks.py checks the contract above. This file imports only torch.

@@ -1,4 +1,4 @@
-"""Flat memory of ZeRO's stages 1 and 2: parameters that lie together, and what each rank owns of them."""
+"""Flat buffers of ZeRO stages 1 and 2: parameters that are stored together, and each rank's shard of them."""
 
 import torch
 from torch import nn
@@ -6,14 +6,14 @@ from torch import nn
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
-from dtlib.gradients.local_gradient import GoneGradient, UnaveragedGradient, drop_placeholder
+from dtlib.gradients.local_gradient import FreedGradient, UnaveragedGradient, drop_placeholder
 from dtlib.gradients.reducer import GradientShard, check_dense
 
 
 class ShardedBucket(GradientShard):
-    """Parameters that lie in one flat memory, of which each rank owns an equal shard.
+    """Parameters that are views of one flat buffer. Each rank owns an equal shard of the buffer.
 
-    Stage 2: after a backward pass placeholders stand for gradients that have left.
+    Used directly for stage 2: after a backward pass, placeholders replace the gradients that were sent.
     """
 
     def __init__(self, parameters: list[nn.Parameter], comm: Communicator):
@@ -27,7 +27,7 @@ class ShardedBucket(GradientShard):
         self.owned = [nn.Parameter(view) for view in self.shards.views(self.shards.own(self.values.flat))]
 
     def check(self, names: dict) -> None:
-        """Refuse to step where parameters have left this memory, as the model would never see the new values."""
+        """Refuse to step if a parameter has left the flat buffer, because the model would never see the new values."""
         for parameter, view in zip(self.parameters, self.values.views, strict=True):
             if parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype:
                 _refuse_converted(names[parameter])
@@ -37,22 +37,24 @@ class ShardedBucket(GradientShard):
         return FlatBuffer(self.shards.shapes, first.dtype, first.device, self.shards.padding)
 
     def complete(self) -> None:
+        """Prepare the bucket for its launch."""
         for parameter in self.parameters:
             drop_placeholder(parameter)
         super().complete()
 
     def finish(self, factor: float | None, used: list) -> None:
+        """Store the average and put placeholders in place of the gradients that were sent."""
         super().finish(factor, used)
         for parameter in self.parameters:
-            parameter.grad = GoneGradient.like(parameter)
+            parameter.grad = FreedGradient.like(parameter)
 
     def gradients(self) -> list[torch.Tensor]:
-        """What is kept of gradients between passes: this rank's shard of each average, if any has arrived."""
+        """Return the gradients that are kept between passes: this rank's shard of each average, if it has arrived."""
         return [] if self.average is None else self.shards.views(self.average)
 
 
 class WholeGradients(ShardedBucket):
-    """Stage 1: gradients stay in flat memory until the step, and averages arrive in place."""
+    """Stage 1: gradients stay in a flat buffer until the step, and the averages are written into the same buffer."""
 
     def __init__(self, parameters: list[nn.Parameter], comm: Communicator):
         super().__init__(parameters, comm)
@@ -62,9 +64,10 @@ class WholeGradients(ShardedBucket):
             for parameter, view in zip(parameters, self.memory.views, strict=True)
         }
 
-    @torch.no_grad()  # backward(create_graph=True) records what hooks do
+    # With backward(create_graph=True), autograd would record the operations of this hook.
+    @torch.no_grad()
     def keep(self, parameter: nn.Parameter) -> None:
-        """A hook: a gradient moves into flat memory, where autograd adds those of later passes to it."""
+        """Copy a gradient into the flat buffer. Autograd calls this hook and adds later gradients to the view."""
         gradient, view = parameter.grad, self.views[parameter]
         if parameter.dtype != view.dtype:
             _refuse_converted("A parameter")
@@ -74,25 +77,29 @@ class WholeGradients(ShardedBucket):
             parameter.grad = view
 
     def flat_gradients(self, weight: float | None) -> torch.Tensor:
+        """Return all gradients as one flat tensor, times ``weight``; unused parameters contribute zeros."""
         for parameter, view in self.views.items():
             if parameter.grad is None:
                 view.zero_()
-            self.keep(parameter)  # it may have been given by hand
+            self.keep(parameter)  # it may have been set by hand, without the hook
             parameter.grad = None
         return self.memory.flat if weight is None else self.memory.flat.mul_(weight)
 
     def take(self, shard: torch.Tensor, weighted: bool) -> None:
+        """Store this rank's shard of the average."""
         self.average = self.shards.own(self.memory.flat).copy_(shard)
 
     def finish(self, factor: float | None, used: list) -> None:
+        """Finish without placeholders, because the gradients have not been freed."""
         GradientShard.finish(self, factor, used)
 
     def gradients(self) -> list[torch.Tensor]:
+        """Return the flat buffer's views, one for each parameter."""
         return self.memory.views
 
 
 def names_of(number: int, group: dict) -> dict:
-    """What to call each parameter of a group in an error: its name, where the optimizer was given names."""
+    """Return the names of a group's parameters for errors; numbers if the optimizer received no names."""
     given = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
     return dict(zip(group["params"], given, strict=True))
 

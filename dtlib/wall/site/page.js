@@ -1,5 +1,5 @@
 "use strict";
-// What others wrote goes into textContent and nowhere else.
+// Text that learners wrote goes into textContent only, so it cannot inject HTML.
 
 const SIGNS = { stuck: "\u2016", wrong: "\u21bb", works: "\u25b8", done: "\u2713", idle: "\u2026", away: "\u2205" };
 const EVERY_MS = 1000;
@@ -52,7 +52,7 @@ function draw(room) {
   const letters = Math.max(11, Math.min(17, Math.round(110 / columns)));
   const tall = Math.min(220, document.querySelector("main").clientHeight / Math.ceil(room.tiles.length / columns) - 9);
   style.setProperty("--letters", `${letters}px`);
-  style.setProperty("--lines", Math.max(1, Math.floor((tall - 26) / (1.3 * letters) - 4)));  // four stand above what is said
+  style.setProperty("--lines", Math.max(1, Math.floor((tall - 26) / (1.3 * letters) - 4)));  // four lines stand above the sentence
   const order = new Intl.Collator(undefined, { numeric: true });
   show("tiles", room.tiles.sort((a, b) => order.compare(a.alias, b.alias)).map(tile));
   show("times", rows(room.times.map(([name, seconds, people]) => [name, seconds, `${long(seconds)}, ${people} at it`])));

@@ -4,12 +4,12 @@
     forward     all_gather, compute, free                 unit by unit
     backward    all_gather, compute, reduce_scatter, free
 
-A *unit* is a module whose parameters are gathered and freed together; at the top of a model there is one for all that
-is in no other. A rank never holds more than its shards and the units that compute now. Parameters travel twice and
-gradients once: 3 P (N-1)/N elements a step, where data parallelism sends 2 P (N-1)/N.
+A *unit* is a module whose parameters are gathered and freed together. The unit at the top of a model contains all
+parameters that are in no other unit. A rank holds only its shards and the units that compute at the moment. Parameters
+are sent twice and gradients once: 3 P (N-1)/N elements per step. Data parallelism sends 2 P (N-1)/N.
 
-S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020, section 5.3;
-Y. Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel", VLDB 16(12), 2023.
+S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020, section 5.3; Y.
+Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel", VLDB 16(12), 2023.
 """
 
 from collections.abc import Iterator
@@ -30,52 +30,55 @@ from dtlib.world import init
 def fully_shard(module: nn.Module, comm: AnyCommunicator | None = None, reshard_after_forward: bool = True,
                 prefetch: bool | None = None, progress: str | None = None, device: torch.device | str = "cpu",
                 mp_policy: object = None) -> nn.Module:  # fmt: skip
-    """Make ``module`` a unit of stage 3, in place, with those of its parameters that are in no unit yet; returns it.
+    """Make ``module`` a unit of stage 3, in place, and return it. Parameters of earlier units are left out.
 
-    Call it on the blocks of a model first, then on the model. Between steps the model's parameters are this rank's
-    shards: one-dimensional, maybe empty. Make the optimizer afterwards, of these: one that was made before has the
-    whole parameters, and trains nothing, without an error. All values are rank 0's.
+    Call it on the blocks of a model first, then on the model. Between steps, the model's parameters are this rank's
+    shards: one-dimensional and possibly empty. All values are rank 0's. Construct the optimizer afterwards. An
+    optimizer that was constructed before has the whole parameters and trains nothing, without an error.
 
         for layer in model.layers:
             fully_shard(layer, comm)
         fully_shard(model, comm)
-        optimizer = torch.optim.AdamW(model.parameters())     # element-wise ones only
+        optimizer = torch.optim.AdamW(model.parameters())     # only element-wise optimizers
 
     Args:
-        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default that of
+        module: the module, whose class is changed to a subclass of ``FullySharded``.
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``. Default: the communicator of
             ``dtlib.init()``.
-        reshard_after_forward: free parameters after the forward pass and gather them anew for the backward pass; else
-            they stay, as in stage 2.
-        prefetch: gather the next unit, in the order of the last forward pass, while this one computes. By default
-            where computing leaves the cores idle: on an accelerator, or with an emulated network.
-        progress: who moves messages on meanwhile, as for ``DataParallel``.
-        device: where parameters on the meta device come to life, unit by unit, by ``reset_parameters()`` of their
-            modules: a model that is built under ``torch.device("meta")`` is never whole on any rank.
-        mp_policy: torch's ``MixedPrecisionPolicy``: whole parameters and floating inputs in ``param_dtype``, gradients
-            averaged in ``reduce_dtype``, floating outputs in ``output_dtype``; what the optimizer has stays as it is.
-            Within ``no_sync()`` gradients add up in ``param_dtype``.
+        reshard_after_forward: free parameters after the forward pass and gather them again for the backward pass. If
+            False, they stay whole in between, as in stage 2.
+        prefetch: gather the next unit while this one computes, in the order of the last forward pass. Default: True if
+            cores are idle while computing (an accelerator, or an emulated network).
+        progress: how pending messages progress, as for ``DataParallel``.
+        device: device for parameters on the meta device. They are allocated unit by unit and initialised by
+            ``reset_parameters()`` of their modules. So a model that is built under ``torch.device("meta")`` is never
+            whole on any rank.
+        mp_policy: torch's ``MixedPrecisionPolicy``. Whole parameters and floating inputs are cast to ``param_dtype``,
+            gradients are averaged in ``reduce_dtype``, and floating outputs are cast to ``output_dtype``. The
+            optimizer's shards keep their dtype. Within ``no_sync()``, gradients accumulate in ``param_dtype``.
 
-    The module gets ``no_sync()``, ``clip_grad_norm_(max_norm)``, ``summon_full_params()``, and ``batch_size``, which
-    weights this rank's gradients by its samples, if set on all ranks. All ranks must run the units in the
-    same order; one without samples runs an empty batch.
+    The module gets ``no_sync()``, ``clip_grad_norm_(max_norm)``, ``summon_full_params()`` and ``batch_size``. If
+    ``batch_size`` is set, on all ranks, it weights this rank's gradients by its samples. All ranks must run the units
+    in the same order; a rank without samples runs an empty batch.
 
     Counterparts: ``torch.distributed.fsdp.fully_shard``; DeepSpeed's ZeRO stage 3.
 
     Raises:
-        DtlibError: for a parameter that modules of two units share, one that cannot be averaged, and a module that
-            cannot be brought to life; by name.
+        DtlibError: for a parameter that modules of two units share, a parameter that cannot be averaged, and a module
+            on the meta device that has no ``reset_parameters()``. The message names the parameter or module.
     """
     if unit_of(module) is not None:
         raise DtlibError(f"This {type(module).__name__} is a unit already: call fully_shard once for each module.")
     policy = None if mp_policy is None else Policy.of(mp_policy)
     comm = as_communicator(init().comm if comm is None else comm)
     module.__dict__["_unit"] = Unit(module, comm, reshard_after_forward, prefetch, progress, device, policy)
+    # A subclass of the module's own class, so that isinstance checks of users still work.
     module.__class__ = type(f"Sharded{type(module).__name__}", (FullySharded, type(module)), {})
     return module
 
 
 class FullySharded(nn.Module):
-    """What ``fully_shard`` adds to a module; called on the whole model."""
+    """Methods that ``fully_shard`` adds to a module. Call them on the whole model."""
 
     batch_size: float | None = None
     _unit: Unit
@@ -88,8 +91,10 @@ class FullySharded(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in this context add up whole gradients on each rank; the first one after it averages them.
-        ``zero_grad()`` drops them, with ``set_to_none=True``."""
+        """Accumulate whole gradients on each rank in this context; the first backward pass after it averages the sums.
+
+        ``zero_grad(set_to_none=True)`` drops the accumulated gradients.
+        """
         plan = plan_of(self._unit)
         before, plan.synchronising = plan.synchronising, False
         try:
@@ -99,33 +104,36 @@ class FullySharded(nn.Module):
 
     @contextmanager
     def summon_full_params(self) -> Iterator[None]:
-        """All parameters whole on every rank in this context, for ``state_dict()``, to look at, or to change in place;
-        afterwards rank 0's values hold. All ranks enter it, between passes; nothing is computed with the model inside.
+        """Gather all parameters on every rank in this context, to read, save or change them in place.
+
+        Afterwards, rank 0's values are kept. All ranks enter the context between passes. The model cannot compute
+        inside it.
 
         Counterparts: ``FullyShardedDataParallel.summon_full_params``; ``unshard()`` of each FSDP2 module; DeepSpeed's
         ``GatheredParameters(params, modifier_rank=0)``.
         """
         units = [unit for module in self.modules() if (unit := unit_of(module)) is not None]
-        whole = [(flat, flat.summon()) for unit in units for flat in unit.flats]
+        whole = [(flat, flat.gather_full()) for unit in units for flat in unit.flats]
         try:
             yield
         finally:
             for flat, memory in whole:
-                flat.dismiss(memory)
+                flat.scatter_full(memory)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Scale all gradients down together so that their joint norm, over the shards of all ranks, is at most
-        ``max_norm``; returns the norm before. ``norm_type`` may be ``inf``.
+        """Scale all gradients so that their joint norm over the shards of all ranks is at most ``max_norm``.
+
+        Returns the norm before scaling. ``norm_type`` may be ``inf``.
 
         Raises:
-            DtlibError: for parameters that tensor parallelism has cut, as their other shards are not here.
+            DtlibError: for shards of tensor-parallel layers, because the other shards are on other ranks.
         """
         refuse_shards(self.parameters(), f"clip_grad_norm_({max_norm})")
         gradients = [parameter.grad for parameter in self.parameters()]
         return clip_by_norm(gradients, max_norm, self._unit.comm, norm_type=norm_type)
 
     def held(self) -> dict[str, list]:
-        """Memory of this unit, by what it is for (measure/held.py)."""
+        """Return the buffers of this unit by purpose (measure/buffers.py)."""
         unit, flats = self._unit, self._unit.flats
         return {
             "parameters": [piece for flat in flats for piece in flat.pieces],
@@ -135,8 +143,10 @@ class FullySharded(nn.Module):
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """Modules that make good units: the repeated layers of a model, each an element of a ``ModuleList`` or
-    ``Sequential``, as far as they share no parameter with the rest."""
+    """Return modules that make good units: the repeated layers of a model.
+
+    These are the elements of each ``ModuleList`` or ``Sequential`` that share no parameter with the rest of the model.
+    """
     owners: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(parameter, []).append(name)

@@ -1,4 +1,4 @@
-"""Mixed precision of a unit: in which types it computes and averages, while the optimizer has its own."""
+"""Mixed precision of a unit: the dtypes for computing and for averaging, separate from the optimizer's dtype."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from dtlib.errors import DtlibError
 
 @dataclass(frozen=True)
 class Policy:
-    """The fields of torch's ``MixedPrecisionPolicy``; None leaves a type as it is."""
+    """The fields of torch's ``MixedPrecisionPolicy``. None keeps a dtype."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -21,6 +21,7 @@ class Policy:
 
     @classmethod
     def of(cls, given: object) -> "Policy":
+        """Copy the fields of torch's policy, and refuse dtypes that cannot be sent."""
         fields = cls.__dataclass_fields__
         if any(not hasattr(given, field) for field in fields):
             raise DtlibError(
@@ -34,7 +35,7 @@ class Policy:
         return cls(*(getattr(given, field) for field in fields))
 
     def cast_around(self, module: nn.Module) -> None:
-        """Cast what goes into a module, and what comes out of it."""
+        """Register hooks that cast the inputs and outputs of a module."""
         if self.param_dtype and self.cast_forward_inputs:
             module.register_forward_pre_hook(
                 lambda _, args, kwargs: _cast((args, kwargs), self.param_dtype), with_kwargs=True

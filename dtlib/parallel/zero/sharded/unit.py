@@ -1,5 +1,9 @@
-"""A unit: the parameters of a module that are gathered and freed together, and the hooks that do it. Units of one model
-share a plan."""
+"""Units of ZeRO stage 3 and the hooks that gather and free their parameters; units of one model share a plan.
+
+The life of a unit's parameters in one step: ``_before_forward`` gathers them and ``_after_forward`` frees them.
+``_before_backward`` gathers them again. When all gradients are ready, the reducer calls ``Flat.complete``, which frees
+them, and ``Flat.finish`` stores this rank's shard of the average.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from dtlib.gradients.local_gradient import ShardedGradient
 from dtlib.gradients.reducer import GradientShard, Reducer, ReduceScatter, progress_for
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shard_info import copy_info, hooks_of_others, info_of, note
-from dtlib.parallel.zero.sharded.places import bring_to_life, own_modules, places_of
+from dtlib.parallel.zero.sharded.parameter_locations import materialize, own_modules, places_of
 from dtlib.parallel.zero.sharded.policy import Policy
 
 
@@ -29,7 +33,7 @@ class Unit:
     def __init__(self, module: nn.Module, comm: Communicator, reshard_after_forward: bool, prefetch: bool | None,
                  progress: str | None, device: torch.device | str, policy: Policy | None):  # fmt: skip
         self.module, self.comm, self.reshard_after_forward = module, comm, reshard_after_forward
-        bring_to_life(module, device)
+        materialize(module, device)
         all_places = places_of(module)
         _check({parameter: places[0][2] for parameter, places in all_places.items()}, comm)
         for owner in own_modules(module):
@@ -37,6 +41,7 @@ class Unit:
                 comm.broadcast(buffer)
         self.progress = progress_for(comm, all_places, progress, "fully_shard")
         self.prefetch = self.progress == "thread" if prefetch is None else prefetch
+        # One flat tensor has one dtype and device, and is either trained or frozen.
         kinds: dict[tuple, dict[nn.Parameter, list]] = {}
         for parameter, places in all_places.items():
             kind = parameter.dtype, parameter.device, parameter.requires_grad
@@ -45,25 +50,26 @@ class Unit:
         for leaf in (leaf for flat in self.flats if flat.trained for leaf in flat.leaves):
             leaf.register_post_accumulate_grad_hook(self._gradient_is_ready)
         self.plan: Plan | None = None
-        self._gathering: list[Operation] = []  # under way
-        self._uses = 0  # forward passes through this module that have not ended
+        self._gathering: list[Operation] = []  # all-gathers in flight
+        self._uses = 0  # forward passes of this module that have not ended
         if policy:
             policy.cast_around(module)
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward, always_call=True)
+        # Submodules only have shards outside of the unit's forward pass, so refuse to call them directly.
         for part in own_modules(module):
             if part is not module and part._parameters:
                 part.register_forward_pre_hook(self._refuse_alone, prepend=True)
 
     def start_gathering(self) -> None:
-        """Begin to make all parameters whole."""
+        """Launch the all-gathers of all parameters that are not whole."""
         for flat in self.flats:
             if flat.is_free():
                 flat.make_room()
                 self._gathering.append(self.comm.all_gather(flat.memory(), flat.to_send(), async_op=True))
 
     def gather(self) -> None:
-        """Make all parameters whole, and give them to the modules."""
+        """Make all parameters whole and put them into the modules."""
         self.start_gathering()
         while self._gathering:
             self._gathering.pop(0).wait()
@@ -71,7 +77,7 @@ class Unit:
             flat.show(flat.leaves)
 
     def free(self) -> None:
-        """Back to this rank's shards."""
+        """Free the whole parameters, so that modules have this rank's shards again."""
         while self._gathering:
             self._gathering.pop(0).wait()
         for flat in self.flats:
@@ -80,14 +86,14 @@ class Unit:
     def _is_summoned(self) -> bool:
         return any(flat.summoned for flat in self.flats)
 
-    # What autograd and modules call
+    # Hooks that autograd and modules call
 
     def _before_forward(self, module, inputs) -> None:
         if self._is_summoned():
             raise DtlibError("This model computes within summon_full_params(): leave that context first.")
         self._uses += 1
         plan = plan_of(self)
-        if not _in_backward():  # else activation checkpointing computes it once more
+        if not _in_backward():  # otherwise activation checkpointing recomputes the unit
             plan.enter(self)
         self.gather()
         if self.prefetch and not _in_backward():
@@ -101,7 +107,7 @@ class Unit:
             )
 
     def _after_forward(self, module, inputs, output) -> None:
-        if self._is_summoned():  # refused, so that nothing has begun
+        if self._is_summoned():  # _before_forward has refused this call
             return
         self._uses -= 1
         differentiable = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
@@ -129,10 +135,13 @@ class Unit:
 
 
 class Flat(GradientShard):
-    """Parameters of one kind in a unit, one after the other: this rank's shard at rest, all of it in between; and a
-    bucket, if they are trained.
+    """The parameters of a unit with one dtype and device: at rest this rank's shard, during a pass the whole tensor.
 
-    ``places`` says for each parameter which modules have it, and under which attribute: several where it is tied.
+    If the parameters are trained, this is also a gradient bucket. ``places`` lists, for each parameter, the modules
+    that have it and the attribute names; there are several if the parameter is tied.
+
+    Autograd sees the ``leaves``, which are views of the whole tensor. The optimizer sees the ``pieces``, which are
+    views of the shard.
     """
 
     def __init__(self, places: dict[nn.Parameter, list], comm: Communicator, policy: Policy | None):
@@ -144,7 +153,8 @@ class Flat(GradientShard):
         for parameter, view in zip(places, first_values.views, strict=True):
             view.copy_(parameter.detach())
         self.shard = torch.zeros(shards.length, dtype=first.dtype, device=first.device)
-        comm.scatter(self.shard, torch.from_dlpack(first_values.flat), 0)  # as in memory()
+        # A second tensor for the same memory, for the reason given in memory().
+        comm.scatter(self.shard, torch.from_dlpack(first_values.flat), 0)
         computes_in = (policy and policy.param_dtype) or first.dtype
         self.whole = first_values
         if computes_in != first.dtype:
@@ -152,43 +162,51 @@ class Flat(GradientShard):
         self.leaves = [nn.Parameter(view, self.trained) for view in self.whole.views]
         self.pieces = [nn.Parameter(view, self.trained) for view in shards.views(self.shard)]
         for parameter, leaf, piece, slice_ in zip(places, self.leaves, self.pieces, shards.slices, strict=True):
-            copy_info(parameter, leaf, piece)  # such as that it is a shard of a tensor-parallel layer
+            copy_info(parameter, leaf, piece)  # for example, that it is a shard of a tensor-parallel layer
             note(parameter, sharded_as=places[parameter][0][2])
             note(piece, slice=slice_)
         super().__init__(self.leaves, shards, (policy and policy.reduce_dtype) or computes_in, first.dtype)
         self.piece_of = dict(zip(self.leaves, self.pieces, strict=True)) if self.trained else {}
-        self.summoned = False  # whole between passes: in summon_full_params
+        self.summoned = False  # True within summon_full_params
         self._bytes = self.whole.flat.untyped_storage().nbytes()
         self.free()
 
     def is_free(self) -> bool:
+        """Return whether the whole tensor's memory is freed."""
         return self.whole.flat.untyped_storage().nbytes() == 0 and self._bytes > 0
 
     def memory(self) -> torch.Tensor:
-        """All parameters, under another tensor: whoever looks at one with numpy fixes the size of its storage, and
-        whoever writes into one through torch changes it in the eyes of autograd."""
+        """Return the whole flat parameters as a second tensor with the same memory.
+
+        The first tensor must not be used for communication: its storage could not be resized after an export to numpy,
+        and autograd would count writes as changes of the parameters.
+        """
         return torch.from_dlpack(self.whole.flat)
 
     def to_send(self) -> torch.Tensor:
-        """This rank's shard, in the type in which the whole computes."""
+        """Return this rank's shard in the dtype of the whole parameters."""
         return self.shard.to(self.whole.flat.dtype)
 
     def make_room(self) -> None:
+        """Allocate memory for the whole tensor."""
         self.whole.flat.untyped_storage().resize_(self._bytes)
 
     def free(self) -> None:
-        """The tensors stay, as autograd knows them; their memory goes."""
+        """Free the memory. The tensor objects stay, because autograd refers to them."""
         self.show(self.pieces)
         self.whole.flat.untyped_storage().resize_(0)
 
     def show(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Let modules find these under the names of their parameters."""
+        """Register these parameters in the modules under their names."""
         for parameter, places in zip(parameters, self.places, strict=True):
             for module, attribute, _ in places:
                 module._parameters[attribute] = parameter
 
-    def summon(self) -> torch.Tensor:
-        """Whole parameters in the type of the optimizer, for modules to find; ``dismiss`` takes what it returns."""
+    def gather_full(self) -> torch.Tensor:
+        """Gather whole parameters in the optimizer's dtype and put them into the modules.
+
+        Returns the flat tensor, which ``scatter_full`` needs.
+        """
         self.check()
         whole = FlatBuffer(self.shards.shapes, self.shard.dtype, self.shard.device, self.shards.padding)
         self.comm.all_gather(whole.flat, self.shard)
@@ -196,15 +214,16 @@ class Flat(GradientShard):
         self.show([nn.Parameter(view, self.trained) for view in whole.views])
         return whole.flat
 
-    def dismiss(self, whole: torch.Tensor) -> None:
+    def scatter_full(self, whole: torch.Tensor) -> None:
+        """Scatter rank 0's values to the shards and put the shards back into the modules."""
         own = torch.empty_like(self.shard)
         self.comm.scatter(own, whole, 0)
-        self.shard.copy_(own)  # through torch, so that master weights see it
+        self.shard.copy_(own)  # with torch, so that master weights notice the change
         self.summoned = False
         self.show(self.pieces)
 
     def check(self) -> None:
-        """Between passes: refuse what has happened to this rank's shards and would be lost without a word."""
+        """Refuse changes that were made to the shards between passes and would be lost without an error."""
         for piece, own, places in zip(self.pieces, self.shards.views(self.shard), self.places, strict=True):
             changed = None
             if piece.requires_grad != self.trained:
@@ -222,19 +241,19 @@ class Flat(GradientShard):
 
     @torch.no_grad()
     def mark(self, leaf: nn.Parameter) -> None:
-        """A gradient stays here, in no_sync(): that of the piece is what ``zero_grad()`` will set to None."""
+        """Mark a shard as having an accumulated gradient, in no_sync(). ``zero_grad()`` will set the mark to None."""
         piece = self.piece_of[leaf]
         if piece.grad is None:
             piece.grad = torch.zeros_like(piece).as_subclass(ShardedGradient)
 
-    def drop_what_was_dropped(self) -> None:
-        """A forward pass begins: forget gradients that stayed here, if ``zero_grad()`` was called since."""
+    def clear_stale_gradients(self) -> None:
+        """Drop accumulated whole gradients if ``zero_grad()`` was called. Called before each forward pass."""
         for leaf, piece in self.piece_of.items():
             if piece.grad is None:
                 leaf.grad = None
 
     def begin(self) -> None:
-        """A backward pass begins: averages are added to those that pieces have, if they have any."""
+        """Begin a backward pass: add new averages to the gradients that the shards already have."""
         self.forget()
         if any(piece.grad is not None for piece in self.pieces):
             self.average = torch.zeros_like(self.shard)
@@ -243,13 +262,12 @@ class Flat(GradientShard):
                     view.copy_(piece.grad)
 
     def complete(self) -> None:
-        """What computed gradients is not needed any more; frozen parameters may be, and stay until the end of the
-        pass."""
+        """Free the whole parameters of a complete bucket. Frozen parameters stay until the end of the pass."""
         super().complete()
         self.free()
 
     def finish(self, factor: float | None, used: list) -> None:
-        """The average has arrived, and belongs to the pieces. One that no rank has used keeps what it had."""
+        """Store the average as the gradients of the shards. A shard that no rank has used keeps its gradient."""
         super().finish(factor, used)
         assert self.average is not None
         for piece, view, ranks in zip(self.pieces, self.shards.views(self.average), used, strict=True):
@@ -259,7 +277,7 @@ class Flat(GradientShard):
 
 
 class Plan:
-    """What the units of one model share: their order, and who averages gradients."""
+    """State shared by the units of one model: their order and the gradient reducer."""
 
     def __init__(self, root: Unit):
         self.root = root
@@ -268,16 +286,16 @@ class Plan:
             unit.plan = self
         self.synchronising = True
         self.reducer: Reducer | None = None
-        self._order: list[Unit] = []  # units, in the order of the last forward pass
-        self._running: list[Unit] = []  # that of this one, so far
+        self._order: list[Unit] = []  # units in the order of the last forward pass
+        self._running: list[Unit] = []  # units of the current forward pass so far
         self._depth = 0
         self._in_backward = False
-        self._background = ExitStack()  # the progress thread while a pass is under way
-        # Gradients travel on a communicator of their own: ranks may differ in what they gather meanwhile.
+        self._background = ExitStack()  # the progress thread during a pass
+        # Gradients use a separate communicator, because ranks may run different all-gathers at the same time.
         self.comm = root.comm if getattr(root.comm, "simulated", False) else root.comm.split(0)
 
     def enter(self, unit: Unit) -> None:
-        """The forward pass comes to a unit."""
+        """Record that the forward pass enters a unit."""
         self._depth += 1
         if self._depth == 1:
             self._begin_forward()
@@ -288,40 +306,41 @@ class Plan:
         self._background.close()
         if self.reducer:
             self.reducer.check()
-        if self._in_backward:  # which raised
+        if self._in_backward:  # the last backward pass raised an error
             self._backward_ends()
         for unit in self.units:
             for flat in unit.flats:
                 flat.check()
-                flat.drop_what_was_dropped()
+                flat.clear_stale_gradients()
         self._running = []
         self._run_in_background()
 
     def leave(self, unit: Unit, raised: bool) -> None:
-        """The forward pass leaves a unit."""
+        """Record that the forward pass leaves a unit; at the end of the pass, update the order of units."""
         self._depth -= 1
         if self._depth:
             return
         self._background.close()
         for other in self.units:
-            if other._gathering:  # prefetched, and not needed
+            if other._gathering:  # prefetched but not used
                 other.free()
+        # Buckets must be launched in the same order on all ranks, so build a new reducer if the order of units changed.
         if not raised and self._running != self._order:
             self._order = self._running
-            # Gradients are ready roughly in the reverse order of the forward pass.
+            # Gradients become ready roughly in the reverse order of the forward pass.
             flats = [flat for unit in reversed(self._order) for flat in unit.flats if flat.trained]
             names = {leaf: place[0][2] for flat in flats for leaf, place in zip(flat.leaves, flat.places, strict=True)}
             self.reducer = Reducer(flats, ReduceScatter(self.comm), self.root.module, "inline", names)
 
     def prefetch(self, unit: Unit, step: int) -> None:
-        """Begin to gather the unit that comes next: forward with ``step`` 1, backward with -1."""
+        """Launch the all-gather of the next unit: ``step`` is 1 in the forward pass and -1 in the backward pass."""
         if unit in self._order:
             place = self._order.index(unit) + step
             if 0 <= place < len(self._order):
                 self._order[place].start_gathering()
 
     def backward_begins(self) -> None:
-        """The backward pass comes to its first unit."""
+        """Prepare the gradient buckets when the backward pass reaches its first unit."""
         if torch.is_grad_enabled():
             raise DtlibError(
                 "fully_shard frees parameters that second derivatives need: leave create_graph=True out, or train "
@@ -346,11 +365,15 @@ class Plan:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
+    """Return the unit of a module, or None."""
     return vars(module).get("_unit")
 
 
 def plan_of(unit: Unit) -> Plan:
-    """The plan of the model that a unit is part of: of the module that was called first."""
+    """Return the plan of the unit's model, and create it if this is the first call.
+
+    The unit that was called first is the root.
+    """
     return unit.plan or Plan(unit)
 
 

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A Ranks, a sum, and pi
 #
-# Thirty-five minutes. You start four processes, let them add, make them hang, and bring them back. Then you estimate
-# pi with them, from a Python loop to many ranks, and see what a speed-up is worth.
+# Thirty-five minutes. You start four processes. They add numbers, hang, and recover. Then you estimate pi, first with a
+# Python loop, then on many ranks, and learn to judge a speed-up.
 #
 # Run a cell with Shift+Enter, from top to bottom. **Your turn**: the first sum (three minutes).
 
@@ -21,5 +21,5 @@ from dtlib import pi
 # ## So far
 #
 # A *rank* is a process with a number, and shares no memory. Ranks work together by collectives. Point i is computed
-# from i alone, so any rank can compute it, and no two ranks count the same one. A speed-up is measured against the best
-# program on one rank, and ends where the cores end.
+# from i alone, so any rank can compute it, and no two ranks count the same point. A speed-up is measured against the
+# best program on one rank, and ends at the number of cores.

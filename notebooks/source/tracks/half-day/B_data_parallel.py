@@ -1,8 +1,8 @@
 # %% [markdown]
 # # B One sum, and data parallelism
 #
-# Forty-five minutes. How ranks add by a ring, and what it costs. Then the same sum, over gradients, trains one model on
-# all of them. **Your turn**: fix an average (five minutes). If time is short, read the part on DDP at home.
+# Forty-five minutes. You see how ranks add by a ring, and what it costs. Then the same sum, over gradients, trains one
+# model on all ranks. **Your turn**: fix an average (five minutes). If time is short, read the part on DDP at home.
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -31,7 +31,6 @@ assert found(r"You predicted 5, and it came out as (\d)") == [5]
 # %% [markdown]
 # ## So far
 #
-# In a ring no rank sends more than twice the array (its code, to read at home:
-# [lesson 03](03_collectives.ipynb)). Each rank computes gradients on its own rows, `all_reduce`
-# averages them, and all take the same step. Where a thread or a network card moves messages meanwhile, buckets hide
-# most of this communication behind the backward pass.
+# In a ring no rank sends more than twice the array ([lesson 03](03_collectives.ipynb) has its code, to read at home).
+# Each rank computes gradients on its own rows, `all_reduce` averages them, and all take the same step. Where a thread
+# or a network card moves messages meanwhile, buckets hide most of this communication behind the backward pass.

@@ -28,7 +28,7 @@ from dtlib.theory.zero import GB, SCHEMES, zero_bytes
 # 05_large_batches
 
 # %% [markdown]
-# What the rules did for ResNet-50 on ImageNet, at batch 8192 on 256 GPUs. The rows on warm-up use
+# The table shows the results of the rules for ResNet-50 on ImageNet, at batch 8192 on 256 GPUs. The rows on warm-up use
 # the linear rule. Which row is as good as the small batch?
 
 # %%
@@ -43,8 +43,8 @@ assert warm - small < 0.2 < 1 < min(others) - small
 
 # %% [markdown]
 # Only the linear rule with gradual warm-up is. But every rule has a limit: beyond some batch the linear rule's rate is
-# too high for the network, and runs fail.
-# [Lesson 05](../../lectures/05_large_batches.ipynb) shows where, on 32 seeds.
+# too high for the network, and runs fail. [Lesson 05](../../lectures/05_large_batches.ipynb) finds this batch, with 32
+# seeds.
 #
 # A config calls the samples that a rank takes at once `train_micro_batch_size_per_gpu`. A rank can add the gradients of
 # several such *micro-batches* before a step: `gradient_accumulation_steps` is their number.
@@ -62,5 +62,5 @@ assert len({row(f"Stage{stage}", "all_gathers per step")[0] for stage in (1, 2, 
 # %% [markdown]
 # ## So far
 #
-# A larger batch needs a larger learning rate, up to a point. Stage 1 shards the optimizer's states, stage 2 the
+# A larger batch needs a larger learning rate, up to a limit. Stage 1 shards the optimizer's states, stage 2 the
 # gradients too, stage 3 also the parameters; the result is the same.

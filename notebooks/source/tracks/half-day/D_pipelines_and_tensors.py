@@ -28,9 +28,9 @@ from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 # %% [markdown]
 # ## 1F1B
 #
-# The usual order of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021). It begins the backward passes as soon as it can, then
-# does *one forward, one backward* in turn. Rank r of p keeps p - r activations at most, however many micro-batches there
-# are. Beside GPipe:
+# The usual order of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021). Backward passes begin as soon as possible, and
+# then each rank alternates *one forward, one backward*. Rank r of p keeps p - r activations at most, for any number of
+# micro-batches. Here it is beside GPipe:
 
 # %%
 both = {"GPipe": simulate(gpipe(4, 8)), "1F1B": simulate(one_f_one_b(4, 8))}
@@ -43,7 +43,7 @@ of_gpipe, eager = row("GPipe", "idle / makespan"), row("1F1B", "idle / makespan"
 assert of_gpipe[:3] == eager[:3] and of_gpipe[3:] == [8] * 4 and eager[3:] == [4 - rank for rank in range(4)]
 
 # %% [markdown]
-# The bubble is the same, the memory is not. That is why large trainings run 1F1B or one of its descendants.
+# The bubble is the same, the memory is not. So large trainings run 1F1B or one of its descendants.
 
 # %%
 from dtlib.lessons.l08 import figures as tensor_figures

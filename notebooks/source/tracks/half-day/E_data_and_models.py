@@ -1,8 +1,9 @@
 # %% [markdown]
 # # E Feed them, and train by a config
 #
-# Twenty minutes, then the quiz. Fast accelerators starve on slow input: you see one starve, and what helps. Then one file
-# with the keys of DeepSpeed trains a model that reads digits, and one page says which cut suits which model.
+# Twenty minutes, then the quiz. Fast accelerators starve on slow input: you see one starve, and learn how to prevent
+# it. Then one file with the keys of DeepSpeed trains a model that reads digits. One page shows which cut suits which
+# model.
 #
 # **Questions.** How many bytes per second does a model need? What is in a config? Which cut is for your own model?
 
@@ -37,10 +38,10 @@ comm = world.comm
 assert found(r"the fast one: AU (\d+)%")[0] < 50
 
 # %% [markdown]
-# The fast one waits most of the time: you paid for ten times the speed, and get far fewer than ten times the samples.
-# One remedy is *prefetch*: a thread reads the next batches while this one computes.
+# The fast accelerator waits most of the time: you paid for ten times the speed, and get far fewer than ten times the
+# samples. One remedy is *prefetch*: a thread reads the next batches while this one computes.
 #
-# **Guess.** Which of the two does it help more?
+# **Guess.** Which accelerator does prefetch help more?
 
 # %% tags=["nbval-ignore-output"]
 for name, seconds in (("the slow one", 0.06), ("the fast one", 0.006)):
@@ -53,7 +54,7 @@ assert fast < 50 < slow
 
 # %% [markdown]
 # Prefetch hides reading behind computing, and the fast one computes too little to hide much: it needs faster storage.
-# [Lesson 09](../../lectures/09_data_input.ipynb) measures other formats, workers, and a copy nearby.
+# [Lesson 09](../../lectures/09_data_input.ipynb) measures other formats, workers, and a local copy.
 
 # %% [raw]
 # 10_two_models
@@ -61,23 +62,23 @@ assert fast < 50 < slow
 # %% [markdown]
 # ## Which cut, when?
 #
-# The cuts of this half-day and two more, as questions. Read from top to bottom. If the answer is yes, go right. If it
-# is no, or not enough, go down. Two minutes, with your neighbour: a model of 13 billion parameters, mixed-precision Adam,
-# eight GPUs of 80 GB in one machine (a *node*). What does the first question say, and where do you stop?
+# The chart asks questions about the cuts of this half-day and two more. Read it from top to bottom. If the answer is
+# yes, move right. If it is no, or not enough, move down. Discuss for two minutes with your neighbour: a model of 13
+# billion parameters, mixed-precision Adam, eight GPUs of 80 GB in one machine (a *node*). What is your answer to the
+# first question, and where do you stop?
 
 # %%
 lab.chart()
 
 # %% [markdown]
 # 16 bytes per parameter make 208 GB: no GPU holds that. With ZeRO-1 a GPU holds 52 + 156/8 = 72 GB, and has 8 left for
-# activations; with ZeRO-2 26 + 182/8 = 49 GB. So stop at ZeRO-2, if 31 GB are enough for the activations: with one
-# micro-batch a step it sends no more than data parallelism.
-# Then ask the same of your own model.
+# activations; with ZeRO-2 it holds 26 + 182/8 = 49 GB. So stop at ZeRO-2, if 31 GB are enough for the activations: with
+# one micro-batch per step it sends no more than data parallelism. Then answer the same questions for your own model.
 
 # %% [markdown]
 # ## Quiz
 #
-# Six questions, everybody alone. Each answer is explained.
+# Answer six questions alone. Each answer is explained.
 
 # %% tags=["nbval-ignore-output"]
 lab.quiz("half-day")

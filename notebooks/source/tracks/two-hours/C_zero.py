@@ -27,17 +27,17 @@ from dtlib.theory.zero import GB, SCHEMES, zero_bytes
 
 # %% tags=["statement"]
 # "it sends three parts where the others send two: 1.5 times as much"
-# "In a step with one micro-batch, stages 1 and 2 send what data parallelism sends."
+# "In a step with one micro-batch, stages 1 and 2 send as much as data parallelism."
 from dtlib.theory.zero import zero_wire_elements
 
 parts = [zero_wire_elements(4_000, 4, stage) / 3_000 for stage in range(4)]
 assert parts == [2, 2, 2, 3]
 
 # %% [markdown]
-# Two keys are new. `gradient_accumulation_steps` cuts the batch into *micro-batches*, whose gradients are added;
-# `gradient_clipping` limits the gradient's length. In a step with one micro-batch, stages 1 and 2 send what data
-# parallelism sends. Stage 3 gathers each layer's parameters twice, for the forward and for the backward pass, so
-# it sends three parts where the others send two: 1.5 times as much.
+# Two keys are new. `gradient_accumulation_steps` cuts the batch into *micro-batches*, and adds their gradients;
+# `gradient_clipping` limits the gradient's length. In a step with one micro-batch, stages 1 and 2 send as much as data
+# parallelism. Stage 3 gathers each layer's parameters twice, for the forward and for the backward pass, so it sends
+# three parts where the others send two: 1.5 times as much.
 
 # %% [raw]
 # 06_zero_exercises
@@ -45,4 +45,4 @@ assert parts == [2, 2, 2, 3]
 # %% [markdown]
 # ## So far
 #
-# Each stage shards more, and the result stays the same: take the lowest that fits.
+# Each stage shards more, and the result stays the same: take the lowest stage that fits.

@@ -2,7 +2,7 @@
 # # D One model over several devices
 #
 # Twenty-seven minutes. Layers are grouped into stages, and a batch is cut into micro-batches. Then you find a better
-# order of work. **Your turn**: two schedules (fifteen minutes).
+# order of the passes. **Your turn**: two schedules (fifteen minutes).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -19,8 +19,8 @@ from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 # %% [markdown]
 # ## 1F1B
 #
-# The usual order of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021): *one forward, one backward*
-# in turn. Rank r of p keeps p - r activations at most, however many micro-batches there are. With GPipe above:
+# The usual order of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021): each rank alternates *one forward, one
+# backward*. Rank r of p keeps p - r activations at most, for any number of micro-batches. GPipe is above:
 
 # %%
 both = {"GPipe": simulate(gpipe(4, 8)), "1F1B": simulate(one_f_one_b(4, 8))}
@@ -33,8 +33,8 @@ of_gpipe, eager = row("GPipe", "idle / makespan"), row("1F1B", "idle / makespan"
 assert of_gpipe[:3] == eager[:3] and of_gpipe[3:] == [8] * 4 and eager[3:] == [4 - rank for rank in range(4)]
 
 # %% [markdown]
-# The bubble is the same, the memory is not. So large trainings run 1F1B. Whatever the order, the gradients are those of
-# one process: [lesson 07](../../lectures/07_pipelines.ipynb) shows it.
+# The bubble is the same, the memory is not. So large trainings run 1F1B. In any order, the gradients equal those of one
+# process: [lesson 07](../../lectures/07_pipelines.ipynb) shows this.
 
 # %% [markdown]
 # ## So far
@@ -46,7 +46,7 @@ assert of_gpipe[:3] == eager[:3] and of_gpipe[3:] == [8] * 4 and eager[3:] == [4
 #
 # A *node* is a machine of several GPUs.
 #
-# From top to bottom, stop where it fits. `lab.chart()` asks four more questions, which lessons
+# Read from top to bottom, and stop where the model fits. `lab.chart()` asks four more questions, which lessons
 # [08](../../lectures/08_tensor_and_hybrid.ipynb), [12](../../lectures/12_sequences.ipynb) and
 # [12b](../../lectures/12b_experts.ipynb) explain.
 

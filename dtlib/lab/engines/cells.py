@@ -1,0 +1,151 @@
+"""A ``%%px`` cell from top to bottom: ``run_cell`` in the notebook, and ``follow`` on each rank."""
+
+import itertools
+import sys
+import threading
+import time
+from typing import Any
+
+from ipyparallel.error import RemoteError
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import publish_display_data
+
+from dtlib.errors import DtlibError, PeerFailed, WaitTimeout
+from dtlib.lab.engines import cell_errors, outputs
+from dtlib.lab.engines.engine_processes import STUCK
+from dtlib.lab.engines.live_view import LiveView, ranks_in_words
+from dtlib.lab.engines.outputs import as_list
+
+INTERRUPT_SECONDS = 20  # seconds for a rank to react to an interrupt on a busy machine
+KEEPER_SECONDS = 2  # seconds until the keeper has noticed that ranks ended
+
+_serial = itertools.count()
+
+
+def run_cell(cell: str, engines: Any, shell: InteractiveShell, save_name: str | None, alone: bool) -> object:
+    """Run a cell on the ranks of ``engines.view``, and show their outputs. Return ipyparallel's AsyncResult.
+
+    ``save_name`` is the notebook's variable for that result; ``alone``: the notebook's cell shows nothing else.
+
+    Raises:
+        RanksFailed: the cell raised an error on a rank.
+        DtlibError: the ranks have ended, or do not react to Stop.
+    """
+    # The label has the cell's number in the notebook, under which ranks count it too, and a serial number.
+    label = f"{shell.displayhook.prompt_count}.{next(_serial)}"
+    result = engines.view.execute(cell, silent=False, block=False, label=label)
+    if save_name:
+        shell.user_ns[save_name] = result
+    ranks = list(result._targets)  # ``engine_id`` lists only ranks that have answered
+
+    # Until the last rank has answered: show the newest lines of each, and their waits. Stop interrupts the ranks.
+    view = LiveView(alone)
+    engines.cell = result
+    try:
+        while not result.done():
+            result.wait(0.1)
+            if engines.ended.is_set():
+                engines.check_ownership()  # raises, as ranks that have ended do not answer
+            running = [str(message) in engines.client.outstanding for message in result.msg_ids]
+            texts = [out + err for out, err in zip(as_list(result.stdout), as_list(result.stderr), strict=True)]
+            view.show(ranks, running, texts, _reports(result))
+    except KeyboardInterrupt:
+        engines.interrupt()
+        result.wait(INTERRUPT_SECONDS)
+        if not result.done():
+            raise DtlibError(STUCK) from None
+    finally:
+        engines.cell = None
+        view.close()
+
+    # What stays below the cell: outputs in rank order, then the curve, then one error for all ranks.
+    result.wait_for_output(1)
+    shown = outputs.show(result, ranks)
+    view.keep(_reports(result))
+    outcomes = as_list(result.get(return_exceptions=True))
+    errors = {rank: each for rank, each in zip(ranks, outcomes, strict=True) if isinstance(each, RemoteError)}
+    if errors:
+        if any(error.ename == "EngineError" for error in errors.values()):
+            engines.ended.wait(KEEPER_SECONDS)
+        engines.check_ownership()  # another notebook may have taken the ranks, or they have ended
+        cell_errors.raise_errors(errors, view.waited, shell, engines)
+    for page in outcomes[0]._content.get("payload", ()):  # ``name?`` asks all ranks; the first one answers for all
+        if page.get("source") == "page":
+            publish_display_data(page["data"])
+            shown = True
+    if not shown:
+        print(f"(ran on {ranks_in_words(ranks)})")
+    return result
+
+
+def _reports(result) -> list[dict]:
+    """Return the latest report of each rank: of ``follow``, and of other callers of ``publish_data``."""
+    return [data or {} for data in as_list(result.data)]
+
+
+def follow() -> None:
+    """On a rank: report the current line and waits to the notebook, and the end of each cell to the board."""
+    from ipyparallel.engine.datapub import publish_data
+    from IPython import get_ipython
+
+    from dtlib.comm import waiting
+    from dtlib.comm.watch import board
+
+    shell, running = get_ipython(), threading.Event()
+    execute = shell.kernel.do_execute
+
+    async def do_execute(*args, **kwargs):
+        """Run a cell with the notebook's cell number, which the notebook sends as the label."""
+        board.cell = shell.kernel.get_parent().get("metadata", {}).get("label") or ""
+        if (number := board.cell.partition(".")[0]).isdigit():
+            shell.execution_count = int(number)
+        return await execute(*args, **kwargs)
+
+    def begin(_):
+        board.publish("has called no operation in this cell yet")
+        running.set()
+
+    def end(result):
+        running.clear()
+        error = result.error_before_exec or result.error_in_exec
+        if error is None:
+            board.end_cell("has finished its cell")
+        elif isinstance(error, PeerFailed | WaitTimeout):
+            board.end_cell("timed out")  # so that other ranks also name the missing rank
+        else:
+            board.end_cell(f"raised {type(error).__name__}: {error}"[:120])
+
+    shell.kernel.do_execute = do_execute
+    shell.events.register("pre_run_cell", begin)
+    shell.events.register("post_run_cell", end)
+    waiting.notice = lambda sentence: publish_data({"waiting": sentence})
+    threading.Thread(target=_tell_where, args=(running, publish_data), daemon=True).start()
+
+
+def _tell_where(running, publish) -> None:
+    """Report every second in which line of a cell this rank is."""
+    from dtlib.comm.call import line_of
+
+    main = threading.main_thread().ident
+    while running.wait():
+        time.sleep(1)
+        frame, place = sys._current_frames().get(main or 0), None
+        # Release each frame at once: a frame keeps its function's tensors alive, even after the function has returned.
+        while frame is not None:
+            if "ipykernel_" in frame.f_code.co_filename:  # the outermost such frame is the cell
+                place = frame.f_code.co_filename, frame.f_lineno
+            frame = frame.f_back
+        if running.is_set() and place is not None:
+            publish({"line": line_of(*place), "waits": _waits()})
+
+
+def _waits() -> tuple[str, list[int]] | None:
+    """Return the operation in which this rank waits and the missing ranks; None if it does not wait."""
+    from dtlib.comm.watch import board, missing_ranks
+
+    if board.current is None:
+        return None
+    me, seen = board.current.rank, board.current.seen()
+    if me not in seen or seen[me].state != "waits":
+        return None
+    return seen[me].operation, missing_ranks.missing(me, seen)

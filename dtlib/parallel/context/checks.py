@@ -1,0 +1,73 @@
+"""Checks for plain.py and plain_ulysses.py, which import only torch. Importing this module adds the checks.
+
+With these checks, ``group`` may also be a dtlib communicator, and ``dtlib.trace()`` records the blocks.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dtlib.comm import AnyCommunicator, Communicator
+from dtlib.comm.waiting import advance_all
+from dtlib.comm.watch import recorder
+from dtlib.errors import DtlibError
+from dtlib.gradients.preconditions import around, group_and_communicator
+from dtlib.parallel.context import plain, plain_ulysses
+
+
+def _my_tokens(plainly, x, group: AnyCommunicator, order="zigzag", dim=1):
+    group, comm = group_and_communicator(group)
+    if x.shape[dim] % (2 * comm.size):
+        raise DtlibError(f"{x.shape[dim]} tokens make no {2 * comm.size} equal chunks: see ContextParallel for others.")
+    return plainly(x, group, order, dim)
+
+
+def _ring_attention(plainly, q, k, v, group: AnyCommunicator | None = None, causal=True, order="zigzag"):
+    group, comm = group_and_communicator(group)
+    asked = _asked(comm, q, k, v, causal, order)
+    if set(asked) != {(*((tuple(q.shape), q.dtype),) * 3, causal, order)} or q.dim() != 4 or order not in plain.CHUNKS:
+        raise DtlibError(f"Ranks give q, k, v, causal, order {set(asked)}: all the same, in one of {[*plain.CHUNKS]}.")
+    if q.shape[2] % 2 or q.dtype not in (torch.float32, torch.float64):
+        raise DtlibError(
+            f"{q.shape[2]} tokens a rank of {q.dtype}: an even number, of float32 or float64, or see attention.py."
+        )
+    return plainly(q, k, v, group, causal, order)
+
+
+def _ulysses_attention(plainly, q, k, v, group: AnyCommunicator | None = None, causal=True):
+    group, comm = group_and_communicator(group)
+    asked = set(_asked(comm, q, k, v, causal))
+    if len(asked) > 1 or len({*next(iter(asked))[:3]}) > 1 or q.dim() != 4:
+        raise DtlibError(f"Ranks give q, k, v, causal {asked}: give all the same, of four dimensions.")
+    if q.shape[1] % comm.size:
+        raise DtlibError(f"{q.shape[1]} heads make no {comm.size} equal groups: take ring_attention.")
+    return plainly(q, k, v, group, causal)
+
+
+def _asked(comm: Communicator, q, k, v, *rest) -> list[tuple]:
+    return comm.all_gather_object((*((tuple(x.shape), x.dtype) for x in (q, k, v)), *rest))
+
+
+def _blocks(plainly, group: AnyCommunicator, *rest):
+    group, comm = group_and_communicator(group)
+
+    @contextmanager
+    def recorded(what: str) -> Iterator[None]:
+        with recorder.phase(what, comm.world_rank):
+            yield
+        advance_all()  # poll, so that pending messages progress
+
+    plain.record_function = recorded  # type: ignore[misc, assignment]
+    return plainly(group, *rest)
+
+
+def _pass_on(plainly, group: AnyCommunicator, tensor, tag=0):
+    return plainly(group_and_communicator(group)[0], tensor, tag)
+
+
+around(plain, "my_tokens", _my_tokens)
+around(plain, "ring_attention", _ring_attention)
+around(plain, "blocks", _blocks)
+around(plain, "pass_on", _pass_on)
+around(plain_ulysses, "ulysses_attention", _ulysses_attention)

@@ -1,0 +1,34 @@
+"""Checks for plain.py, which imports only torch. Importing this module adds the checks to the classes of plain.py.
+
+With these checks, ``group`` may also be a dtlib communicator.
+"""
+
+from dtlib.comm import AnyCommunicator
+from dtlib.errors import DtlibError
+from dtlib.gradients.preconditions import Preconditions, around, beforehand, group_and_communicator
+from dtlib.parallel.data.plain import DataParallelBuckets, DataParallelHooks, DataParallelNaive
+
+
+def _construct(plainly, self, module, group: AnyCommunicator | None = None):
+    group, comm = group_and_communicator(group)
+    contract = Preconditions(type(self).__name__, module, comm)
+    # One bucket is one flat tensor, so its parameters need one dtype and one device.
+    kinds = {(parameter.dtype, parameter.device) for parameter in module.parameters() if parameter.requires_grad}
+    if isinstance(self, DataParallelBuckets) and len(kinds) > 1:
+        raise DtlibError("DataParallelBuckets: parameters have several dtypes or devices: use DataParallel.")
+    plainly(self, module, group)
+    self.contract = contract
+
+
+def _all_at_once(self):
+    """Check every gradient at the end of the backward pass, because ``DataParallelNaive`` has no hooks."""
+    for parameter in self.trained:
+        if parameter.grad is not None:
+            self.contract.gradient_is_ready(parameter)
+    self.contract.check_step()
+
+
+around(DataParallelNaive, "__init__", _construct)
+beforehand(DataParallelNaive, "average_gradients", _all_at_once)
+beforehand(DataParallelHooks, "gradient_is_ready", lambda self, parameter: self.contract.gradient_is_ready(parameter))
+beforehand(DataParallelHooks, "average_gradients", lambda self: self.contract.check_step())

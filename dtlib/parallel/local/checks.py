@@ -1,0 +1,44 @@
+"""Checks for plain.py, which imports only torch. Importing this module adds the checks to the classes of plain.py.
+
+With these checks, ``group`` may also be a dtlib communicator.
+"""
+
+from torch.optim import Optimizer
+
+from dtlib.comm import AnyCommunicator
+from dtlib.errors import DtlibError
+from dtlib.gradients.preconditions import around, group_and_communicator
+from dtlib.gradients.same_model import check_same_model
+from dtlib.parallel.local.plain import DiLoCo, LocalSGD
+
+
+def _construct(plainly, self, group: AnyCommunicator | None, model, optimizer, sync_every):
+    (group, comm), who = group_and_communicator(group), type(self).__name__
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    check_same_model(named, comm, who)
+    if not isinstance(sync_every, int) or sync_every < 1:
+        raise DtlibError(f"{who}(sync_every={sync_every!r}): pass the number of steps per round, 1 or more.")
+    if len({parameter.dtype for parameter in named.values()}) != 1 or any(True for _ in model.buffers()):
+        raise DtlibError(f"{who}: use a model of one dtype without buffers, or the full class.")
+    check_optimizer(self, model, optimizer)
+    plainly(self, group, model, optimizer, sync_every)
+
+
+def _construct_outer(plainly, self, group, model, inner_optimizer, outer_optimizer, sync_every):
+    check_optimizer(self, model, outer_optimizer)
+    plainly(self, group, model, inner_optimizer, outer_optimizer, sync_every)
+
+
+def check_optimizer(local: LocalSGD, model: object, optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose parameters are not exactly the trained parameters of the model."""
+    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}  # type: ignore[attr-defined]
+    if known != trained:
+        raise DtlibError(
+            f"{type(local).__name__}: an optimizer has {len(known)} parameters, and the model trains {len(trained)}: "
+            "give it all of them."
+        )
+
+
+around(LocalSGD, "__init__", _construct)
+around(DiLoCo, "__init__", _construct_outer)
