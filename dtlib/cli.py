@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             if sys.stdout is None:
-                raise DtlibError("There is nowhere to print to, as standard output is closed: use >/dev/null instead.")
+                raise DtlibError("Standard output is closed, so nothing can be printed: use >/dev/null instead.")
             options = _options(arguments)
             command = f"dtlib {options.command}"
             current_folder()  # raises if it was deleted, because mpiexec and JupyterLab need it
@@ -55,11 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(end="", flush=True)  # raises OSError here, not at exit, if output cannot be written
     except OSError as problem:
         if problem.filename:
-            said = f"{problem.filename} cannot be used ({problem.strerror}): name another, or make room and access."
+            said = f"{problem.filename} cannot be used ({problem.strerror}): name another, or free space."
         elif problem.errno in UNWRITABLE:
             # Standard output cannot be written. EPIPE is no error: the reader, such as `| head`, has ended.
             status = 0 if problem.errno == errno.EPIPE else 2
-            said = said or f"what it prints cannot be written ({problem.strerror}): write it elsewhere." * bool(status)
+            said = said or f"the output cannot be written ({problem.strerror}): write it elsewhere." * bool(status)
             # Python flushes standard output again at exit, and would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         else:
@@ -76,19 +76,19 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="dtlib", description="A workshop kit for distributed deep learning.")
     parser.add_argument("--version", action="version", version=f"dtlib {dtlib.__version__}")
     commands = parser.add_subparsers(dest="command", metavar=" | ".join(_COMMANDS))
-    doctor = commands.add_parser("doctor", help="say what this machine offers and what would go wrong, with the cure")
-    doctor.add_argument("--decode", metavar="CODE", nargs="+", help="say what the codes that learners have sent mean")
+    doctor = commands.add_parser("doctor", help="check this machine, and print problems and solutions")
+    doctor.add_argument("--decode", metavar="CODE", nargs="+", help="print what the codes of learners mean")
 
     lab = commands.add_parser(
-        "lab", help="lay out the course in this folder, in a clone in work/, and open JupyterLab",
+        "lab", help="copy the course to this folder (in a clone: to work/), and open JupyterLab",
         epilog="Other arguments are JupyterLab's, such as --port=8890.",
     )  # fmt: skip
     lab.add_argument("--no-browser", action="store_true", help="only print the address")
-    lab.add_argument("--hub", action="store_true", help="for JupyterHub, which starts this for each learner")
+    lab.add_argument("--hub", action="store_true", help="for JupyterHub, which runs this for each learner")
 
-    wall.add_arguments(commands.add_parser("wall", help="show on a page where learners are, and who is stuck"))
-    fresh = commands.add_parser("fresh", help="give the notebooks of a lesson anew, and keep yours beside them")
-    fresh.add_argument("lesson", help="its number, such as 04, or the name of one notebook")
+    wall.add_arguments(commands.add_parser("wall", help="show a page with the progress of learners, and who is stuck"))
+    fresh = commands.add_parser("fresh", help="restore the notebooks of a lesson, and keep yours under another name")
+    fresh.add_argument("lesson", help="its number, such as 04, or the name of a notebook")
 
     tour = commands.add_parser("tour", help="solve exercises of lessons 00 to 08 on MPI engines and print a table")
     tour.add_number("--ranks", "engines to start (default: 2)", 2, **some)
@@ -97,8 +97,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
 
     pi = commands.add_parser("pi", help="estimate pi on MPI ranks")
-    pi.add_number("--points", "how many points to throw (default: 1e8)", 10**8, why=": more would take weeks")
-    pi.add_number("--ranks", "ranks to start (default: one a core)", **some)
+    pi.add_number("--points", "number of points (default: 1e8)", 10**8, why=": more would take weeks")
+    pi.add_number("--ranks", "ranks to start (default: one per core)", **some)
     pi.add_argument("--kernel", choices=("loop", "numpy", "compiled", "gpu"), default="compiled", help="how to count")
     pi.add_number("--seed", "another seed gives other points (default: 0)", 0, least=-MOST)
     pi.add_argument("--json", action="store_true", help="print one JSON object")
@@ -106,7 +106,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     train = commands.add_parser("train", help="train a workload on ranks: the lessons' models, by one config")
     train.add_argument("workload", choices=("vision", "summarization", "decoder"))
     train.add_argument("--config", metavar="FILE", help="JSON: DeepSpeed's keys, `workload`, `run` (default: ours)")
-    train.add_number("--ranks", "ranks to start (default: one a core)", **some)
+    train.add_number("--ranks", "ranks to start (default: one per core)", **some)
     train.add_argument(
         "--runtime", choices=("dtlib", "torch", "deepspeed"), default="dtlib", help="whose classes train"
     )
@@ -115,7 +115,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     train.add_number("--steps", "in place of the config's")
     train.add_argument("--save", metavar="DIR", help="save checkpoints there")
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save")
-    train.add_argument("--log", metavar="FILE", help="add a line of JSON a step")
+    train.add_argument("--log", metavar="FILE", help="add a line of JSON per step")
     train.add_argument("--json", metavar="FILE", help="write the result")
     plan = commands.add_parser("plan", help="say which meshes of GPUs a model fits on, and how long a step takes there")
     plan.add_argument(
@@ -123,17 +123,17 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     plan.add_number("--gpus", "of the whole job (default: 8)", 8)
     plan.add_argument("--device", default="h100", help="v100, a100, h100, h200 or b200 (default: h100)")
-    plan.add_number("--batch", "samples of a step (default: four million tokens)", 0)
-    plan.add_number("--seq", "tokens of a sample, in place of the model's", 0)
-    plan.add_argument("--fixed", default="", help="parts of the plan that are given: zero=3,recompute=full")
-    plan.add_number("--best", "how many plans to show (default: 10)", 10)
-    plan.add_number("--tokens", "of the whole training: say days, too", most=10**18, whole=False)
+    plan.add_number("--batch", "samples per step (default: four million tokens)", 0)
+    plan.add_number("--seq", "tokens per sample, instead of the model's", 0)
+    plan.add_argument("--fixed", default="", help="fixed parts of the plan: zero=3,recompute=full")
+    plan.add_number("--best", "number of plans to show (default: 10)", 10)
+    plan.add_number("--tokens", "of the whole training: print days, too", most=10**18, whole=False)
     plan.add_argument("--write", metavar="FILE", help="write the plan as a config of dtlib train")
     plan.add_argument("--json", action="store_true", help="print the best plans as JSON")
-    plan.add_argument("--measure", action="store_true", help="calibrate on four ranks; say how far off that is")
+    plan.add_argument("--measure", action="store_true", help="run plans on four ranks, and print the error")
 
-    browser = commands.add_parser("browser", help="write the course's rooms as a web page that needs no installation")
-    browser.add_argument("folder", nargs="?", default="dtlib-browser", help="where to (default: dtlib-browser)")
+    browser = commands.add_parser("browser", help="write a web page that needs no installation")
+    browser.add_argument("folder", nargs="?", default="dtlib-browser", help="its folder (default: dtlib-browser)")
     options, unknown = parser.parse_known_args(arguments)
     if options.command == "lab":
         options.jupyter = [argument for argument in unknown if argument != "--"]
@@ -174,14 +174,14 @@ def _pi(options) -> int:
     if is_rank():
         return _pi_on_this_rank(options)
     if options.kernel == "gpu" and not gpu_names():
-        raise DtlibError("--kernel gpu finds no NVIDIA GPU here: leave it out, or use --kernel compiled.")
+        raise DtlibError("--kernel gpu finds no NVIDIA GPU: leave it out, or use --kernel compiled.")
     ranks = options.ranks or usable_cores()
     command = f"-m dtlib pi --points={options.points} --kernel={options.kernel} --seed={options.seed}".split()
     status = run_ranks(command + ["--json"] * options.json, ranks)
     if status not in (0, 2):
         raise DtlibError(
-            f"mpiexec ended with status {status} and the words above: `dtlib doctor` looks for the cause."
-            f"{settings_of_mpi()}"
+            f"mpiexec ended with status {status} and the output above: run `dtlib doctor` to find the "
+            f"cause.{settings_of_mpi()}"
         )
     return status
 
@@ -233,7 +233,7 @@ def _plan(options) -> int:
     from dtlib.planner.command import run
 
     if options.model is None:
-        raise DtlibError("No model is given: name one such as llama3-8b, a config.json, or layers=...,hidden=...")
+        raise DtlibError("There is no model: pass a name such as llama3-8b, a config.json, or layers=...,hidden=...")
     return run(options)
 
 

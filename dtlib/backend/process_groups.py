@@ -112,7 +112,7 @@ def emulate_network(latency: float, bandwidth: float, group: dist.ProcessGroup |
     global network
     group = group or dist.group.WORLD
     if not isinstance(group, Group):
-        raise CommunicationError('emulate_network is for groups of the backend "dtlib": make one first.')
+        raise CommunicationError('emulate_network needs a group of the backend "dtlib": create one first.')
     network = Wire(latency, bandwidth)
     assert group.comm is not None
     group.comm.wire = network
@@ -142,8 +142,8 @@ def _refuse_other_worlds(options, members, world) -> None:
     rank = members[options.group_rank] if options.group_rank < len(members) else options.group_rank
     if (rank, options.group_size) != (world.rank, len(members)) or max(members) >= world.size:
         raise CommunicationError(
-            f"A group of rank {rank} and {options.group_size} ranks: MPI started this process as rank {world.rank} of "
-            f"{world.size}, and torch is to count as MPI does. Leave rank and world_size out of init_process_group."
+            f"A group of rank {rank} and {options.group_size} ranks, but this process is rank {world.rank} of "
+            f"{world.size} in MPI: leave rank and world_size out of init_process_group."
         )
 
 

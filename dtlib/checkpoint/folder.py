@@ -117,8 +117,8 @@ def write_file(path: Path, tensors: dict, mark: str) -> int:
         return path.stat().st_size
     except (OSError, SafetensorError) as problem:
         raise CheckpointError(
-            f"{path} cannot be written ({problem}): make room or choose another folder; the checkpoint before it is "
-            "as it was."
+            f"{path} cannot be written ({problem}): free some space, or choose another folder. The previous "
+            "checkpoint is unchanged."
         ) from problem
 
 
@@ -148,7 +148,7 @@ def _replace(path: Path, text: str) -> None:
         write_atomically(path, text)
         _to_disk(path.parent)
     except OSError as problem:
-        raise CheckpointError(f"{path} cannot be written ({problem}): make room, and save again.") from problem
+        raise CheckpointError(f"{path} cannot be written ({problem}): free some space, and save again.") from problem
 
 
 def write_latest(path: Path, name: str, comm: Communicator) -> None:
@@ -192,16 +192,16 @@ def read_index(folder: Path) -> dict:
             f"{path} cannot be read ({problem.strerror}): give the folder in which dtlib.checkpoint.save() has saved."
         ) from None
     except ValueError as problem:
-        raise CheckpointError(f"{path} is not JSON ({problem}): it is damaged, so take another checkpoint.") from None
+        raise CheckpointError(f"{path} is not JSON ({problem}): it is damaged, so use another checkpoint.") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no index of a {FORMAT}: give a folder in which dtlib.checkpoint has saved.")
     if index.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} has version {index.get('version')!r} of the format, and this dtlib reads version {VERSION}: load "
-            "it with the dtlib that saved it, or a newer one."
+            f"{path} has version {index.get('version')!r} of the format, but this dtlib reads version {VERSION}: load "
+            "it with the dtlib that saved it, or with a newer one."
         )
     if lacking := [name for name in CONTENTS if name not in index]:
-        raise CheckpointError(f"{path} lacks {', '.join(lacking)}: it is damaged, so take another checkpoint.")
+        raise CheckpointError(f"{path} lacks {', '.join(lacking)}: it is damaged, so use another checkpoint.")
     # Check all entries now, so that later code can use the index without checks.
     with corruption_as_checkpoint_error(path):
         decoded(index["extra"])
@@ -268,7 +268,7 @@ def check_file(folder: Path, index: dict, name: str) -> None:
         raise CheckpointError(f"{path} is damaged ({problem}): take another checkpoint.") from None
     if mark != index["id"]:
         raise CheckpointError(
-            f"{path} belongs to checkpoint {mark}, and the index is that of {index['id']}: copy a folder as a whole."
+            f"{path} belongs to checkpoint {mark}, but the index belongs to {index['id']}: copy whole folders."
         )
     for tensor, contents in index["tensors"].items():
         for role, entry in contents["roles"].items():
@@ -276,7 +276,7 @@ def check_file(folder: Path, index: dict, name: str) -> None:
                 start, stop = bounds(entry["pieces"][name])
                 if lengths.get(f"{tensor}/{role}") != [stop - start]:
                     raise CheckpointError(
-                        f"{path} lacks elements {start}:{stop} of {tensor}/{role}: it is damaged, so take another "
+                        f"{path} lacks elements {start}:{stop} of {tensor}/{role}: it is damaged, so use another "
                         "checkpoint."
                     )
 

@@ -204,7 +204,7 @@ def _check_model(folder, saved: dict, held: list[LocalShard], elsewhere: set) ->
 def _check_optimizer(folder, saved: dict | None, optimizer, held: list[LocalShard], elsewhere: set) -> None:
     if saved is None:
         raise CheckpointError(
-            f"{folder} was saved without an optimizer: load without optimizer=, and make the optimizer afterwards."
+            f"{folder} was saved without an optimizer: load without optimizer=, and create the optimizer afterwards."
         )
     here, without = type(local(optimizer)).__name__, "or load without optimizer=, and make a new one afterwards"
     if here != saved["class"]:
@@ -214,8 +214,8 @@ def _check_optimizer(folder, saved: dict | None, optimizer, held: list[LocalShar
     groups = names_of_groups(optimizer, held)
     if len(groups) != len(saved["groups"]):
         raise CheckpointError(
-            f"The optimizer has {len(groups)} groups of parameters, and that in {folder} had {len(saved['groups'])}: "
-            f"make the same groups, {without}."
+            f"The optimizer has {len(groups)} groups of parameters, but the optimizer in {folder} had "
+            f"{len(saved['groups'])}: create the same groups, {without}."
         )
     for number, (ours, theirs) in enumerate(zip(groups, saved["groups"], strict=True)):
         if differing := (set(ours) ^ set(theirs["parameters"])) - elsewhere:

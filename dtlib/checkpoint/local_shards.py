@@ -242,7 +242,7 @@ def _rows(name: str, tensor, comm) -> Slice:
         len(tensor.placements) == 1 and tensor.placements[0].is_shard(0) and tensor.device_mesh.size() == comm.size
     ):
         raise CheckpointError(
-            f"{name} is sharded as {tensor.placements} over {tensor.device_mesh.size()} ranks, and a checkpoint takes "
+            f"{name} is sharded as {tensor.placements} over {tensor.device_mesh.size()} ranks, but a checkpoint needs "
             f"whole rows over all {comm.size}: use torch.distributed.checkpoint."
         )
     # FSDP2 gives each rank equally many rows, rounded up; the last ranks have fewer or none.

@@ -107,7 +107,7 @@ def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict
         for role, tensor in roles.items():
             kind = str(tensor.dtype).removeprefix("torch.")
             if kind not in TYPES:
-                raise CheckpointError(f"{holding.name} is {kind}, which safetensors does not know: convert it.")
+                raise CheckpointError(f"{holding.name} is {kind}, which safetensors does not support: convert it.")
             pieces.append((holding.name, role, written.shape, kind, written.start, written.stop))
             if written.start < written.stop:
                 tensors[f"{holding.name}/{role}"] = holding.cut(tensor)
@@ -119,7 +119,7 @@ def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict
         extra = json.loads(json.dumps(encoded(extra)))
     except (TypeError, ValueError) as problem:
         raise CheckpointError(
-            f"extra cannot be written as JSON ({problem}): give numbers, text, lists, tuples, dicts."
+            f"extra cannot be written as JSON ({problem}): pass numbers, text, lists, tuples or dicts."
         ) from None
     name = None if optimizer is None else type(local(optimizer)).__name__
     return tensors, {
@@ -163,8 +163,8 @@ def _index(everyones: list[dict], mark: str) -> dict:
             )
         if apart := [name for name, digest in first["digests"].items() if summary["digests"][name] != digest]:
             raise CheckpointError(
-                f"Values or optimizer states of {apart[0]} differ between ranks 0 and {rank}, and each would save its "
-                "own part: average them before, as by LocalSGD.finish(), or save on each rank with comm.split(rank)."
+                f"Values or optimizer states of {apart[0]} differ between ranks 0 and {rank}: average them before you "
+                "save, for example with LocalSGD.finish(), or save on each rank with comm.split(rank)."
             )
     for name, tensor in tensors.items():
         for role, entry in tensor["roles"].items():

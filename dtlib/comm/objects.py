@@ -46,8 +46,8 @@ class ObjectOperations:
 
     def __reduce__(self) -> NoReturn:
         raise CommunicationError(
-            "A communicator can neither be copied nor saved, because its ranks would have to agree: copy the module "
-            "inside of its wrapper, or save a state_dict()."
+            "A communicator cannot be copied or pickled, because all ranks would have to do it together: copy the "
+            "wrapped module, or save a state_dict()."
         )
 
     def _check_whole(self, whole, count, chunk, chunk_count, operation):

@@ -58,13 +58,13 @@ class SoloCommunicator(Communicator):
     def split(self, color: int | None, key: int = 0) -> NoReturn:
         """Raise CommunicationError, because splitting needs the other ranks' colors."""
         raise CommunicationError(
-            f"split(color={color!r}) asks the other ranks, and solo has none: make one of the size that you want, "
-            "solo(rank, size)."
+            f"split(color={color!r}) needs other ranks, but solo has none: create a communicator with the size that "
+            "you need, solo(rank, size)."
         )
 
     def wait_for(self, request: object, buffers: object, description: str, time_limit: float | None = None) -> None:
         """Raise CommunicationError, because there is no MPI request to wait for."""
-        raise CommunicationError(f"{description} waits for MPI, and solo does without: use dtlib.init().comm.")
+        raise CommunicationError(f"{description} waits for MPI, which solo does not use: use dtlib.init().comm.")
 
     def _link(self, tag):
         return SoloLink(self.rank, self.size)

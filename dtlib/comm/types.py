@@ -182,7 +182,7 @@ def payload(tensor: AnyTensor, operation: str, writes: bool) -> Payload:
     if not writes or memory.flags.carray:  # contiguous and writeable
         return Payload(tensor, memory)
     if not memory.flags.writeable:
-        raise CommunicationError(f"{operation} writes into its argument, and this array is read-only: pass a copy.")
+        raise CommunicationError(f"{operation} writes into its argument, but this array is read-only: pass a copy.")
     if _overlaps_itself(memory):
         raise CommunicationError(
             f"{operation} writes into its argument, and elements of this one share memory, as expand() makes them: "

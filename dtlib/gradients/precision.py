@@ -148,15 +148,14 @@ def refuse_shards(parameters: Iterable[torch.Tensor], what: str) -> None:
     parameters = list(parameters)
     if any(len(info_of(parameter).experts) > 1 for parameter in parameters):
         raise DtlibError(
-            f"{what}: parameters of experts are on one rank each, and their norm is not that of all: clip with "
+            f"{what}: each expert's parameters are on one rank, so this is not the norm of all parameters: clip with "
             "dtlib.parallel.expert.clip_grad_norm_ between backward and step."
         )
     count = sum(len(info_of(parameter).tensor) > 1 for parameter in parameters)
     if count:
         raise DtlibError(
-            f"{what}: {count} parameters are shards of tensor-parallel layers, and their norm is not that of the "
-            "whole: train them without ZeRO, and clip with dtlib.parallel.tensor.clip_grad_norm_ between backward "
-            "and step."
+            f"{what}: {count} parameters are shards of tensor-parallel layers, so this is not the norm of the whole: "
+            "train them without ZeRO, and clip with dtlib.parallel.tensor.clip_grad_norm_ between backward and step."
         )
 
 
@@ -179,7 +178,7 @@ def clip_by_norm(
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
-        raise DtlibError(f"clip_grad_norm_(norm_type={norm_type:g}): give a number above 0, such as 2, or inf.")
+        raise DtlibError(f"clip_grad_norm_(norm_type={norm_type:g}): pass a number above 0, such as 2, or inf.")
     # ShardedGradient refuses norms, so convert to ordinary tensors. This function includes the other ranks' shards.
     ordinary = [gradient.as_subclass(torch.Tensor) for gradient in gradients if gradient is not None]
     counted = ordinary if counted is None else [gradient.as_subclass(torch.Tensor) for gradient in counted]

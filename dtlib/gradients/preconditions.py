@@ -115,8 +115,8 @@ class Preconditions:
             counts = [others.count(name) for others in ready]
             if set(counts) != {1}:
                 self._refuse(
-                    f"{name} got {counts} gradients on ranks 0 to {self.comm.size - 1}, and each needs one a step; for "
-                    "unused parameters and several backward passes take the full class"
+                    f"{name} got {counts} gradients on ranks 0 to {self.comm.size - 1}, but needs one per step: for "
+                    "unused parameters and several backward passes, use the full class"
                 )
         if len(set(samples)) > 1 and not divided:
             self._refuse(
@@ -132,10 +132,10 @@ class Preconditions:
         if self.ready:
             self._refuse("a backward pass was interrupted, or no step() followed it: build all of it anew")
         if {parameter for parameter in model.parameters() if parameter.requires_grad} != set(self.names):
-            self._refuse("a parameter was frozen, unfrozen or replaced after construction: build all of it anew")
+            self._refuse("a parameter was frozen, unfrozen or replaced after construction: build all again")
         tensors = [one for one in (*inputs, *named.values()) if isinstance(one, torch.Tensor) and one.dim()]
         if not tensors:
-            self._refuse("the model got no tensor of samples: pass the batch as its first")
+            self._refuse("the model got no tensor of samples: pass the batch as its first argument")
         # The first tensor is the batch. Boolean tensors are masks, whose True elements count in the loss.
         first, masks = tensors[0], [int(one.sum()) for one in tensors if one.dtype == torch.bool]
         has_tokens = first.dim() > 2 or not first.is_floating_point()  # (samples, tokens, ...)
@@ -148,15 +148,15 @@ class Preconditions:
         kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in self.model.parameters()}
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
-                self._refuse(f"{name} is frozen: take the full class")
+                self._refuse(f"{name} is frozen: use the full class")
             if len(kinds) > 1 or parameter.dtype not in (torch.float32, torch.float64):
-                self._refuse(f"parameters are {sorted(kinds)}: take one of float32 and float64, or the full class")
+                self._refuse(f"parameters are {sorted(kinds)}: use one of float32 and float64, or the full class")
             if not parameter.is_contiguous():
                 self._refuse(f"{name} is not contiguous: set {name}.data = {name}.data.contiguous() before")
             if owned.count(id(parameter)) != 1:
                 self._refuse(
-                    f"{name} is in {owned.count(id(parameter))} units, and has to be in one: choose modules that share "
-                    "out all parameters, with tied ones in the same"
+                    f"{name} is in {owned.count(id(parameter))} units, but must be in one: choose modules that cover "
+                    "all parameters once, with tied parameters in the same unit"
                 )
 
     def _refuse(self, why: str):

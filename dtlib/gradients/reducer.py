@@ -99,7 +99,7 @@ class Reducer:
         b = self._number[parameter]
         if b < self._launched:
             raise DtlibError(
-                f"{self.names[parameter]} got a second gradient in one backward pass, after the first had left: with "
+                f"{self.names[parameter]} got a second gradient in one backward pass, after the first was sent: with "
                 "activation checkpointing use checkpoint(..., use_reentrant=False)."
             )
         self._missing[b].discard(parameter)
@@ -177,12 +177,12 @@ class Reducer:
         if any(differs[1:2]):
             forwards, self.owner.forwards = self.owner.forwards, 0  # type: ignore[attr-defined]
             raise DtlibError(
-                f"This backward pass is of forward pass {forwards} here, and of another one on another rank: a rank "
-                "has left one out, as by `continue`, or has called the model once more. Skip a step on all ranks or on "
-                "none, and call the model for other purposes in eval() and no_grad()."
+                f"This backward pass is for forward pass {forwards} here, and for a different one on another rank: "
+                "one rank skipped a forward pass, for example by `continue`, or ran one more. Skip a step on all "
+                "ranks or on none, and call the model for other purposes in eval() and no_grad()."
             )
         if on_any[0] and not self.collective.weighs:
-            raise DtlibError("batch_size weights gradients, and a communication hook does not: leave one out.")
+            raise DtlibError("batch_size weights gradients, but a communication hook does not: use only one of them.")
         if differs[0]:
             raise DtlibError(
                 f"batch_size is {self._samples} here, and set on some ranks only: set it on all of them before the "

@@ -94,8 +94,8 @@ def check_same_values(module: nn.Module, parameters: list, comm: Communicator, w
     module.__dict__["_passes_compared"] = passes + 1
     if len(set(comm.all_gather_object(digest_of(parameters)))) > 1:
         raise DtlibError(
-            f"{type(module).__name__}: {what} differ between ranks that have the same ones: average gradients over all "
-            "ranks before each step, as by DataParallel(model, mesh['data', ...]) or, without it, (model, comm)."
+            f"{type(module).__name__}: {what} differ between ranks that should have the same: average gradients over "
+            "all ranks before each step, with DataParallel(model, mesh['data', ...]) or DataParallel(model, comm)."
         )
 
 

@@ -44,8 +44,8 @@ class Handle:
             self._waited.wait()
             if version_of(self._watched) != self._version:
                 raise HorovodInternalError(
-                    "A tensor was changed between the start of an operation and synchronize(), so the ranks have other "
-                    "values than are there. Call synchronize() first."
+                    "A tensor was changed between the start of an operation and synchronize(), so ranks have "
+                    "different values. Call synchronize() first."
                 )
             self._result = self._finish()
         return self._result
@@ -73,7 +73,7 @@ def poll(handle: Handle) -> bool:
 
 def _checked(handle) -> Handle:
     if not isinstance(handle, Handle):
-        raise ValueError(f"{handle!r:.40} is no handle: pass the result of an asynchronous operation.")
+        raise ValueError(f"{handle!r:.40} is not a handle: pass the result of an asynchronous operation.")
     return handle
 
 
@@ -157,7 +157,7 @@ def allgather_async(tensor: Tensor, name: str | None = None) -> Handle:
     """Start ``allgather``; return a handle. No gradients."""
     own, comm = _start(tensor, "allgather", name), communicator()
     if not own.dim():
-        raise ValueError("allgather needs a first dimension, and this tensor has none: pass tensor.reshape(1).")
+        raise ValueError("allgather needs a first dimension, but this tensor has none: pass tensor.reshape(1).")
     rows = comm.all_gather(torch.zeros(size(), dtype=torch.int64), torch.tensor([len(own)])).tolist()
     # The communicator's all_gather needs chunks of equal size, so each rank pads its rows to the longest tensor.
     everything = own.new_zeros(size(), max(rows), *own.shape[1:])
@@ -235,6 +235,6 @@ def _start(tensor, operation: str, name) -> Tensor:
         if len(set(names)) > 1:
             said = "; ".join(f"rank {r}: {each} {its!r}" for r, (each, its) in enumerate(names))
             raise HorovodInternalError(
-                f"Ranks call different operations ({said}): all ranks call the same ones, in the same order."
+                f"Ranks call different operations ({said}): all ranks must call the same ones, in the same order."
             )
     return tensor.detach()

@@ -55,7 +55,7 @@ def current_folder() -> Path:
     try:
         return Path.cwd()
     except FileNotFoundError:
-        raise DtlibError("The folder that you are in has been deleted: change to one that exists.") from None
+        raise DtlibError("The current folder has been deleted: change to an existing folder.") from None
 
 
 def is_workshop(folder: Path) -> bool:
@@ -75,8 +75,8 @@ def folder() -> Path:
         if is_workshop(candidate):
             return candidate
     raise DtlibError(
-        f"No workshop at or above {here}: run `dtlib lab` in an empty folder, which lays one out there, or change to a "
-        "clone of the repository."
+        f"There is no workshop at or above {here}: run `dtlib lab` in an empty folder, to copy the course there, or "
+        "change to a clone of the repository."
     )
 
 
@@ -127,7 +127,7 @@ def lay_out(folder: Path) -> str:
         _write_record(folder, record)
     said = [f"The course is in {folder}: {copied} file{'s are' if copied > 1 else ' is'} new."] * bool(copied)
     if newer:
-        said.append(f"You have changed these, so they stay, though the course has newer ones: {', '.join(newer)}.")
+        said.append(f"You have changed these, so they stay, although newer versions exist: {', '.join(newer)}.")
         if any(name.endswith(".ipynb") for name in newer):
             said.append("`dtlib fresh` and the number of a lesson, such as 04, renews it, and keeps yours beside it.")
     return " ".join(said)
@@ -153,13 +153,13 @@ def fresh(lesson: str) -> list[str]:
     ]  # fmt: skip
     if not names:
         known = ", ".join(sorted({_number(name) for name in books}))
-        raise DtlibError(f"There is no lesson {lesson!r}: name one of {known}, or a notebook of it.")
+        raise DtlibError(f"There is no lesson {lesson!r}: choose one of {known}, or one of its notebooks.")
     folder, _ = open_folder()
     record, said = _read_record(folder), []
     for name in names:
         copy, digest = folder / name, _digest(books[name])
         if _digest(copy) == digest:
-            said.append(f"{name} is as the course has it.")
+            said.append(f"{name} is unchanged.")
             continue
         kept = _free_name(copy)
         _copy(copy, kept)
@@ -180,19 +180,19 @@ def fresh_here() -> None:
     """
     name = os.environ.get("JPY_SESSION_NAME", "")
     if not name.endswith(".ipynb"):
-        raise DtlibError("lab.fresh() belongs in a notebook in JupyterLab; elsewhere it is `dtlib fresh 04`.")
+        raise DtlibError("lab.fresh() belongs in a notebook in JupyterLab. Elsewhere, run `dtlib fresh 04`.")
     said = fresh(name)
     print(*said, sep="\n")
     if any("yours is" in each for each in said):
         print("To see it: File > Reload Notebook from Disk. If JupyterLab asks whether to overwrite it, choose Revert.")
-        print("Names in the notebook and on the ranks stay until you restart the kernel.")
+        print("Variables in the notebook and on the ranks remain until you restart the kernel.")
 
 
 def sources() -> dict[str, Path]:
     """Return the files of the course, by their relative paths in a learner's folder."""
     found = {path.relative_to(SOURCE).as_posix(): path for pattern in FILES for path in sorted(SOURCE.glob(pattern))}
     if not found:
-        raise DtlibError(f"{SOURCE} has no course in it: install dtlib again, from a wheel or from a whole clone.")
+        raise DtlibError(f"{SOURCE} has no course: install dtlib again, from a wheel or a complete clone.")
     # AI assistants read the nearest AGENTS.md, so the course's top folder gets a copy.
     return {"AGENTS.md": found["notebooks/AGENTS.md"], **found}
 
@@ -228,7 +228,7 @@ def _digest(path: Path) -> str:
 def _copy(source: Path, target: Path) -> None:
     # A temporary file and a rename: an interruption leaves the old file or the new one, never a part.
     part = target.with_name(f".{target.name}.part")
-    with writing(target, "make room there and make it writable, or choose another folder for the course"):
+    with writing(target, "free some space and make it writable, or choose another folder for the course"):
         target.parent.mkdir(parents=True, exist_ok=True)
         # Copy without permissions: files of an installed package may be read-only.
         shutil.copyfile(source, part)
@@ -247,7 +247,7 @@ def _write_record(folder: Path, record: dict[str, str]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    with writing(path, "make room there and make it writable"):
+    with writing(path, "free some space and make it writable"):
         write_atomically(path, text)
 
 
@@ -361,7 +361,7 @@ def _read_done(folder: Path) -> dict:
             found = {"done": dict.fromkeys(found, True)}
         kinds = [*(isinstance(each, dict) for each in (found, found.get("done", {}), found.get("scores", {})))]
         if not all(kinds) or not all(isinstance(name, str) for name in found.get("done", {})):
-            raise ValueError("its entries are no names")
+            raise ValueError("its entries are not names")
         record |= found
         for value in record["done"].values():
             _, _ = value if value is not True else (0, 0)
@@ -378,5 +378,5 @@ def _read_done(folder: Path) -> dict:
         kept = next(name for n in count(1) if not (name := path.with_name(f"{DONE}.damaged{n}")).exists())
         with suppress(OSError):
             path.rename(kept)
-        print(f"{path} is damaged ({problem}). It is kept as {kept.name}, and your progress begins again.")
+        print(f"{path} is damaged ({problem}). It is kept as {kept.name}, and your progress starts again.")
     return record

@@ -87,10 +87,10 @@ def _world_of_two() -> str:
     try:
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
-        raise DtlibError("two ranks did not start within 60 s: look for a firewall or a full /tmp.") from None
+        raise DtlibError("two ranks did not start within 60 s: check for a firewall or a full /tmp.") from None
     if ran.stdout.split() != ["2", "2"]:
         said = mpiexec_error(ran.stderr + ran.stdout)
-        raise DtlibError(f"two ranks do not form a world of two; {said} If that is no help, {INSTALL_MPI}.")
+        raise DtlibError(f"two ranks do not form a world of two; {said} If this does not help, {INSTALL_MPI}.")
     return "two ranks start and see each other"
 
 
@@ -105,14 +105,14 @@ def _ports() -> str:
     try:
         ranks = start_ranks(["-c", _WAIT], 2, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     except DtlibError:
-        return "not looked at, as ranks do not start"
+        return "not checked, because ranks do not start"
     with ranks:
         assert ranks.stdout is not None
         said = [ranks.stdout.readline(), ranks.stdout.readline()]
         found = listening(Process.of(ranks.pid))
         end_processes(with_descendants(Process.of(ranks.pid)))
     if said != [b"2\n", b"2\n"]:
-        return "not looked at, as ranks do not start"
+        return "not checked, because ranks do not start"
     outside = {name for name, address, _ in found if not ipaddress.ip_address(address).is_loopback}
     ranks_outside = {name for name in outside if name.startswith("python")}
     reasons = []
@@ -138,14 +138,14 @@ def _torch() -> str:
     ran = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True)
     if ran.returncode:
         last = (ran.stderr.strip() or f"exit status {ran.returncode}").splitlines()[-1]
-        raise DtlibError(f"torch {version} cannot be imported ({last}): make that environment anew.")
+        raise DtlibError(f"torch {version} cannot be imported ({last}): create that environment again.")
     return version
 
 
 def _gpus() -> str:
     names = gpu_names()
     if not names:
-        return "none; every lesson runs without"
+        return "none; every lesson runs without one"
     way, advice = shared_gpus.way(), f"; {shared_gpus.ADVICE}"
     return f"{len(names)}: {', '.join(names)}; ranks that share one use {way}{advice * (way != 'NCCL')}"
 
@@ -171,7 +171,7 @@ def _workshop() -> str:
     laid_out = (folder / course.START_PAGE).is_file()
     if laid_out and folder.stat().st_mode & 0o077:
         return f"{folder}, which other users can read: chmod 700 closes it"
-    return str(folder) if laid_out else f"none yet; `dtlib lab` lays one out in {folder}, if nothing else is there"
+    return str(folder) if laid_out else f"none yet; `dtlib lab` copies one to {folder}, if the folder is empty"
 
 
 def _engines() -> str:
@@ -192,9 +192,9 @@ def _forked_ranks() -> str:
     """Fork one real rank."""
     try:
         if why := forking.why_not(find_mpiexec()):
-            return f"started one by one: {why}"
+            return f"started separately: {why}"
     except DtlibError:
-        return "not looked at, as there is no mpiexec"
+        return "not checked, because there is no mpiexec"
     with forked_ranks():
         environment = {**os.environ, **rank_environment(1), "OMP_NUM_THREADS": "1"}
         asked = [*python_of_a_rank(), "-c", "import sys; print('torch' in sys.modules)"]
@@ -202,11 +202,11 @@ def _forked_ranks() -> str:
             ran = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=60)
         except subprocess.TimeoutExpired:
             raise DtlibError(
-                f"a forked rank does not answer: set {forking.VARIABLE}=off, and they start without."
+                f"a forked rank does not answer: set {forking.VARIABLE}=off to start ranks without forking."
             ) from None
     if ran.stdout.strip() == "True":
         return "forked from a process that has imported torch once"
-    return "started one by one: a process that has imported torch cannot be forked here"
+    return "started separately: a process that has imported torch cannot be forked here"
 
 
 def _bytecode() -> str:

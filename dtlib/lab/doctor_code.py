@@ -72,7 +72,7 @@ def decoded(code: str) -> tuple[Machine, str]:
     *numbers, check = found[2].translate(str.maketrans("OIL", "011")).split("-")
     machine = Machine(*map(int, numbers))
     if int(check, 16) != _sum(machine, found[1]) or (found[3] == "OK") == bool(machine.failed):
-        raise DtlibError(f"{code!r} was not copied as it was, its check sum differs: ask for it once more.")
+        raise DtlibError(f"{code!r} has a wrong check sum, so it was not copied exactly: ask the learner for it again.")
     return machine, found[1]
 
 

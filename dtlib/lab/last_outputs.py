@@ -106,7 +106,7 @@ def _show(ran: Ran) -> None:
         else:
             publish_display_data(content["data"], content.get("metadata"))
     if ran.bytes > MOST_BYTES:
-        print(f"... the rest, beyond {MOST_BYTES / 1e6:g} MB, was not kept.")
+        print(f"... the rest, beyond {MOST_BYTES / 1e6:g} MB, was not stored.")
 
 
 def cells() -> list[tuple[int, str, bool]]:

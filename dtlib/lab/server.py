@@ -73,7 +73,7 @@ def serve_hub(extra: list[str]) -> int:
         home.mkdir(mode=0o700, exist_ok=True)
         os.chdir(home)
     except OSError as problem:
-        raise DtlibError(f"{home} cannot be used for the course ({problem.strerror}): rename what is there.") from None
+        raise DtlibError(f"{home} cannot be used for the course ({problem.strerror}): rename that file.") from None
     return _become("jupyterhub.singleuser", False, [f"--ServerApp.default_url={FIRST_PAGE}", *extra])
 
 

@@ -208,7 +208,7 @@ def count_file(path: str | PathLike[str], comm: Communicator) -> Estimate:
     except OSError as problem:
         raise DtlibError(f"{path} cannot be read ({problem.strerror}): write it with dtlib.pi.write_points.") from None
     if size == 0 or size % 8:
-        raise DtlibError(f"{path} holds {size} bytes, which is no whole number of 8-byte points: write it again.")
+        raise DtlibError(f"{path} has {size} bytes, which is not a whole number of 8-byte points: write it again.")
     points = size // 8
     start, stop = slice_of(points, comm.rank, comm.size)
     inside = np.zeros(1, dtype=np.int64)

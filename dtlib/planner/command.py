@@ -102,7 +102,7 @@ def run(options: Namespace) -> int:
         _show(best, tried, options.tokens)
     if options.write:
         if not best:
-            raise PlanError("Nothing fits, so there is no plan to write: see above what would.")
+            raise PlanError("Nothing fits, so there is no plan to write: the lines above say what would fit.")
         print(written(best, options.write), file=sys.stderr if options.json else sys.stdout)
     return 0
 

@@ -57,9 +57,7 @@ def for_dtlib(model: Model | None, plan: Plan) -> dict:
         if plan.context > 1:
             config["context_parallel"] = {"size": plan.context, "method": plan.context_algorithm}
     elif plan.recompute not in ("none", "full") or (plan.recompute == "full" and plan.pipe == 1):
-        raise PlanError(
-            f"dtlib train recomputes the stages of a pipeline whole, or nothing: not {plan.recompute!r} here."
-        )
+        raise PlanError(f"dtlib train recomputes whole stages of a pipeline, or nothing: not {plan.recompute!r} here.")
     if plan.pipe > 1:
         schedule = _known(plan.schedule, OURS, "dtlib train")
         again = int(plan.recompute == "full" and not is_decoder(model))

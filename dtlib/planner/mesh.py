@@ -100,10 +100,10 @@ def check(model: Model, plan: Plan, gpus: int | None = None) -> Plan:
     _divides("context", plan.context, "the sequence's tokens", model.seq)
     stages = plan.pipe * plan.chunks
     if stages > model.layers:
-        raise PlanError(f"{stages} stages are more than the {model.layers} layers: give pipe x chunks at most as many.")
+        raise PlanError(f"{stages} stages are more than the {model.layers} layers: use at most as many pipe x chunks.")
     if plan.chunks > 1 and (plan.schedule != "interleaved" or plan.pipe == 1):
         raise PlanError(
-            f"chunks is {plan.chunks}: only the interleaved schedule of a pipeline has several stages a rank."
+            f"chunks is {plan.chunks}: only the interleaved schedule of a pipeline has several stages per rank."
         )
     if plan.expert > 1:
         _divides("expert", plan.expert, "the model's experts", model.experts)

@@ -72,9 +72,9 @@ class Model:
         if self.hidden % self.heads and not self.head_dim:
             raise PlanError(f"hidden is {self.hidden}, and {self.heads} heads do not divide it: change one of them.")
         if self.heads % self.kv:
-            raise PlanError(f"{self.heads} heads are no multiple of kv_heads={self.kv}: change one of them.")
+            raise PlanError(f"{self.heads} heads are not a multiple of kv_heads={self.kv}: change one of them.")
         if self.active > max(1, self.experts):
-            raise PlanError(f"A token uses {self.active} of {self.experts} experts: give active at most as many.")
+            raise PlanError(f"A token uses {self.active} of {self.experts} experts: use at most as many.")
 
     @property
     def mlp(self) -> int:
@@ -152,7 +152,7 @@ def from_transformers(config: dict, seq: int = 0) -> Model:
             if config.get(name) is not None:
                 return config[name]
         if default is None:
-            raise PlanError(f"The config of the model has no {' nor '.join(names)}: give sizes instead.")
+            raise PlanError(f"The config of the model has no {' nor '.join(names)}: pass sizes instead.")
         return default
 
     kind, activation = str(config.get("model_type", "")), str(find("hidden_act", "activation_function", default="gelu"))

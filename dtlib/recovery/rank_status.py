@@ -79,8 +79,8 @@ class Signs:
             )
         if any(asked):
             raise EndRequested(
-                f"{ranks_in(asked, members).capitalize()} was asked to end, as a scheduler does at the time limit: "
-                f"training ends after {step} steps."
+                f"{ranks_in(asked, members).capitalize()} was asked to end, for example by a scheduler at the time "
+                f"limit: training ends after {step} steps."
             )
 
     def _compare(self, seconds: dict) -> None:

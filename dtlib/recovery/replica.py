@@ -85,7 +85,7 @@ class Replica:
         gradient = self.trained[name].grad
         if gradient is None:
             raise DtlibError(
-                f"Replica: {name} got no gradient in step {self.steps}: freeze what the loss does not use."
+                f"Replica: {name} got no gradient in step {self.steps}: freeze parameters that the loss does not use."
             )
         return gradient.flatten()
 
@@ -134,7 +134,7 @@ def _refuse_shards(model, optimizer) -> None:
     elif sharded is not None:
         kind = f"{sharded} is a shard"
     elif hasattr(model, "stage_indices"):
-        kind = f"{type(model).__name__} has the layers of its stages alone"
+        kind = f"{type(model).__name__} has only the layers of its stages"
     if kind:
         raise DtlibError(
             f"{kind}, and those of a rank that dies are lost with it: save with dtlib.checkpoint, and start all ranks "

@@ -29,9 +29,9 @@ LOOK_SECONDS = 0.02
 STOPPED_SECONDS = 3.0
 CAUSES: dict[int, str] = {
     signal.SIGKILL: "kill -9, or the system, which had no memory left (`dmesg` says so)",
-    signal.SIGTERM: "somebody asked it to end, as a scheduler does at the time limit",
-    signal.SIGSEGV: "it reached for memory that is not its own: a bug in a library",
-    signal.SIGBUS: "a file that it had in memory is gone, or /dev/shm is full",
+    signal.SIGTERM: "another program asked it to end, such as a scheduler at the time limit",
+    signal.SIGSEGV: "it accessed memory that does not belong to it: a bug in a library",
+    signal.SIGBUS: "a mapped file was removed, or /dev/shm is full",
     signal.SIGABRT: "it gave up by itself; what it printed before says why",
 }
 BY_SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node\s+(\S+)\s+exited\s+on\s+signal\s+(\d+)")
@@ -117,7 +117,7 @@ class Run:
             while self.status is None:
                 self.look()
                 if time.monotonic() > deadline:
-                    self._say(f"The training was ended from outside, as it took longer than {seconds:g} s.")
+                    self._say(f"The training was ended, because it took longer than {seconds:g} s.")
                     break
                 time.sleep(LOOK_SECONDS)
         finally:
@@ -200,7 +200,7 @@ class Run:
             return f"Rank {rank} on {node} was ended by {name}: {CAUSES.get(number, 'look at what it printed')}."
         if found := BY_STATUS.search(said):
             self.lost.add(int(found[1]))
-            return f"Rank {found[1]} ended with status {found[2]}, without a word: look at what it printed."
+            return f"Rank {found[1]} ended with status {found[2]} and no message: look at its output."
         if found := BY_NODE.search(said):
             return f"Node {found[1]} does not answer any more: it is down, or cut off from the network."
         last = next((line for line in reversed(said.splitlines()) if line.strip(" -")), "it said nothing")

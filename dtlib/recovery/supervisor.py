@@ -44,7 +44,7 @@ def supervise(
         no_further, furthest = (no_further + 1, furthest) if reached <= furthest else (0, reached)
         if no_further == 3:
             raise DtlibError(
-                f"{why} Three times it has come no further than step {furthest}, so it will not by itself."
+                f"{why} Three times training did not get beyond step {furthest}, so another restart will not help."
             )
         if not replace:
             ranks -= len(run.lost)

@@ -43,7 +43,7 @@ def validate(
             sends.
     """
     if not schedule:
-        raise ScheduleError("A schedule has one list of actions for each rank, and this one has no ranks.")
+        raise ScheduleError("A schedule needs one list of actions for each rank, but this one has no ranks.")
     _refuse_what_is_no_action(schedule)
     highest_stage = max((action.stage for actions in schedule for action in actions), default=0)
     highest_microbatch = max((action.microbatch for actions in schedule for action in actions), default=0)

@@ -139,7 +139,7 @@ def _copy(folder: Path, local: Path) -> Staged:
             (local / MARK).unlink()
     except OSError as problem:
         raise StorageError(
-            local, 0, f"{local} cannot be written ({problem.strerror}): make room, or choose another folder."
+            local, 0, f"{local} cannot be written ({problem.strerror}): free some space, or choose another folder."
         ) from None
     return Staged(local, count)
 
@@ -172,5 +172,5 @@ def _copy_file(source: Path, target: Path) -> int:
         path, what = (source, "cannot be read") if reading else (target, "cannot be written")
         raise StorageError(
             path, done,
-            f"{path} {what} at byte {done} ({problem.strerror}): make room, or choose another folder.",
+            f"{path} {what} at byte {done} ({problem.strerror}): free some space, or choose another folder.",
         ) from None  # fmt: skip

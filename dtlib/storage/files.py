@@ -136,7 +136,7 @@ class Files:
             descriptor = opened_to_read(str(path))
         except OSError as problem:
             raise StorageError(
-                path, 0, f"{path} cannot be opened ({problem.strerror}): copy it anew, or read with damaged='skip'."
+                path, 0, f"{path} cannot be opened ({problem.strerror}): copy it again, or read with damaged='skip'."
             ) from None
         if len(self._open) >= MOST_OPEN:
             os.close(self._open.popitem(last=False)[1][0])

@@ -68,7 +68,7 @@ def write(
         pieces = iter(lambda: list(islice(records, per_shard)), [])
         named = ((f"shard-{at:05}.{suffix}", piece) for at, piece in enumerate(pieces))
     counts, first = {}, 0
-    with writing(folder, "make room, or choose another folder"):
+    with writing(folder, "free some space, or choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             if (folder / INDEX).exists():

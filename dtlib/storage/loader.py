@@ -79,8 +79,8 @@ class Loader:
         number("prefetch", prefetch, bool(workers))
         if drop_last and len(reader) < batch_size * ranks:
             raise DtlibError(
-                f"{len(reader)} samples are less than {ranks} batches of {batch_size}, and drop_last would leave out "
-                "all of them: give a smaller batch_size."
+                f"{len(reader)} samples are fewer than {ranks} batches of {batch_size}, so drop_last would drop all "
+                "of them: pass a smaller batch_size."
             )
         self.reader, self.batch_size, self.rank, self.ranks = reader, batch_size, rank, ranks
         self.workers, self.prefetch, self.drop_last = workers, prefetch, drop_last

@@ -20,7 +20,7 @@ from dtlib.errors import DtlibError
 from dtlib.storage.files import Files, StorageError
 from dtlib.storage.formats import END
 
-CURE = "copy it anew, or read with damaged='skip'."
+CURE = "copy it again, or read with damaged='skip'."
 PIECE = 2**18  # bytes of a shard that are read together: one block of the shuffled order
 WINDOW = 16  # blocks that the shuffled order mixes
 
@@ -69,7 +69,7 @@ class Samples(Dataset):
         """
         number = operator.index(number)
         if not 0 <= number < len(self):
-            raise IndexError(f"sample {number} of {len(self)}: their numbers begin at 0")
+            raise IndexError(f"sample {number} of {len(self)}: numbers start at 0")
         return number
 
 
@@ -88,7 +88,7 @@ class Reader(Samples):
         open_delay: float = 0.0,
     ):
         if damaged not in ("stop", "skip"):
-            raise DtlibError(f"damaged={damaged!r} is not known: 'stop' at it, or 'skip' it and count.")
+            raise DtlibError(f"damaged={damaged!r} is not known: 'stop' raises an error, 'skip' skips and counts.")
         self.format, self.dtype, self.damaged = index["format"], index["dtype"], damaged
         self.columns = list(columns or self.dtype.names)
         if absent := [name for name in self.columns if name not in self.dtype.names]:

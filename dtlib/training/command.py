@@ -41,8 +41,8 @@ def train(options: Namespace, ranks: int) -> int:
             raise DtlibError(sentence.read_text(encoding="utf-8"))
     if status not in (0, 2):
         raise DtlibError(
-            f"The ranks ended with status {status} and the words above: `dtlib doctor` looks for a cause."
-            f"{settings_of_mpi()}"
+            f"The ranks ended with status {status} and the output above: run `dtlib doctor` to find the "
+            f"cause.{settings_of_mpi()}"
         )
     return status
 
@@ -63,7 +63,7 @@ def train_on_this_rank(options: Namespace) -> int:
         if options.json:
             _check_can_be_written(options.json, comm)
         if options.backend and options.runtime != "torch":
-            raise DtlibError(f"--backend={options.backend} is of torch.distributed: use it with --runtime=torch.")
+            raise DtlibError(f"--backend={options.backend} is for torch.distributed: use it with --runtime=torch.")
         if options.backend == "dtlib":
             import torch
 
@@ -98,7 +98,7 @@ def _write(path, result: dict, comm) -> None:
     from dtlib.training.run import agreed
 
     def write():
-        with writing(path, "training is done, and its result is the table above"):
+        with writing(path, "training is done; the table above has its result"):
             if comm.rank == 0:
                 Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
@@ -131,7 +131,7 @@ def _table(result: dict) -> str:
     if result["losses"]:
         rows += [("loss", f"{result['losses'][0]:.4f} at first, {result['loss']:.4f} at last")]
         rows += [("samples per second", f"{result['samples_per_second']:,.0f}")]
-        rows += [("model states a rank", ", ".join(f"{held / 1e6:.3g} MB" for held in result["bytes_per_rank"]))]
+        rows += [("model states per rank", ", ".join(f"{held / 1e6:.3g} MB" for held in result["bytes_per_rank"]))]
     for name in ("accuracy", "rouge_l", "lead_rouge_l", "test_loss"):
         if name in result:
             rows.append((name.replace("_", " "), f"{result[name]:.4f}"))

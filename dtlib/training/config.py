@@ -154,9 +154,7 @@ def read(config: AnyConfig, ranks: int, rank: int = 0) -> Config:
     inert: list[str] = []
     made = section(Config, _with_new_names(config), "", inert)
     if made.bf16.enabled and made.fp16.enabled:
-        raise ConfigError(
-            "bf16.enabled and fp16.enabled are both true: a model has one type, so switch one of them off."
-        )
+        raise ConfigError("bf16.enabled and fp16.enabled are both true, but a model has one type: disable one of them.")
     if made.fp16.initial_scale_power > MOST_POWERS_OF_TWO:
         raise ConfigError(
             f"fp16.initial_scale_power is {made.fp16.initial_scale_power}, and float32 ends at 2 ** "
@@ -192,7 +190,7 @@ def dictionary_of(config: AnyConfig) -> dict:
             raise ConfigError(f"config={config!r:.60}: pass a dictionary, or the path of a JSON file.")
         _check_values(config)
     except RecursionError:
-        raise ConfigError("The config's lists and sections are too deep: it has no key that would be.") from None
+        raise ConfigError("The config's lists and sections are too deep: no known key is so deep.") from None
     return dict(config)
 
 
@@ -227,7 +225,7 @@ def complete(config: Config, ranks: int) -> None:
 def _what_fits(config, ranks: int) -> str:
     given = (config.train_micro_batch_size_per_gpu or 1) * (config.gradient_accumulation_steps or 1) * ranks
     if config.train_micro_batch_size_per_gpu and config.gradient_accumulation_steps:
-        return f"give train_batch_size {given}, or leave one of the three out"
+        return f"set train_batch_size {given}, or leave one of the three out"
     return f"make train_batch_size a multiple of {given}"
 
 
@@ -239,7 +237,7 @@ def _from_file(path: Path) -> dict:
             f"config={str(path)!r} cannot be read ({problem.strerror}): give the path of a JSON file."
         ) from None
     except ValueError as problem:
-        raise ConfigError(f"{path.name} is no config ({problem}): give the path of a JSON file.") from None
+        raise ConfigError(f"{path.name} is not a config ({problem}): pass the path of a JSON file.") from None
 
 
 def _without_repetition(pairs) -> dict:

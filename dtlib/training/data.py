@@ -37,8 +37,8 @@ class RankLoader(Loader):
         together = batch_size * ranks
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise DtlibError(
-                f"training_data is a {type(dataset).__name__}, and samples are shared out by their numbers: give a "
-                "data set with __len__ and __getitem__, or make batches yourself."
+                f"training_data is a {type(dataset).__name__}, but samples are divided by their indices: pass a data "
+                "set with __len__ and __getitem__, or create batches yourself."
             )
         if len(dataset) < together:
             raise DtlibError(

@@ -122,7 +122,7 @@ class DeepSpeedEngine(Engine):
             str(load_dir), tag=tag, load_lr_scheduler_states=load_lr_scheduler_states
         )
         if state["ranks"] != self.world_size:
-            raise DtlibError(f"{folder} was saved on {state['ranks']} ranks, and DeepSpeed loads it on as many only.")
+            raise DtlibError(f"{folder} was saved on {state['ranks']} ranks, but DeepSpeed loads it only on as many.")
         self._count()
         if self._loader is not None and state["loader"]:
             self._loader.load_state_dict(state["loader"])

@@ -93,8 +93,8 @@ class Engine:
         """
         if not self._backwards:
             raise DtlibError(
-                "step() found no gradients of engine.backward(loss), which scales the loss: call that before each "
-                "step(), in place of loss.backward()."
+                "step() found no gradients of engine.backward(loss), which scales the loss: call it before each "
+                "step(), instead of loss.backward()."
             )
         boundary, self._backwards = self.is_gradient_accumulation_boundary(), 0
         self.micro_steps += 1
@@ -108,8 +108,8 @@ class Engine:
         known = [p for group in self.optimizer.param_groups for p in group["params"]] + self._masters.parameters
         if done and all(parameter.grad is None for parameter in known):
             raise DtlibError(
-                f"Gradients of {done} micro-batches of this step are gone, as after zero_grad(): leave zero_grad() "
-                "out, because the engine calls it after the last micro-batch of a step."
+                f"Gradients of {done} micro-batches of this step are missing, for example after zero_grad(): leave "
+                "zero_grad() out, because the engine calls it after the last micro-batch of a step."
             )
 
     def _update(self) -> None:
@@ -158,8 +158,8 @@ class Engine:
             # full_tensor.
             if parameter.requires_grad and known is not parameter and not hasattr(known, "full_tensor"):
                 raise DtlibError(
-                    f"{name} was unfrozen or replaced after initialize(), and would not be trained: call initialize() "
-                    "on a new model with what is to be trained."
+                    f"{name} was unfrozen or replaced after initialize(), so it would not be trained: call "
+                    "initialize() on a new model, with all parameters to train."
                 )
 
     def train_batch(self, data_iter: Iterator | None = None, loss_fn: Callable | None = None) -> Tensor:
@@ -173,9 +173,9 @@ class Engine:
         """
         batches = data_iter if data_iter is not None else self._batches
         if batches is None or not hasattr(batches, "__next__"):
-            what = "no data" if batches is None else f"a {type(batches).__name__}, which is no iterator"
+            what = "no data" if batches is None else f"a {type(batches).__name__}, which is not an iterator"
             raise DtlibError(
-                f"train_batch() has {what}: pass data_iter, such as iter(loader), or give initialize() training_data."
+                f"train_batch() has {what}: pass data_iter, such as iter(loader), or training_data to initialize()."
             )
         steps, first = self.gradient_accumulation_steps(), self.micro_steps
         loss_fn = loss_fn or torch.nn.functional.cross_entropy
@@ -255,7 +255,7 @@ class Engine:
         """
         saved = self._saved()
         if self.micro_steps % self.gradient_accumulation_steps():
-            raise DtlibError("Checkpoints are saved between steps: call step() for all micro-batches first.")
+            raise DtlibError("Checkpoints can be saved only between steps: call step() for all micro-batches first.")
         tag = _name_of(f"global_step{self.global_steps}" if tag is None else tag, self._everyone)
         client_state = {} if client_state is None else client_state
         if not isinstance(client_state, dict):
@@ -294,8 +294,8 @@ class Engine:
         stages = sorted({path.name.partition("of")[2] for path in Path(load_dir, tag).glob("stage*of*")})
         if stages and not (folder / "index.json").exists():
             raise DtlibError(
-                f"{Path(load_dir, tag)} was saved by a pipeline of {' or '.join(stages)} stages, and each has a "
-                "checkpoint of its own: go on with as many stages."
+                f"{Path(load_dir, tag)} was saved by a pipeline of {' or '.join(stages)} stages, which each have a "
+                "separate checkpoint: continue with the same number of stages."
             )
         extra = checkpoint.load(folder, check=partial(self._check_extra, folder, load_lr_scheduler_states), **saved)
         assert isinstance(extra, dict)
@@ -329,7 +329,7 @@ class Engine:
         there, here = extra["kinds"]["scheduler"], _kind(self.lr_scheduler)
         if with_scheduler and there != here:
             raise DtlibError(
-                f"{folder} was saved with {there or 'no scheduler'}, and the engine has {here or 'none'}: make the "
+                f"{folder} was saved with {there or 'no scheduler'}, but the engine has {here or 'none'}: create the "
                 "same, or pass load_lr_scheduler_states=False."
             )
 

@@ -77,7 +77,7 @@ def initialize(
     """
     config = _the_config(args, config)
     if not isinstance(model, torch.nn.Module):
-        raise DtlibError(f"model is {model!r:.60}: give a module of torch's.")
+        raise DtlibError(f"model is {model!r:.60}: pass a torch module.")
     comm = as_communicator(comm) if comm is not None else init().comm
     if runtime not in RUNTIMES:
         raise DtlibError(f"initialize(runtime={runtime!r}): choose one of {', '.join(RUNTIMES)}.")
@@ -114,20 +114,20 @@ def initialize(
         refuse_shards(model.parameters(), f"gradient_clipping is {settings.gradient_clipping:g}")
     if settings.fp16.enabled and any(info_of(parameter).differs() for parameter in model.parameters()):
         raise ConfigError(
-            "fp16.enabled is true, and ranks have different shards or experts, whose gradients overflow in different "
-            "steps: use bf16."
+            "fp16.enabled is true, but ranks have different shards or experts, with overflows in different steps: "
+            "use bf16."
         )
     if stage == 3 and isinstance(optimizer, torch.optim.Optimizer):
         raise DtlibError(
-            "This optimizer was made for whole parameters, which stage 3 replaces by shards: pass a function that "
-            "makes it, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+            "This optimizer was created for whole parameters, which stage 3 replaces by shards: pass a function that "
+            "creates it, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         )
 
     if isinstance(optimizer, torch.optim.Optimizer) and any(comm.all_gather_object(bool(optimizer.state))):
         if stage:
             raise DtlibError(
-                f"This optimizer has states, which stage {stage} would lose: pass a new one, and load what was saved "
-                "with dtlib.checkpoint or engine.load_checkpoint()."
+                f"This optimizer has states, which stage {stage} would lose: pass a new one, and load the states with "
+                "dtlib.checkpoint or engine.load_checkpoint()."
             )
         optimizer.load_state_dict(comm.broadcast_object(optimizer.state_dict() if comm.rank == 0 else None))
     # Stage 3 replaces parameters by shards, and the hooks of stage 2 take each gradient as soon as it is computed. Both
@@ -135,7 +135,7 @@ def initialize(
     before = _stages.get(model)
     if before == ("dtlib", 3) or (before == ("dtlib", 2) and (stage == 0 or runtime == "torch")):
         what = "takes this model's gradients as they come" if before[1] == 2 else "has put shards in this model"
-        raise DtlibError(f"An initialize() at stage {before[1]} {what}: build the model anew.")
+        raise DtlibError(f"An initialize() at stage {before[1]} {what}: build the model again.")
     _stages[model] = runtime, stage
 
     # A function, not a list: stage 3 and FSDP2 replace the parameters while they wrap the model.
@@ -147,8 +147,8 @@ def initialize(
         trains = model.everyone.all_gather_object((model.comm.rank, bool(names)))
         if empty := [stage for stage, some in trains if not some]:
             raise DtlibError(
-                f"Stage {empty[0]} of the pipeline has no parameter to train: take fewer stages, or say in "
-                "partition_method=[0, ...] where they begin."
+                f"Stage {empty[0]} of the pipeline has no parameter to train: use fewer stages, or set their starts "
+                "with partition_method=[0, ...]."
             )
     if not names:
         raise DtlibError("No parameter is to be trained: give a model, or model_parameters, that require gradients.")
@@ -199,7 +199,7 @@ def _the_config(args, config):
     named = getattr(args, "deepspeed_config", None)
     if (config is None) == (named is None):
         what = "No config is given" if config is None else "config and args.deepspeed_config are given"
-        raise ConfigError(f"{what}: pass initialize() one, as config=, or as args with --deepspeed_config FILE.")
+        raise ConfigError(f"{what}: pass one to initialize(), as config=, or as args with --deepspeed_config FILE.")
     return named if config is None else config
 
 
@@ -229,15 +229,15 @@ def _optimizer(settings, given, group_of, parameters):
             known = {id(parameter) for parameter in parameters}
             if any(id(p) not in known for group in given.param_groups for p in group["params"] if p.requires_grad):
                 raise DtlibError(
-                    "This optimizer was made for parameters that are not trained here: with bf16 or fp16 pass a "
-                    "function that makes it, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+                    "This optimizer was created for parameters that are not trained here: with bf16 or fp16 pass a "
+                    "function that creates it, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
                 )
             return given
         if any(group_of):
             raise DtlibError("The groups of model_parameters are for the config's optimizer: make yours in optimizer=.")
         return given(parameters)
     if settings.optimizer is None:
-        raise ConfigError("optimizer is missing: give it in the config, or pass optimizer= to initialize().")
+        raise ConfigError("optimizer is missing: set it in the config, or pass optimizer= to initialize().")
     name, params = settings.optimizer.type, dict(settings.optimizer.params)
     if name not in OPTIMIZERS:
         raise ConfigError(f"optimizer.type is {name!r}: choose one of {', '.join(OPTIMIZERS)}.")

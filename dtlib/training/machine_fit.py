@@ -79,7 +79,7 @@ def measure() -> tuple[list[dict], dict[str, float], dict]:
         path = folder / "rows.json"
         if status := run_ranks(["-m", "dtlib.training.machine_fit", str(path)], RANKS):
             raise DtlibError(
-                f"The ranks ended with status {status}: `dtlib doctor` looks for a cause.{settings_of_mpi()}"
+                f"The ranks ended with status {status}: run `dtlib doctor` to find the cause.{settings_of_mpi()}"
             )
         seconds = json.loads(path.read_text())
     runs = [(width, plan) for width in WIDTHS for plan in MESHES]

@@ -35,7 +35,7 @@ def check_pipeline(model: PipelineModule, settings: Config, runtime: str) -> Non
     if schedule not in known:
         raise ConfigError(f"pipeline.schedule is {schedule!r}: with runtime={runtime!r} choose {' or '.join(known)}.")
     if settings.pipeline.stages not in (None, model.num_stages):
-        raise ConfigError(f"pipeline.stages is {settings.pipeline.stages}, and the module has {model.num_stages}.")
+        raise ConfigError(f"pipeline.stages is {settings.pipeline.stages}, but the module has {model.num_stages}.")
     again = settings.pipeline.activation_checkpoint_interval or model.activation_checkpoint_interval
     if runtime == "torch" and (stage > 1 or again):
         raise ConfigError(
@@ -48,7 +48,7 @@ def check_pipeline(model: PipelineModule, settings: Config, runtime: str) -> Non
             "ScheduleInterleaved1F1B(model.stages(), ...)."
         )
     if settings.fp16.enabled:
-        raise ConfigError("fp16.enabled is true, and a pipeline does not scale its loss: use bf16.")
+        raise ConfigError("fp16.enabled is true, but a pipeline does not scale its loss: use bf16.")
     if stage == 3:
         raise ConfigError("zero_optimization.stage is 3, and a pipeline has cut the parameters already: use 0, 1 or 2.")
     if stage and model.has_ties:
@@ -144,14 +144,16 @@ class PipelineEngine(Engine):
     def _run(self, what: str, data_iter):
         batches = data_iter if data_iter is not None else self._batches
         if batches is None:
-            raise DtlibError("train_batch() has no data: pass data_iter, or give initialize() training_data.")
+            raise DtlibError("train_batch() has no data: pass data_iter, or pass training_data to initialize().")
         count = self.gradient_accumulation_steps()
         try:
             pairs = [next(batches) for _ in range(count)]
         except StopIteration:
             raise DtlibError(f"data_iter ended before the {count} micro-batches of a step.") from None
         if len({tuple(tensor.shape[1:] for tensor in tree_leaves(pair)) for pair in pairs}) > 1:
-            raise DtlibError("The micro-batches of a step differ in more than their number of samples: pad them alike.")
+            raise DtlibError(
+                "Micro-batches of a step differ in more than their number of samples: pad all to one shape."
+            )
         # Schedules split the batch into micro-batches themselves, so concatenate them first.
         x, y = (tree_map(lambda *same: torch.cat(same), *each) for each in zip(*pairs, strict=True))
         losses: list[torch.Tensor] = []

@@ -89,7 +89,7 @@ def train(
         raise DtlibError(f"runtime is {runtime!r}: choose one of {', '.join(RUNTIMES)}.")
     if resume and save is None:
         raise DtlibError("Training goes on from a checkpoint: say where it is (save; on the command line --save DIR).")
-    tell("data and model are made")
+    tell("data and model are ready")
     make, run, settings, axes, context = agreed(comm, lambda: read(workload, config, comm, stage, steps, runtime))
     work = agreed(comm, make)
     asked = run, settings, axes, context
@@ -147,19 +147,19 @@ class _Training:
             self.engine.load_checkpoint(self.save)
         elif resume and (others := sorted(Path(save).glob(f"**/{LATEST}"))):
             raise DtlibError(
-                f"{self.save} has no checkpoint, and there is {others[0]}, of another tensor_parallel.autotp_size: go "
-                "on with that one, or take another folder."
+                f"{self.save} has no checkpoint, but {others[0]}, of another tensor_parallel.autotp_size: continue "
+                "with that one, or use another folder."
             )
         if resume:
             found = sorted(set(comm.all_gather_object(self.engine.global_steps)))
             if len(found) > 1:
-                raise DtlibError(f"{save} has checkpoints after steps {found[0]} and {found[-1]}: take another folder.")
+                raise DtlibError(f"{save} has checkpoints after steps {found[0]} and {found[-1]}: use another folder.")
         self.first = self.engine.global_steps
         self.last = run.steps or (run.epochs or 1) * max(1, len(work.train) // self.batch)
 
     def result(self) -> dict:
         losses, seconds, held = self._train()
-        tell("trained, and now tested")
+        tell("training is done, the test starts")
         measured = self.work.evaluate(self._gathered(), self.comm)
         return {
             "workload": self.work.name, "runtime": self.runtime, "stage": self.engine.config.zero_optimization.stage,
@@ -233,7 +233,7 @@ class _Training:
             if not self.rows_lost:
                 warnings.warn(
                     f"{file.name} cannot be written ({problem.strerror}): rows of steps from {row['step']} on are "
-                    "missing there, and training goes on.", stacklevel=2,
+                    "missing there, and training continues.", stacklevel=2,
                 )  # fmt: skip
             self.rows_lost += 1
 

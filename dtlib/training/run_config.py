@@ -118,7 +118,7 @@ def read(
             )
     _check_experts(own.get("experts") or 0, axes, (config.get("zero_optimization") or {}).get("stage") or 0, config)
     if run.link_bandwidth and runtime != "dtlib":
-        raise ConfigError("run.link_bandwidth slows dtlib's own messages alone: leave it out, or use --runtime=dtlib.")
+        raise ConfigError("run.link_bandwidth slows only dtlib's own messages: leave it out, or use --runtime=dtlib.")
     # Check the other keys now. Rank 1 gives no warnings; initialize() does later.
     configuration.read(config, comm.size // stages // tensor, rank=1)
     return partial(workload, own), run, config, axes, context
@@ -138,6 +138,6 @@ def _check_experts(count, axes, stage, config) -> None:
     ):  # fmt: skip
         if count and found:
             raise ConfigError(
-                f"workload.experts is {count}, and {key} is set: experts go with axes of data, context and experts, "
-                "without ZeRO and without clipping. Leave one of them out."
+                f"workload.experts is {count}, and {key} is set: experts need axes of data, context and experts, "
+                "without ZeRO and clipping. Leave one of them out."
             )

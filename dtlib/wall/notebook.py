@@ -56,10 +56,10 @@ def join(where: str, alias: str) -> None:
         DtlibError: if no wall answers, or if it refuses the code. Everything except the wall works without it.
     """
     if in_engine():
-        raise DtlibError("lab.join belongs in a cell without %%px: it is you who joins, and not each rank.")
+        raise DtlibError("lab.join belongs in a cell without %%px, because you join, and not each rank.")
     found = _ADDRESS.fullmatch(str(where).strip())
     if not found:
-        raise DtlibError(f"lab.join({where!r}): write the code and the address as the wall shows them, CODE@ADDRESS.")
+        raise DtlibError(f"lab.join({where!r}): write the code and the address in the form of the wall, CODE@ADDRESS.")
     alias = " ".join(str(alias).split())
     if not 1 <= len(alias) <= ALIAS or not alias.isprintable():
         raise DtlibError(f"The alias {alias[:40]!r} does not fit a tile: choose one of 1 to {ALIAS} letters.")
@@ -68,7 +68,7 @@ def join(where: str, alias: str) -> None:
     try:
         token = _asked(address, "join", {"code": code})["token"]
     except Exception as problem:  # an error of the network, or of another server at this address
-        why = {403: f"refuses the code {code!r}", 429: "is asked too often: try again in a minute"}
+        why = {403: f"refuses the code {code!r}", 429: "receives too many requests: try again in a minute"}
         if (status := getattr(problem, "code", None)) in why:
             raise DtlibError(f"The wall at {address} {why[status]}.") from None
         raise DtlibError(
@@ -84,9 +84,9 @@ def join(where: str, alias: str) -> None:
     follow(get_ipython())
     report("started")
     print(fold(
-        f"You are {alias!r} on the wall at {address}. Until lab.leave() it gets this: at which cell of the course you "
-        "are, verdicts of checks, whom your ranks wait for, your predictions and quiz answers. No name, no code and no "
-        f"output are sent; {FILE} in the folder of the course has all that is."
+        f"You are {alias!r} on the wall at {address}. Until lab.leave() the wall receives: your current cell of the "
+        "course, results of checks, the rank for which your ranks wait, your predictions and quiz answers. No name, "
+        f"code or output is sent; {FILE} in the folder of the course has everything that is sent."
     ))  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def leave(quietly: bool = False) -> None:
         with suppress(OSError, ValueError):
             _asked(note["address"], "leave", {}, note["token"])
     if not quietly:
-        print("You have left the wall." if note else "You are on no wall: nothing is sent.")
+        print("You have left the wall." if note else "You are not on a wall: nothing is sent.")
 
 
 def report(kind: str, **fields: object) -> None:

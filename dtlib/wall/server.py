@@ -255,7 +255,7 @@ def serve(host: str, port: int, browser: bool) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the event loop has its own handler
     print(f'Learners join with: lab.join("{wall.secret["code"]}@{where}", "an alias of their own")', flush=True)
     print(f"The page, for you and your projector: {page}", flush=True)
-    print("Nothing is kept. Ctrl-C ends the wall.", flush=True)
+    print("Nothing is stored. Ctrl-C ends the wall.", flush=True)
     with secrets_file.page_file(port, page) if browser else nullcontext() as file:
         asyncio.run(_serve(application(wall, prefix, bool(url)), sockets, file))
     return 0

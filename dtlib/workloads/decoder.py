@@ -231,7 +231,7 @@ def workload(
         number(f"{key} of the decoder workload", config[key])
     hidden, heads, seq = config["hidden"], config["heads"], config["seq"]
     if hidden % heads:
-        raise DtlibError(f"hidden of the decoder workload is {hidden}, and {heads} heads do not divide it.")
+        raise DtlibError(f"hidden of the decoder workload is {hidden}, which is not a multiple of {heads} heads.")
     if config["recompute"] not in RECOMPUTE:
         raise DtlibError(
             f"recompute of the decoder workload is {config['recompute']!r}: choose one of {', '.join(RECOMPUTE)}."

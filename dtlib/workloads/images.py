@@ -58,11 +58,11 @@ def _mnist(place: Path, which: str) -> tuple[Tensor, Tensor]:
         paths.append(_find(place, name, name.replace("-idx", ".idx")) or _there(place / name))
     images, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
     if len(images) != len(labels):
-        raise DtlibError(f"{paths[0]} has {len(images)} images, and {paths[1]} {len(labels)} labels: fetch both anew.")
+        raise DtlibError(f"{paths[0]} has {len(images)} images, but {paths[1]} {len(labels)} labels: get both again.")
     if images.shape[1:] != (28, 28) or labels.max() > 9:
         raise DtlibError(
-            f"{paths[0]} and {paths[1].name} have {len(images)} images of {' x '.join(map(str, images.shape[1:]))} and "
-            f"labels up to {labels.max()}: MNIST has 28 x 28 and ten classes. Fetch both anew."
+            f"{paths[0]} and {paths[1].name} have {len(images)} images of {' x '.join(map(str, images.shape[1:]))} "
+            f"and labels up to {labels.max()}, but MNIST has 28 x 28 and ten classes. Download both again."
         )
     return images[:, None], labels.long()
 
@@ -80,10 +80,10 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
         try:
             content = gzip.decompress(content)
         except (EOFError, OSError, zlib.error) as error:
-            raise DtlibError(f"{path} is a broken gzip file ({error}): fetch it anew.") from None
+            raise DtlibError(f"{path} is a broken gzip file ({error}): download it again.") from None
     head = 4 + 4 * dimensions
     if content[:4] != bytes([0, 0, 8, dimensions]) or len(content) < head:
-        raise DtlibError(f"{path} is no IDX file of bytes in {dimensions} dimensions: fetch it anew.")
+        raise DtlibError(f"{path} is not an IDX file of bytes in {dimensions} dimensions: download it again.")
     shape = np.frombuffer(content, ">i4", dimensions, offset=4).tolist()
     if len(content) != head + prod(shape) or min(shape) < 1:
         raise DtlibError(
@@ -97,8 +97,8 @@ def _cifar(path: Path) -> tuple[Tensor, Tensor]:
     """Read a file of rows: a label (one byte) and 3 x 32 x 32 pixels."""
     content = _there(path).read_bytes()
     if not content or len(content) % 3073:
-        raise DtlibError(f"{path} has {len(content)} bytes, which are no whole rows of 3073: fetch it anew.")
+        raise DtlibError(f"{path} has {len(content)} bytes, which are not whole rows of 3073: download it again.")
     rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, 3073)
     if rows[:, 0].max() > 9:
-        raise DtlibError(f"{path} has labels up to {rows[:, 0].max()}, and CIFAR-10 has ten classes: fetch it anew.")
+        raise DtlibError(f"{path} has labels up to {rows[:, 0].max()}, but CIFAR-10 has ten classes: get it again.")
     return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()

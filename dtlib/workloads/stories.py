@@ -164,7 +164,7 @@ def _json(path: Path, text: str) -> Iterator[Story | Broken]:
 
 def _row(where: str, row) -> Story | Broken:
     if not isinstance(row, dict):
-        return Broken(where, "is no object with the columns article and highlights")
+        return Broken(where, "is not an object with the columns article and highlights")
     one = _story(where, *(row.get(column) for column in COLUMNS))
     return one._replace(name=str(row.get("id") or where)) if isinstance(one, Story) else one
 
@@ -186,4 +186,4 @@ def _parquet(path: Path) -> Iterator[Story | Broken]:
                 number += 1
                 yield _row(f"{path} row {number}", row)
     except ArrowException as error:
-        yield Broken(str(path), f"is no whole Parquet file ({str(error)[:80]})")
+        yield Broken(str(path), f"is not a complete Parquet file ({str(error)[:80]})")

@@ -109,7 +109,7 @@ def workload(config: dict) -> Workload:
     ):
         number(f"{key} of the summarization workload", config[key], least)
     if not 0 <= config["dropout"] < 1:
-        raise DtlibError(f"dropout of the summarization workload is {config['dropout']}: give 0 or more, below 1.")
+        raise DtlibError(f"dropout of the summarization workload is {config['dropout']}: set 0 or more, below 1.")
     pretrained = _pretrained(config)
     train, test = _stories(config)
     if config["vocabulary"] == VOCABULARY and (pretrained or config["data"] is None):
@@ -155,7 +155,7 @@ def _stories(config: dict) -> tuple[list[stories.Story], list[stories.Story]]:
         within = f"{library}/" if library else ""
         return stories.embedded(f"{within}train"), stories.embedded(f"{within}test")
     if library:
-        raise DtlibError(f"library {library!r} belongs to the embedded data: give data or library, not both.")
+        raise DtlibError(f"library {library!r} belongs to the embedded data: set data or library, not both.")
     train, test, broken = stories.read_folder(folder)
     if broken:
         some = "; ".join(f"{each.where} {each.why}" for each in broken[:3])

@@ -99,7 +99,7 @@ def settings(config: dict, defaults: dict, name: str) -> dict:
     return {**defaults, **config}
 
 
-_KINDS = {str: "a text", int: "a whole number", float: "a number with a point", bool: "true or false"}
+_KINDS = {str: "a text", int: "a whole number", float: "a decimal number", bool: "true or false"}
 
 
 def chosen(presets: dict[str, V], model: str, name: str) -> V:

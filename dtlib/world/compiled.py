@@ -27,7 +27,7 @@ def compiled(name: str, *options: str) -> Path:
         if not path.exists():
             _compile(source, path, options)
     except OSError as problem:
-        raise DtlibError(f"{path} cannot be made ({problem})") from None
+        raise DtlibError(f"{path} cannot be built ({problem})") from None
     return path
 
 

@@ -105,7 +105,7 @@ def _receive_streams(connection) -> list[int]:
     for _, _, body in control:
         handles.frombytes(body)
     if data != b"g" or len(handles) != 3:
-        raise ValueError("this is no launcher")
+        raise ValueError("this is not a launcher")
     # Move them above 0, 1 and 2, which they will replace.
     return [_above_two(handle) for handle in handles]
 

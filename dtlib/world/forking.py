@@ -33,18 +33,18 @@ ROOM = 4000  # bytes reserved in a zygote's arguments, for the titles that `ps` 
 def why_not(mpiexec: str) -> str:
     """Return the reason why ranks of this ``mpiexec`` cannot be forked here; an empty string if they can."""
     if os.environ.get(VARIABLE) == "off":
-        return f"{VARIABLE}=off asks for that"
+        return f"because of {VARIABLE}=off"
     if sys.platform != "linux":
         return "only Linux can fork them safely"
     if not starts_only_local_ranks(mpiexec):
-        return "they may be on several nodes"
+        return "they may use several nodes"
     if gpu_names():
         return "they use GPUs"
     try:
         program = compiled("launcher.c")
     except DtlibError as problem:
         return str(problem)
-    return "" if os.access(program, os.X_OK) else f"{program} is on a disk that allows no programs"
+    return "" if os.access(program, os.X_OK) else f"{program} is on a disk without permission to execute programs"
 
 
 def launcher(mpiexec: str) -> list[str]:

@@ -59,7 +59,7 @@ def _name_and_version(text: str) -> str:
     }.items():
         if match := re.search(pattern, text, re.DOTALL):
             return f"{name} {match.group(1)}"
-    return f"an unknown MPI ({text.strip().splitlines()[0] if text.strip() else 'it says nothing'})"
+    return f"an unknown MPI ({text.strip().splitlines()[0] if text.strip() else 'it prints nothing'})"
 
 
 def find_mpiexec() -> str:
@@ -88,7 +88,7 @@ def check_mpiexec(path: str) -> str:
     theirs = _name_and_version(said.stdout + said.stderr)
     if theirs.rpartition(".")[0] != ours.rpartition(".")[0]:  # 5.0.10 can start ranks of 5.0.11
         if "HOME" not in os.environ:
-            raise DtlibError(f"HOME is not set, and {path} does not run without: set it to your home folder.")
+            raise DtlibError(f"HOME is not set, but {path} needs it: set it to your home folder.")
         raise DtlibError(
             f"{path} starts {theirs}, but mpi4py is using {ours}, so ranks would not see each other: "
             f"put the mpiexec of {ours} first on PATH, or {INSTALL_MPI}."
@@ -141,7 +141,7 @@ def mpiexec_command(ranks: int | None = None, survive: bool = False) -> list[str
         command = [*loopback.closed(path), "--oversubscribe", "--bind-to", "none"]
         command += ["--with-ft", "ulfm"] if survive else []
     elif survive:
-        raise DtlibError(f"{path} starts {found}, and ranks that survive others need Open MPI 5: {INSTALL_MPI}.")
+        raise DtlibError(f"{path} starts {found}, but ranks that survive a failure need Open MPI 5: {INSTALL_MPI}.")
     return command if ranks is None else [*command, "-n", str(ranks)]
 
 
@@ -160,7 +160,7 @@ def mpiexec_over_nodes(
     """
     command = [find_mpiexec(), "--oversubscribe", "--bind-to", "none"]
     if not check_mpiexec(command[0]).startswith("Open MPI"):
-        raise DtlibError(f"{command[0]} is not Open MPI's, which these profiles are for: write its options into them.")
+        raise DtlibError(f"{command[0]} is not Open MPI's, which these profiles need: write its options into them.")
     command += ["--host", ",".join(hosts)] * bool(hosts) + ["--hostfile", hostfile] * bool(hostfile)
     command += ["--prtemca", "plm_ssh_agent", agent] * bool(agent)
     command += ["--mca", "btl_tcp_if_include", interface] * bool(interface)

@@ -110,7 +110,7 @@ def library() -> str:
         DtlibError: if it cannot be compiled or loaded; the message says why.
     """
     if sys.platform != "linux":
-        raise DtlibError("only Linux can put a library in front of mpiexec")
+        raise DtlibError("only Linux can load a library into mpiexec")
     path = str(compiled("loopback.c", "-shared", "-fPIC"))
     try:
         # On a disk mounted noexec this fails here, and not later when a learner runs mpiexec.

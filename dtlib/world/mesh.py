@@ -78,12 +78,12 @@ def shape_of(axes: dict[str, int], ranks: int) -> dict[str, int]:
     """Return the axes with -1 replaced; raise DtlibError if they do not match the number of ranks."""
     asked = f"mesh({', '.join(f'{axis}={size!r}' for axis, size in axes.items())})"
     if not axes:
-        raise DtlibError(f"mesh() has no axes: name them with their sizes, as in mesh(data={ranks}).")
+        raise DtlibError(f"mesh() has no axes: pass them with their sizes, as in mesh(data={ranks}).")
     for axis, size in axes.items():
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise DtlibError(f"{asked}: {axis} has to be a whole number from 1 on, or -1 for what is left.")
     if list(axes.values()).count(-1) > 1:
-        raise DtlibError(f"{asked}: only one axis can be -1, as what is left cannot be divided between two.")
+        raise DtlibError(f"{asked}: only one axis can be -1, because the rest cannot be divided between two.")
     known = math.prod(size for size in axes.values() if size != -1)
     left, rest = divmod(ranks, known)
     if -1 in axes.values() and (rest or not left):

@@ -446,9 +446,9 @@ def warn_of_activations(tensor: torch.Tensor) -> None:
     """Warn if a collective writes into a tensor of the autograd graph."""
     if tensor.grad_fn is not None and torch.is_grad_enabled():
         warnings.warn(
-            "This collective writes into a tensor in the graph of autograd, which does not know it: gradients do not "
-            "pass through, and backward() is refused where it needs the old values. Pass tensor.detach().clone(), or "
-            "call torch.distributed.nn.functional, whose collectives have gradients.",
+            "This collective changes a tensor in the graph of autograd without gradients, so backward() raises an "
+            "error if it needs the old values. Pass tensor.detach().clone(), or call "
+            "torch.distributed.nn.functional, whose collectives have gradients.",
             stacklevel=2,
         )
 

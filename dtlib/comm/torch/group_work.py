@@ -53,7 +53,7 @@ def make_group(backends: dict[str, str], store: dist.Store, rank: int, size: int
             kind = dist.ProcessGroup.BackendType.GLOO
         else:
             raise CommunicationError(
-                f"split knows groups of gloo and NCCL, and this one is of {name}: use one of them."
+                f"split supports groups of gloo and NCCL, but this group uses {name}: use gloo or NCCL."
             )
         group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)

@@ -288,8 +288,8 @@ class ProcessGroupCommunicator(ObjectOperations):
                 self.store = self.group.get_group_store()
             except (AttributeError, RuntimeError):
                 raise CommunicationError(
-                    "split needs the store of its group, and this one does not tell: pass "
-                    "ProcessGroupCommunicator(group, store=...)."
+                    "split needs the store of its group, which is unknown here: pass ProcessGroupCommunicator(group, "
+                    "store=...)."
                 ) from None
         return self.store
 

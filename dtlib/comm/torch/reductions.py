@@ -22,7 +22,7 @@ def named(op: ReduceOp, tensor: torch.Tensor) -> str:
     if name is None:
         raise CommunicationError(f"The backend dtlib does not know {op}: choose one that gloo has.")
     if tensor.is_complex() and name not in ("sum", "mean"):
-        raise CommunicationError(f"{op} of complex numbers is not what it is of their parts: reduce with SUM or AVG.")
+        raise CommunicationError(f"{op} of complex numbers differs from {op} of their parts: reduce with SUM or AVG.")
     return OF_BOOLEANS.get(name, name) if tensor.dtype is torch.bool else name
 
 
@@ -40,7 +40,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor for a reduction: detached from the graph, and complex numbers as pairs of real ones."""
     tensor = tensor.detach()
     if tensor.is_conj():
-        raise CommunicationError("A conjugate view has the memory of another tensor: pass tensor.resolve_conj().")
+        raise CommunicationError("A conjugate view shares the memory of another tensor: pass tensor.resolve_conj().")
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

@@ -33,7 +33,7 @@ def certificate(name: str = "") -> None:
         return
     text = page(course.kept(), progress.lessons(), name, date.today())
     path = course.folder() / FILE
-    with writing(path, "make room there, and ask again"):
+    with writing(path, "free some space there, and try again"):
         path.write_text(text, encoding="utf-8")
     print(f"{path.name} is in {path.parent}: open it in a browser, and print it from there.")
 

@@ -143,7 +143,7 @@ def _of_file(path: Path) -> Exercise:
         )
     found = run_path(str(path)).get("EXERCISE")
     if not isinstance(found, Exercise):
-        raise DtlibError(f"{path.name} has no exercise: let it end in EXERCISE = Exercise(name, observe, judge).")
+        raise DtlibError(f"{path.name} has no exercise: end the file with EXERCISE = Exercise(name, observe, judge).")
     return found
 
 

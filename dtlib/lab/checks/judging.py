@@ -31,8 +31,8 @@ from dtlib.world import in_engine
 
 WAIT_SECONDS = 5  # limit for an answer that waits for other ranks
 TRIES = 2  # failed tries before a solution is offered
-ON_ITS_OWN = "Call it where it is defined (if on ranks, after %%px), with small values, and print what that line uses."
-LEFT = "Your function has returned on this rank, and others still wait in it. Does it return early there?"
+ON_ITS_OWN = "Call it in its own cell (for ranks, after %%px), with small values, and print what that line uses."
+LEFT = "Your function has returned on this rank, but others still wait in it. Does it return early here?"
 _tries: dict[str, tuple[str, int]] = {}  # exercise -> (fingerprint of the answer, number of tries)
 _failed: Counter[str] = Counter()  # exercise -> number of wrong answers
 
@@ -163,7 +163,7 @@ def _judged_on_rank_0(comm, name: str, judge: Callable[[], Verdict]) -> Verdict:
     verdict, sentence = comm.broadcast_object((verdict, problem and f"{type(problem).__name__}: {problem}"))
     if sentence:
         raise DtlibError(
-            f"The judge of {name!r} failed ({sentence}), which says nothing about the answer."
+            f"The judge of {name!r} failed ({sentence}), so this says nothing about your answer."
         ) from problem
     return verdict
 
@@ -187,9 +187,9 @@ def _with_a_rank_less(verdict: Verdict, fewer: Verdict) -> Verdict:
             f"on {ranks_in_words([*range(fewer.ranks)])} alone, with a comm of size {fewer.ranks}: {fewer.expected}"
         ),
         hints=(
-            f"On {verdict.ranks} ranks it is right, on {fewer.ranks} it is not. Does it use a fixed number of "
-            "ranks, the communicator of all ranks (world.comm), or a value from the call before?",
-            "Ask comm.rank and comm.size, and talk through comm: world is all ranks, and comm may be fewer.",
+            f"It is right on {verdict.ranks} ranks, and wrong on {fewer.ranks}. Does it use a fixed number of ranks, "
+            "the communicator of all ranks (world.comm), or a value from the call before?",
+            "Use comm.rank and comm.size, and communicate with comm: world has all ranks, comm may have fewer.",
         ),
     )  # fmt: skip
 
@@ -248,7 +248,7 @@ def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
     except _errors_of_waiting(comm) as error:
         hint = "Every rank must call the same operations in the same order: is one of yours inside an if?"
         hint = LEFT if _functions_of(answer) and _place(error, answer) is None else hint
-        more = "Compare both ends: what this rank waits for, and the last line of the rank that the sentence names."
+        more = "Compare both ends: the call in which this rank waits, and the last line of the rank in the message."
         got = f"{error}"
         if not isinstance(error, DtlibError):
             got = f"MPI ended a call with an error ({error}): different calls on ranks, other sizes, or one gave up"
@@ -321,7 +321,7 @@ def told(error: BaseException, thing: object) -> tuple[str, tuple]:
     if place is None and isinstance(error, TypeError) and "argument" in f"{error}":
         asks = "It was not even called: do its parameters agree with the text, in number and in order?"
         return got, (asks, ON_ITS_OWN)
-    return got, (f"{place or 'It happens in what it calls'}. {_advice(error)}", ON_ITS_OWN)
+    return got, (f"{place or 'It happens in a function that your code calls'}. {_advice(error)}", ON_ITS_OWN)
 
 
 def _place(error: BaseException, thing) -> str | None:
@@ -343,16 +343,16 @@ def _has(error: BaseException, sign: type | str) -> bool:
 # (types of errors or words in the message, advice): the first that fits is shown.
 _ADVICE: tuple = (
     ((NameError,), "That name is not known there: has its cell run, on this side (with %%px: on the ranks)?"),
-    (("should return None",), "A function that is to return nothing returns something: a lambda returns a value."),
-    (("incompatible function arguments",), "It takes arguments of other types: compare that call with the text."),
+    (("should return None",), "A function that must return nothing returns a value. A lambda always returns one."),
+    (("incompatible function arguments",), "It needs arguments of other types: compare the call with the text."),
     (("non-iterator",), "__iter__ returns an iterator: iter(...), or it has a yield."),
-    (("split_sizes",), "How many rows arrive from each rank, and how many leave for it? Two lists say it."),
+    (("split_sizes",), "How many rows does each rank send to each other rank? Two lists contain the numbers."),
     (("NoneType", " None"), "Something is None there: who should have made it, or returned it?"),
     ((TimeoutError,), "What ends the loop there, and when?"),
     ((ZeroDivisionError,), "What is zero there, and in which case may it be?"),
     ((IndexError, KeyError), "What is looked up there, and what is there to find?"),
-    (("empty sequence",), "What is empty there, and in which case may it be?"),
-    ((ImportError,), "What is imported there is not installed, or has another name."),
+    (("empty sequence",), "What is empty there, and in which case can it be?"),
+    ((ImportError,), "An imported module is not installed, or has another name."),
     (("shape", "size", "dimension", "elements", "bytes", "dtype", "float", "overflow"),
      "Print shape and dtype of the tensors in it."),
 )  # fmt: skip

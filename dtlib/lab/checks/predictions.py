@@ -55,7 +55,7 @@ def predict(name: str, guess: object) -> None:
         DtlibError: for an unknown name, or in a ``%%px`` cell.
     """
     if in_engine():
-        raise DtlibError("lab.predict belongs in a cell without %%px: the guess is yours, and not each rank's.")
+        raise DtlibError("lab.predict belongs in a cell without %%px, because you guess, and not each rank.")
     if name not in predictions():
         near = get_close_matches(str(name), predictions(), n=1, cutoff=0)[0]
         raise DtlibError(f"There is no prediction {name!r}: did you mean {near!r}?")
@@ -70,7 +70,7 @@ def predict(name: str, guess: object) -> None:
         return
     if problem := next(filter(None, (_problem(value, prediction) for value in _values(guess))), None):
         print(problem)
-        _outcomes[name] = "no answer of its kind"
+        _outcomes[name] = "an answer of the wrong kind"
     elif measured_names(prediction):
         _noted[name] = guess
         report("guess", name=name, guess=guess, compared=False)
@@ -220,7 +220,7 @@ def _compare(name: str, guess, got) -> None:
     report("guess", name=name, guess=guess, compared=True)
     if isinstance(got, dict) and (not isinstance(guess, dict) or guess.keys() != got.keys()):
         print(fold(f"Predict a value for each of {', '.join(map(repr, got))}: you wrote {guess!r}."))
-        _outcomes[name] = "no answer of its kind"
+        _outcomes[name] = "an answer of the wrong kind"
         return
     answers = got if isinstance(got, dict) else {"": got}
     guesses = guess if isinstance(got, dict) else {"": guess}

@@ -28,7 +28,7 @@ def quiz(name: str, answers: str | None = None) -> None:
         DtlibError: for an unknown quiz, for letters that are no options, or in a ``%%px`` cell.
     """
     if in_engine():
-        raise DtlibError("lab.quiz belongs in a cell without %%px: the answers are yours, and not each rank's.")
+        raise DtlibError("lab.quiz belongs in a cell without %%px, because you answer, and not each rank.")
     if name not in quizzes():
         raise DtlibError(f"There is no quiz {name!r}: choose one of {', '.join(map(repr, quizzes()))}.")
     found = quizzes()[name]

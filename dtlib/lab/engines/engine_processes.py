@@ -18,7 +18,7 @@ from dtlib.world.launch import check_mpiexec, find_mpiexec, python_of_a_rank
 from dtlib.world.processes import Process, end_processes, with_descendants
 
 START_SECONDS = 60
-STUCK = "Some ranks do not react to the interrupt: run lab.engines(restart=True) for new ones."
+STUCK = "Some ranks do not react to the interrupt: run lab.engines(restart=True) to start new ranks."
 
 
 def start_keeper(record: Record, ranks: int, say: Callable = lambda how_far: None) -> None:
@@ -41,8 +41,8 @@ def start_keeper(record: Record, ranks: int, say: Callable = lambda how_far: Non
         said = (log / "keeper.log").read_text(errors="replace").split("\n") if status else []
     except OSError as problem:
         raise DtlibError(
-            f"The process that starts the engines cannot be started ({problem}): make room on the disk and in memory, "
-            "or run `dtlib doctor`."
+            f"The process that starts the engines cannot be started ({problem}): free disk space and memory, or run "
+            "`dtlib doctor`."
         ) from None
     if status:
         last = next(filter(None, map(str.strip, reversed(said))), f"exit status {status}")

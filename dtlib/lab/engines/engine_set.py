@@ -176,7 +176,7 @@ def _take_over(record) -> EngineSet | None:
     found = _connect(record)
     if found and holder:
         print(f"These {found.size} ranks were running for {holder}: this notebook takes them over.")
-        print("Names defined on them are gone. To take turns, run lab.engines() in the other notebook.")
+        print("The variables on them are deleted. To switch back, run lab.engines() in the other notebook.")
     return found
 
 
@@ -270,8 +270,8 @@ def _connect(record, say=lambda how_far: None) -> EngineSet | None:
     if sizes != {note["ranks"]}:
         found.close()
         raise DtlibError(
-            f"{note['ranks']} engines started, but they form MPI worlds of {sorted(sizes)} ranks: the mpiexec that "
-            "started them belongs to another MPI than mpi4py's; run `dtlib doctor`."
+            f"{note['ranks']} engines started, but they form MPI worlds of {sorted(sizes)} ranks, because mpiexec and "
+            "mpi4py use different MPI libraries: run `dtlib doctor`."
         )
     found.table = RankTable(rows, record.state)
     return found

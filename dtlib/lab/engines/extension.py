@@ -21,8 +21,8 @@ class MagicsBeforeEngines(Magics):
     def px(self, line: str = "", cell: str | None = None) -> NoReturn:
         """Raise an error that says how to start ranks."""
         raise DtlibError(
-            "Run lab.engines(4) first: no ranks belong to this notebook yet, or its kernel was started anew. The first "
-            "cell of each lesson is `from dtlib import lab; lab.engines(4)`."
+            "Run lab.engines(4) first: this notebook has no ranks, or its kernel was restarted. The first cell of "
+            "each lesson is `from dtlib import lab; lab.engines(4)`."
         )
 
 

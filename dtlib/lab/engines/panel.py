@@ -55,7 +55,7 @@ def panel() -> None:
     _panel = Panel()
     record.write("panel.json", asdict(Process.of(os.getpid())))
     if not _is_watched():
-        print("The panel is for a page: JupyterLab shows it on the right.")
+        print("lab.panel() needs JupyterLab, which shows the panel on the right.")
 
 
 def follow(sets: ModuleType, record: workshop.Record) -> None:

@@ -76,7 +76,7 @@ def why_new(note: dict, ranks: int | None, restart: bool) -> str:
         return f"the {had} that ran have been ended, as restart=True asks."
     if had and ranks not in (None, had):
         return f"{had} were there before."
-    return "those that were there do not answer, as they are stuck, or as this machine is very busy."
+    return "the old ranks do not answer, because they hang, or because this machine is very busy."
 
 
 def too_few(got: int, ranks: int, seconds: float | None, log: Path) -> str:

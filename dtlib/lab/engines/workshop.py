@@ -83,9 +83,9 @@ class Record:
             raise self._cannot_be_written(problem) from None
 
     def _cannot_be_written(self, problem: OSError) -> DtlibError:
-        cure = "make room on that disk" if problem.errno == errno.ENOSPC else "make it writable with chmod -R u+w"
+        cure = "free some space on that disk" if problem.errno == errno.ENOSPC else "make it writable with chmod -R u+w"
         return DtlibError(
-            f"Engines keep their keys and logs in {self.profile}, which cannot be written ({problem.strerror}): "
+            f"Engines store their keys and logs in {self.profile}, which cannot be written ({problem.strerror}): "
             f"{cure}, or work in a copy of the workshop in your home folder."
         )
 

@@ -11,19 +11,19 @@ from dtlib.parallel.compression.plain import EightBitState, PowerSGDState, TopKS
 
 def _top_k(plainly, self, group: AnyCommunicator | None = None, fraction=0.01, feedback=True):
     if not 0 < fraction <= 1:
-        raise DtlibError(f"TopKState(fraction={fraction}): give the part that is sent, above 0 and up to 1.")
+        raise DtlibError(f"TopKState(fraction={fraction}): pass the share of elements to send, above 0 and at most 1.")
     plainly(self, group_and_communicator(group)[0], fraction, feedback)
 
 
 def _eight_bit(plainly, self, group: AnyCommunicator | None = None, block=256):
     if block < 1:
-        raise DtlibError(f"EightBitState(block={block}): give the elements that share a scale, such as 256.")
+        raise DtlibError(f"EightBitState(block={block}): pass the number of elements per scale, such as 256.")
     plainly(self, group_and_communicator(group)[0], block)
 
 
 def _power_sgd(plainly, self, group: AnyCommunicator | None = None, matrix_approximation_rank=1, *rest, **named):
     if matrix_approximation_rank < 1:
-        raise DtlibError(f"PowerSGDState(matrix_approximation_rank={matrix_approximation_rank}): give 1 or more.")
+        raise DtlibError(f"PowerSGDState(matrix_approximation_rank={matrix_approximation_rank}): pass 1 or more.")
     plainly(self, group_and_communicator(group)[0], matrix_approximation_rank, *rest, **named)
 
 

@@ -222,8 +222,8 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale
     ranks = sequence.comm.size
     if q.shape[1] % ranks or k.shape[1] % ranks:
         raise DtlibError(
-            f"Ulysses shares heads among {ranks} ranks; there are {q.shape[1]} of queries and {k.shape[1]} of keys: "
-            'choose multiples, or method="ring".'
+            f"Ulysses divides heads among {ranks} ranks, but there are {q.shape[1]} of queries and {k.shape[1]} of "
+            f'keys: use multiples of {ranks}, or method="ring".'
         )
     q, k, v = (_Exchange.apply(x, sequence, True) for x in (q, k, v))
     grouped = k.shape[1] != q.shape[1]

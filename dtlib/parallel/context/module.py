@@ -186,12 +186,12 @@ class ContextParallel(nn.Module):
         )  # fmt: skip
         if outside:
             raise DtlibError(
-                f"ContextParallel: attention with {outside} is not computed over ranks: it takes (batch, heads, "
-                "tokens, width) of one length, is_causal, scale and enable_gqa alone."
+                f"ContextParallel: attention with {outside} is not supported: it needs (batch, heads, tokens, width) "
+                "of one length, and only is_causal, scale and enable_gqa."
             )
         if self._running[-1] and not torch.is_grad_enabled():
             raise DtlibError(
-                "ContextParallel: attention is called without gradients in a module that was called with them, as by "
+                "ContextParallel: attention runs without gradients in a module that was called with them, as by "
                 "checkpoint(function, use_reentrant=True): pass use_reentrant=False, and a module as the function."
             )
         self._calls += 1
@@ -208,8 +208,8 @@ class ContextParallel(nn.Module):
         shape, before = query.shape, self._length
         if before and shape[2] != before[0][2] and not self._lengths_vary and self._passes > PASSES:
             raise DtlibError(
-                f"ContextParallel: attention over {before[0][2]} and over {shape[2]} tokens in one forward pass, which "
-                f"had one length in the first {PASSES} passes: use another ContextParallel for the other length."
+                f"ContextParallel: attention over {before[0][2]} and over {shape[2]} tokens in one forward pass, but "
+                f"with one length in the first {PASSES} passes: use another ContextParallel for the other length."
             )
         if not before or before[0] != shape or self._lengths_vary or self._passes <= PASSES:
             # In the first passes, also compare the values of queries, to notice ranks that were given whole sequences.
@@ -225,16 +225,16 @@ class ContextParallel(nn.Module):
             lengths = [shape[2] for shape, _ in shapes]
             if self.comm.size > 1 and mine and len({one[3] for one in asked}) == 1:
                 raise DtlibError(
-                    f"ContextParallel: all ranks have the same queries, of {lengths[0]} tokens, as if each had "
-                    "whole sequences: give each rank its tokens, as by x = model.split(x)."
+                    f"ContextParallel: all ranks have the same queries, of {lengths[0]} tokens, so each rank may have "
+                    "whole sequences: pass each rank its own tokens, with x = model.split(x)."
                 )
             # Rotary frequencies also call torch.arange, with the head width or half of it.
             widths = {shape[-1], shape[-1] // 2} if len(set(lengths)) == 1 else set()
             made = [n > 1 and n in one[4] - widths for n, one in zip(lengths, asked, strict=True)]
             if self.comm.size > 1 and all(made):
                 raise DtlibError(
-                    f"ContextParallel: the module called torch.arange for {lengths} tokens, as for positions, and each "
-                    "rank would begin at 0: pass model.positions(length) to the module."
+                    f"ContextParallel: the module called torch.arange for {lengths} tokens, so positions would start "
+                    "at 0 on each rank: pass model.positions(length) to the module."
                 )
             # split() fixes how many tokens each rank has; other lengths mean that sequences were not divided by it.
             cut = [len(positions_of(rank, self.comm.size, sum(lengths), self.order)) for rank in range(self.comm.size)]

@@ -15,7 +15,7 @@ def _construct(plainly, self, module, group: AnyCommunicator | None = None):
     # One bucket is one flat tensor, so its parameters need one dtype and one device.
     kinds = {(parameter.dtype, parameter.device) for parameter in module.parameters() if parameter.requires_grad}
     if isinstance(self, DataParallelBuckets) and len(kinds) > 1:
-        raise DtlibError("DataParallelBuckets: parameters are of several dtypes or devices: take DataParallel.")
+        raise DtlibError("DataParallelBuckets: parameters have several dtypes or devices: use DataParallel.")
     plainly(self, module, group)
     self.contract = contract
 

@@ -96,13 +96,13 @@ class DataParallel(nn.Module):
         for parameter in self.module.parameters():
             if parameter.requires_grad and parameter not in self._trained and not self._is_an_experts(parameter):
                 raise DtlibError(
-                    "A parameter was unfrozen or replaced after the model was wrapped: wrap it anew with DataParallel, "
-                    "and make the optimizer."
+                    "A parameter was unfrozen or replaced after the model was wrapped: wrap the model again with "
+                    "DataParallel, and create the optimizer again."
                 )
             if parameter in self._trained and self._trained[parameter] != (parameter.dtype, parameter.device):
                 raise DtlibError(
-                    "The model was converted or moved after it was wrapped: do that first, then wrap it with "
-                    "DataParallel, and make the optimizer."
+                    "The model was converted or moved after it was wrapped: first convert or move it, then wrap it "
+                    "with DataParallel, and create the optimizer."
                 )
         if self.training and torch.is_grad_enabled() and self._reducer.synchronising:
             self.forwards += 1
@@ -118,7 +118,7 @@ class DataParallel(nn.Module):
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise DtlibError(
-            "DataParallel cannot be copied, as ranks would have to agree on it: copy model.module instead."
+            "DataParallel cannot be copied, because all ranks would have to do it together: copy model.module instead."
         )
 
     @contextmanager
@@ -157,10 +157,10 @@ class DataParallel(nn.Module):
         Counterpart: ``DistributedDataParallel.join``.
         """
         if isinstance(self._collective, CommHook):
-            raise DtlibError("join() weights gradients, and a communication hook does not: leave one of them out.")
+            raise DtlibError("join() weights gradients, but a communication hook does not: use only one of them.")
         for name, module in self.module.named_modules():
             if getattr(module, "communicates_in_forward", False):
-                raise DtlibError(f"join() cannot stand in for {name}, which communicates in its forward pass.")
+                raise DtlibError(f"join() cannot replace {name}, which communicates in its forward pass.")
         self._join, self._by_all = [1] * self.comm.size, divide_by_initial_world_size
         batch_size = self.batch_size
         try:
@@ -233,14 +233,14 @@ def _check_parameters(named: dict, modules, comm, bucket_cap_mb) -> None:
             "DataParallel: no parameter of this module requires a gradient, so there is nothing to average."
         )
     if bucket_cap_mb is not None and bucket_cap_mb <= 0:
-        raise DtlibError(f"DataParallel(bucket_cap_mb={bucket_cap_mb}): give a size above 0, such as 25.")
+        raise DtlibError(f"DataParallel(bucket_cap_mb={bucket_cap_mb}): pass a size above 0, such as 25.")
     for name, module in modules.items():
         if getattr(module, "sparse", False):
-            raise DtlibError(f"DataParallel averages dense gradients: build {name or 'the module'} with sparse=False.")
+            raise DtlibError(f"DataParallel needs dense gradients: build {name or 'the module'} with sparse=False.")
         if isinstance(module, DataParallel | nn.parallel.DistributedDataParallel):
             raise DtlibError(
-                f"{name or 'This model'} is in a {type(module).__name__} already, and its gradients would be averaged "
-                "twice, over other ranks: wrap the model once, over all axes, as by mesh['data', 'expert']."
+                f"{name or 'This model'} is already in a {type(module).__name__}, so its gradients would be averaged "
+                "twice, over different ranks: wrap the model once, over all axes, with mesh['data', 'expert']."
             )
     check_same_model(named, comm, "DataParallel")
     refuse_averaged(named)

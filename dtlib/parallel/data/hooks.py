@@ -61,9 +61,9 @@ class CommHook(AllReduce):
 
     def __init__(self, state: object, hook: Callable, before: AllReduce, buckets: list[Bucket]):
         if isinstance(before, CommHook):
-            raise DtlibError(f"This model has the hook {before.name} already: wrap it anew for another one.")
+            raise DtlibError(f"This model already has the hook {before.name}: wrap it again for another one.")
         if not callable(hook):
-            raise DtlibError(f"register_comm_hook(state, {hook!r:.40}): give a function hook(state, bucket).")
+            raise DtlibError(f"register_comm_hook(state, {hook!r:.40}): pass a function hook(state, bucket).")
         self.name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
         ours = type(state).__module__.startswith(("dtlib.", "torch."))
         kept = getattr(state, "__dict__", {}) if ours else {}
@@ -71,7 +71,7 @@ class CommHook(AllReduce):
         numbers = {key: one for key, one in kept.items() if isinstance(one, int | float)}
         asked = before.comm.all_gather_object(f"{self.name} with {numbers}" if numbers else self.name)
         if len(set(asked)) > 1:
-            raise DtlibError(f"register_comm_hook: ranks gave {', '.join(asked)}: give all ranks the same hook.")
+            raise DtlibError(f"register_comm_hook: ranks passed {', '.join(asked)}: pass the same hook on all ranks.")
         super().__init__(before.comm.split(0))
         self.state, self.hook, self.buckets = state, hook, buckets
         self._futures: dict[Bucket, torch.futures.Future] = {}
@@ -98,8 +98,8 @@ class CommHook(AllReduce):
             average = average[0] if isinstance(average, list | tuple) else average
             if average.numel() != flat.numel():
                 raise DtlibError(
-                    f"The hook {self.name} gave {average.numel()} numbers for a bucket of {flat.numel()}: give one for "
-                    "each."
+                    f"The hook {self.name} returned {average.numel()} numbers for a bucket of {flat.numel()}: return "
+                    "one for each."
                 )
             # Gradients are views of the bucket, so copy the average if the hook returned other memory.
             if average.data_ptr() != flat.data_ptr() or average.dtype != flat.dtype:

@@ -18,7 +18,7 @@ def _construct(plainly, self, width, experts, group: AnyCommunicator | None = No
     if len(asked := set(comm.all_gather_object((width, len(experts), top, capacity)))) > 1:
         raise DtlibError(f"Ranks ask for (width, experts, top, capacity) {asked}: give the same on all ranks.")
     if not 1 <= top <= min(2, count) or (capacity is not None and not capacity > 0):
-        raise DtlibError(f"top={top} of {count} experts, capacity={capacity}: give 1 or 2, and more than 0.")
+        raise DtlibError(f"top={top} of {count} experts, capacity={capacity}: pass 1 or 2, and a capacity above 0.")
     plainly(self, width, experts, group, top, capacity)
     self.comm = comm
     for parameter in experts.parameters():

@@ -101,7 +101,7 @@ class MixtureOfExperts(nn.Module):
         if self.capacity is not None and not self.capacity > 0:
             raise DtlibError(f"MixtureOfExperts(capacity={self.capacity}): a number above 0, or None for all tokens.")
         if not 0 <= self.jitter < 1:
-            raise DtlibError(f"MixtureOfExperts(jitter={self.jitter}): a number from 0, below 1.")
+            raise DtlibError(f"MixtureOfExperts(jitter={self.jitter}): pass a number from 0 on, below 1.")
 
     def _average(self, parameter) -> None:
         assert self.data is not None
@@ -196,7 +196,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, comm: AnyCommunicator) ->
         sharing = info_of(parameter).experts
         if sharing and sharing != comm.members:
             raise DtlibError(
-                f"clip_grad_norm_: experts such as {name} are shared out among ranks {list(sharing)}, and comm has "
+                f"clip_grad_norm_: ranks {list(sharing)} share experts such as {name}, but comm has ranks "
                 f"{list(comm.members)}: pass mesh['expert']."
             )
         if parameter.grad is not None:
@@ -225,7 +225,7 @@ def load_whole_state_dict(model: nn.Module, state: dict[str, torch.Tensor]) -> N
     """
     own = model.state_dict()
     if missing := sorted(own.keys() - state.keys()):
-        raise DtlibError(f"load_whole_state_dict: the state lacks {missing[0]}: give what whole_state_dict returned.")
+        raise DtlibError(f"load_whole_state_dict: the state lacks {missing[0]}: pass the result of whole_state_dict.")
     for path, module in model.named_modules():
         if isinstance(module, MixtureOfExperts):
             prefix = f"{path}.experts.".removeprefix(".")

@@ -17,9 +17,9 @@ def _construct(plainly, self, group: AnyCommunicator | None, model, optimizer, s
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     check_same_model(named, comm, who)
     if not isinstance(sync_every, int) or sync_every < 1:
-        raise DtlibError(f"{who}(sync_every={sync_every!r}): give the steps of a round, 1 or more.")
+        raise DtlibError(f"{who}(sync_every={sync_every!r}): pass the number of steps per round, 1 or more.")
     if len({parameter.dtype for parameter in named.values()}) != 1 or any(True for _ in model.buffers()):
-        raise DtlibError(f"{who}: take a model of one dtype without buffers, or the full class.")
+        raise DtlibError(f"{who}: use a model of one dtype without buffers, or the full class.")
     check_optimizer(self, model, optimizer)
     plainly(self, group, model, optimizer, sync_every)
 

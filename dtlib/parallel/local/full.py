@@ -113,8 +113,8 @@ class DiLoCo:
         """Start the first round from the current parameters: weights may have been loaded after construction."""
         if len(set(self.comm.all_gather_object(digest_of(self.trained)))) > 1:
             raise DtlibError(
-                f"{self._who}: parameters differ between ranks before the first step, as after load_state_dict() on "
-                "one rank alone: load them on all ranks, or before this object is made."
+                f"{self._who}: parameters differ between ranks before the first step, for example after "
+                "load_state_dict() on only one rank: load them on all ranks, or before you create this object."
             )
         for parameter, start in self.starts.items():
             start.copy_(parameter)
@@ -220,11 +220,11 @@ class DiLoCo:
         self._gap = self.sync_every // fragments
         if not 0 <= self.delay < self._gap:
             raise DtlibError(
-                f"{self._who}(fragment_sync_delay={self.delay}): a fragment leaves every {self._gap} steps, and has to "
-                f"arrive before the next: give 0 to {self._gap - 1}."
+                f"{self._who}(fragment_sync_delay={self.delay}): a fragment is sent every {self._gap} steps, and must "
+                f"arrive before the next: pass 0 to {self._gap - 1}."
             )
         if not 0 <= self.alpha <= 1:
-            raise DtlibError(f"{self._who}(fragment_update_alpha={self.alpha}): give 0 to 1.")
+            raise DtlibError(f"{self._who}(fragment_update_alpha={self.alpha}): pass 0 to 1.")
         for optimizer in (self.inner_optimizer, self.outer_optimizer):
             groups = getattr(optimizer, "param_groups", [])
             known = {parameter for group in groups for parameter in group["params"]}
@@ -253,8 +253,8 @@ def _guard(local: DiLoCo) -> None:
     def refuse(*_) -> None:
         if (alive := itself()) is not None and not alive._stepping:
             raise DtlibError(
-                f"{alive._who} counts steps, and exchanges parameters at the end of a round: call its step() in place "
-                "of that of the inner optimizer."
+                f"{alive._who} counts steps, and averages parameters at the end of a round: call its step() instead "
+                "of step() of the inner optimizer."
             )
 
     if optimizer in _guards:  # hook of an earlier object with this optimizer

@@ -47,8 +47,8 @@ def check_stages(stages: list[tuple], microbatches: int) -> None:
     if any(norms) and microbatches > 1:
         rank, names = next((rank, names) for rank, names in enumerate(norms) if names)
         raise DtlibError(
-            f"{names[0]} of rank {rank} is batch norm, and would see one micro-batch at a time: take a group norm, or "
-            "microbatches=1."
+            f"{names[0]} of rank {rank} is batch norm, which would see one micro-batch at a time: use a group norm, "
+            "or microbatches=1."
         )
     seen: dict[tuple, tuple] = {}
     for rank, named in enumerate(values):
@@ -67,7 +67,7 @@ def check(comm: Communicator, batches: list, about: tuple, microbatches: int, sc
     notes = comm.all_gather_object((samples, microbatches, schedule, about))
     count, wanted = notes[0][0][0], notes[-1][0][1]
     if count != wanted or not count:
-        raise DtlibError(f"Rank 0 needs inputs, the last rank as many targets: they have {count} and {wanted}.")
+        raise DtlibError(f"Rank 0 needs inputs, and the last rank as many targets: they have {count} and {wanted}.")
     if any(note[1:3] != notes[0][1:3] for note in notes) or notes[0][2] not in plain.SCHEDULES:
         raise DtlibError(
             f"All name one of {plain.SCHEDULES}, with as many micro-batches: here {schedule!r}, {microbatches}."

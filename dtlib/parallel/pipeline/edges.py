@@ -142,8 +142,8 @@ class NextStage:
                 # The next stage has already posted receives for the announced shapes.
                 before, now = ([shape for *_, shape in each] for each in (self._kinds or (), kinds))
                 raise DtlibError(
-                    f"Micro-batches whose inputs are alike gave activations of shapes {before} and then {now}: pad "
-                    "them, as the next stage was told to make room for the first."
+                    f"Micro-batches with inputs of equal shapes gave activations of shapes {before} and then {now}: "
+                    "pad them, because the next stage has allocated memory for the first shapes."
                 )
         else:
             self._kinds, self._alike = kinds, alike

@@ -167,7 +167,7 @@ class _Schedule:
         if target is None:
             return None, []
         if self.loss_fn is None:
-            raise DtlibError(f"{type(self).__name__} got a target and has no loss_fn: pass one when it is made.")
+            raise DtlibError(f"{type(self).__name__} got a target but has no loss_fn: pass loss_fn to the constructor.")
         targets = self._cut(target, "The target")
         sizes = [samples_of(one) for one in targets]
         return targets, [size / sum(sizes) for size in sizes]
@@ -191,8 +191,8 @@ class _Schedule:
             )
         if sizes[0] < self.n_microbatches:
             raise DtlibError(
-                f"A batch of {sizes[0]} samples cannot be cut into {self.n_microbatches} micro-batches: take fewer, "
-                "or a larger batch."
+                f"A batch of {sizes[0]} samples cannot be cut into {self.n_microbatches} micro-batches: use fewer "
+                "micro-batches, or a larger batch."
             )
         count = self.n_microbatches
         if isinstance(value, torch.Tensor):
@@ -267,7 +267,7 @@ def _joined(outputs: list):
         return _joined_leaf(outputs)
     leaves, specs = zip(*map(tree_flatten, outputs), strict=True)
     if any(spec != specs[0] for spec in specs):
-        raise DtlibError(f"The last stage gave {specs[0]} and for other micro-batches not: give each time the same.")
+        raise DtlibError(f"The last stage returned {specs[0]}, and sometimes not: return the same each time.")
     return tree_unflatten([_joined_leaf(list(same)) for same in zip(*leaves, strict=True)], specs[0])
 
 

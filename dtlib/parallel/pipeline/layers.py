@@ -26,7 +26,7 @@ class LayerSpec:
 
     def __init__(self, typename: type[nn.Module], *module_args: object, **module_kwargs: object):
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise DtlibError(f"LayerSpec takes a class of modules and its arguments, and got {typename!r:.60}.")
+            raise DtlibError(f"LayerSpec needs a class of modules and its arguments, and got {typename!r:.60}.")
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self) -> nn.Module:
@@ -148,7 +148,7 @@ class PipelineModule(nn.Module):
             if 0 < trained < comm.size:
                 raise DtlibError(
                     f"A tied weight of shape {tuple(weight.shape)} is frozen on {comm.size - trained} of its "
-                    f"{comm.size} stages, and would become another on each: set requires_grad alike on all of them."
+                    f"{comm.size} stages, so their values would differ: set the same requires_grad on all of them."
                 )
             if used:
                 if weight.grad is None:
@@ -221,7 +221,7 @@ class PipelineModule(nn.Module):
                 )
             return cuts
         if len(specs) < self.num_stages:
-            raise DtlibError(f"{len(specs)} layers cannot be cut into {self.num_stages} stages: take fewer stages.")
+            raise DtlibError(f"{len(specs)} layers cannot be cut into {self.num_stages} stages: use fewer stages.")
         costs: Sequence[float]
         match method:
             case "uniform":
@@ -230,7 +230,7 @@ class PipelineModule(nn.Module):
                 costs = [parameters_of(spec) for spec in specs]
             case "time":
                 if sample is None:
-                    raise DtlibError("partition_method='time' measures with an input: pass sample=x.")
+                    raise DtlibError("partition_method='time' needs an input for the measurement: pass sample=x.")
                 # Use rank 0's times: measurements differ between ranks and pipelines, but cuts must be equal.
                 everyone = self.everyone
                 measured = [times_of(specs, self._build, sample)] if everyone.rank == 0 else None

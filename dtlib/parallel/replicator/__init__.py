@@ -58,7 +58,7 @@ class Replicator:
 
     def __init__(self, comm: AnyCommunicator | None = None, replicas: int | None = None):
         if (comm is None) == (replicas is None):
-            raise DtlibError("Replicator needs one of two: comm, for a process per replica, or replicas, their number.")
+            raise DtlibError("Replicator needs either comm, for a process per replica, or replicas, their number.")
         if replicas is not None:
             number("Replicator(replicas=...)", replicas, least=1, whole=True)
         self.comm = comm if comm is None else as_communicator(comm)
@@ -152,7 +152,7 @@ class Replicator:
                 for leaf in tensors:
                     if not isinstance(leaf, torch.Tensor):
                         raise DtlibError(
-                            f"input_fn({self.replica_id}) returned {leaf!r:.40}: return tensors, for instance "
+                            f"input_fn({self.replica_id}) returned {leaf!r:.40}: return tensors, for example "
                             f"torch.tensor({leaf!r:.40})."
                         )
 
@@ -194,7 +194,7 @@ class Replicator:
 
     def _stacked(self, results):
         if not results:
-            raise DtlibError("run has made no step: input_fn gave no inputs, or steps is 0.")
+            raise DtlibError("run has made no step: input_fn returned no inputs, or steps is 0.")
         outputs = [output for step in results for output in step]
         # Results are stacked, so all steps and replicas must return the same nesting, shapes and dtypes.
         kinds = [_kind(output) for output in outputs]

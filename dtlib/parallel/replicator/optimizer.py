@@ -23,7 +23,7 @@ class ReplicatedOptimizer:
         self._exchange, self._in_graph = exchange, in_graph
         self._wrapped = self._all()
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise DtlibError("LBFGS computes the loss several times a step: wrap one that does it once, such as AdamW.")
+            raise DtlibError("LBFGS computes the loss several times per step: wrap another optimizer, such as AdamW.")
         if not self.parameters:
             raise DtlibError("wrap_optimizer: no parameter of this optimizer requires a gradient.")
         if len(dtypes := {parameter.dtype for parameter in self._wrapped}) > 1:

@@ -76,12 +76,12 @@ class ParallelAttention(nn.Module):
         """Shard an existing self-attention; rank 0's values are used."""
         if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
             raise DtlibError(
-                "ParallelAttention is self-attention alone: build the nn.MultiheadAttention without kdim, vdim, "
+                "ParallelAttention supports only self-attention: build the nn.MultiheadAttention without kdim, vdim, "
                 "add_bias_kv and add_zero_attn."
             )
         if not attention.batch_first:
             raise DtlibError(
-                "ParallelAttention takes (batch, tokens, width): build the nn.MultiheadAttention with batch_first=True."
+                "ParallelAttention needs (batch, tokens, width): build the nn.MultiheadAttention with batch_first=True."
             )
         if attention.dropout:
             raise DtlibError("ParallelAttention has no dropout: build the nn.MultiheadAttention with dropout=0.")

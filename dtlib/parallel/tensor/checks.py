@@ -29,7 +29,7 @@ def _construct(plainly, self, in_features, out_features, group: AnyCommunicator 
 def check_features(comm: Communicator, cut: int, whole: int) -> None:
     """Refuse, on every rank, a layer whose features cannot be divided into equal slices."""
     if len(sizes := set(comm.all_gather_object((cut, whole)))) > 1:
-        raise DtlibError(f"Ranks make layers of sizes {sizes}: make the same on all ranks.")
+        raise DtlibError(f"Ranks create layers of sizes {sizes}: create the same on all ranks.")
     if cut % comm.size:
         raise DtlibError(f"{cut} features make no {comm.size} equal slices: see layers.py for others.")
 

@@ -44,8 +44,8 @@ def vocab_parallel_cross_entropy(logits_slice: torch.Tensor, targets: torch.Tens
         )
     if logits_slice.shape[:-1] != targets.shape:
         raise DtlibError(
-            f"vocab_parallel_cross_entropy takes logits (..., words) with targets (...), and got "
-            f"{tuple(logits_slice.shape)} with {tuple(targets.shape)}."
+            "vocab_parallel_cross_entropy needs logits (..., words) and targets (...), and got "
+            f"{tuple(logits_slice.shape)} and {tuple(targets.shape)}."
         )
     counts = targets != ignore_index
     losses = _CrossEntropy.apply(logits_slice, targets, with_operations(comm), counts).masked_fill(~counts, 0)

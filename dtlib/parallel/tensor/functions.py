@@ -87,7 +87,7 @@ def scatter_tokens(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     """
     if x.dim() < 2 or x.shape[-2] % comm.size:
         raise DtlibError(
-            f"Sequence parallelism cuts (..., tokens, width) into {comm.size} equal slices of tokens, and this is "
+            f"Sequence parallelism cuts (..., tokens, width) into {comm.size} equal slices of tokens, but this is "
             f"{tuple(x.shape)}: pad the tokens."
         )
     return _one_of_a_pair(x, comm, _tokens_of_the_sum, gather_tokens)
@@ -162,7 +162,7 @@ def with_operations(comm: Communicator) -> Communicator:
     """Return ``comm``, or raise an error that says how to convert it."""
     if not hasattr(comm, "all_reduce"):
         raise DtlibError(
-            f"comm={comm!r:.60} lacks dtlib's operations: make a communicator of it once, with "
-            "dtlib.comm.as_communicator(comm), and pass that."
+            f"comm={comm!r:.60} lacks dtlib's operations: create a communicator from it once, with "
+            "dtlib.comm.as_communicator(comm), and pass this."
         )
     return comm

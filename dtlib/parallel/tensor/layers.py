@@ -251,4 +251,4 @@ def check_plain(whole: nn.Module, kind: type[nn.Module], who: str) -> None:
 def check_width(x: Tensor, width: int, what: str) -> None:
     """Refuse an input whose last dimension is not ``width``."""
     if x.shape[-1:] != (width,):
-        raise DtlibError(f"An input has shape {tuple(x.shape)}, and its last dimension has to be {width}: {what}.")
+        raise DtlibError(f"An input has shape {tuple(x.shape)}, but its last dimension must be {width}: {what}.")

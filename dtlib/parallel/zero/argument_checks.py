@@ -46,6 +46,6 @@ def check_arguments(optimizer_class: object, stage: int, bucket_cap_mb: float | 
             f"ZeroOptimizer(stage={stage!r}): choose 1 or 2; stage 3 is fully_shard in dtlib.parallel.zero.sharded."
         )
     if bucket_cap_mb is not None and bucket_cap_mb <= 0:
-        raise DtlibError(f"ZeroOptimizer(bucket_cap_mb={bucket_cap_mb}): give a size above 0, such as 25.")
+        raise DtlibError(f"ZeroOptimizer(bucket_cap_mb={bucket_cap_mb}): pass a size above 0, such as 25.")
     if progress not in (None, "inline", "thread"):
         raise DtlibError(f"ZeroOptimizer(progress={progress!r}): choose 'inline' or 'thread'.")

@@ -311,7 +311,7 @@ class ZeroOptimizer(optim.Optimizer):
         A whole state may also come from ``optimizer_class`` itself.
         """
         if self._has_pending_gradients():
-            raise DtlibError("A state cannot be loaded while gradients wait: call step() or zero_grad() first.")
+            raise DtlibError("A state cannot be loaded while gradients are pending: call step() or zero_grad() first.")
         self._whole_state = None
         _load_state(self, state_dict)
         self.give_values()
@@ -379,8 +379,8 @@ def _load_state(zero, state_dict: dict) -> None:
     place = state_dict.get("rank"), state_dict.get("size")
     if place != (zero.comm.rank, zero.comm.size):
         raise DtlibError(
-            f"This state is that of rank {place[0]} of {place[1]}, and this is rank {zero.comm.rank} of "
-            f"{zero.comm.size}: use dtlib.checkpoint, which moves between numbers of ranks, or consolidate_state_dict."
+            f"This state belongs to rank {place[0]} of {place[1]}, but this is rank {zero.comm.rank} of "
+            f"{zero.comm.size}: use dtlib.checkpoint, which supports other numbers, or consolidate_state_dict."
         )
     zero.optim.load_state_dict(state_dict["optimizer"])
     with torch.no_grad():

@@ -85,8 +85,8 @@ class FullySharded(nn.Module):
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise DtlibError(
-            "A model of fully_shard cannot be copied, as ranks would have to agree on it: build another one, and load "
-            "the state_dict() that this one has within summon_full_params()."
+            "A model of fully_shard cannot be copied, because all ranks would have to do it together: build another "
+            "one, and load the state_dict() that you read within summon_full_params()."
         )
 
     @contextmanager

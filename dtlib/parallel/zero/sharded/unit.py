@@ -102,8 +102,8 @@ class Unit:
     def _refuse_alone(self, part, inputs) -> None:
         if any(flat.is_free() and not flat.summoned for flat in self.flats):
             raise DtlibError(
-                f"A {type(part).__name__} of a model of fully_shard was called by itself, and has this rank's shards "
-                "of its parameters: call the whole model, or a part that fully_shard was called on."
+                f"A {type(part).__name__} of a model of fully_shard was called directly, but has only this rank's "
+                "shards of its parameters: call the whole model, or a module that you passed to fully_shard."
             )
 
     def _after_forward(self, module, inputs, output) -> None:
@@ -236,7 +236,7 @@ class Flat(GradientShard):
                 changed = "given a hook of its gradient, which autograd will not call,"
             if changed:
                 raise DtlibError(
-                    f"{places[0][2]} was {changed} after fully_shard: build the model anew, and do that first."
+                    f"{places[0][2]} was {changed} after fully_shard: build the model again, and do this first."
                 )
 
     @torch.no_grad()
@@ -343,8 +343,8 @@ class Plan:
         """Prepare the gradient buckets when the backward pass reaches its first unit."""
         if torch.is_grad_enabled():
             raise DtlibError(
-                "fully_shard frees parameters that second derivatives would need: leave create_graph=True out, or "
-                "train with DataParallel or ZeroOptimizer."
+                "fully_shard frees parameters that second derivatives need: leave create_graph=True out, or train "
+                "with DataParallel or ZeroOptimizer."
             )
         if not self._in_backward:
             self._in_backward = True
