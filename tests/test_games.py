@@ -64,7 +64,7 @@ def test_lines_are_printed_pasted_and_ranked(capsys):
     ada = capsys.readouterr().out
     assert " ".join(ada.split()) == as_line("Ada", one_f_one_b(4, 8))
     duel.line("Bob", "F0\nF0")
-    assert "cannot take part yet. Expected: 4 lines, one a rank. Got: 2 lines." in capsys.readouterr().out
+    assert "cannot take part yet. Expected: 4 lines, one per rank. Got: 2 lines." in capsys.readouterr().out
     four = "F0-3 B0-3 F4-7 B4-7"
     lines = "\n".join([
         "Ann: " + " | ".join([four] * 4), as_line("Zoe", zero_bubble_h1(4, 8)), as_line("Ada", one_f_one_b(4, 8)),

@@ -343,6 +343,7 @@ def _has(error: BaseException, sign: type | str) -> bool:
 # (types of errors or words in the message, advice): the first that fits is shown.
 _ADVICE: tuple = (
     ((NameError,), "That name is not known there: has its cell run, on this side (with %%px: on the ranks)?"),
+    (("do not call the same",), "Do all ranks reach this line, or does it stand inside an if?"),
     (("should return None",), "A function that must return nothing returns a value. A lambda always returns one."),
     (("incompatible function arguments",), "It needs arguments of other types: compare the call with the text."),
     (("non-iterator",), "__iter__ returns an iterator: iter(...), or it has a yield."),

@@ -7,23 +7,21 @@ kernelspec in ``lab/settings/jupyter`` names the extension, and ``dtlib lab`` pu
 from typing import NoReturn
 
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from dtlib.errors import DtlibError
 from dtlib.lab import last_outputs
 
 
-@magics_class
-class MagicsBeforeEngines(Magics):
-    """``%px`` and ``%%px`` without ranks; ``lab.engines()`` replaces them."""
+def _px_without_ranks(line: str, cell: str | None = None) -> NoReturn:
+    """Stand in for ``%px`` and ``%%px`` until ``lab.engines()`` replaces it."""
+    raise DtlibError(
+        "Run lab.engines(4) first: this notebook has no ranks, or its kernel was restarted. The first cell of "
+        "each lesson is `from dtlib import lab; lab.engines(4)`."
+    )
 
-    @line_cell_magic
-    def px(self, line: str = "", cell: str | None = None) -> NoReturn:
-        """Raise an error that says how to start ranks."""
-        raise DtlibError(
-            "Run lab.engines(4) first: this notebook has no ranks, or its kernel was restarted. The first cell of "
-            "each lesson is `from dtlib import lab; lab.engines(4)`."
-        )
+
+def _px_in_a_later_line(line: str) -> NoReturn:
+    raise DtlibError("%%px belongs in the first line of a cell: move it above the other lines.")
 
 
 def magic_first(lines: list[str]) -> list[str]:
@@ -40,7 +38,9 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     """Install the extension; IPython calls this."""
     if magic_first not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(magic_first)
+    # IPython looks for a magic of this name if %%px stands in a later line.
+    shell.magics_manager.register_function(_px_in_a_later_line, magic_name="%px")
     if "px" not in shell.magics_manager.magics["cell"]:
-        shell.register_magics(MagicsBeforeEngines)
+        shell.magics_manager.register_function(_px_without_ranks, "line_cell", "px")
     if kernel := getattr(shell, "kernel", None):
         last_outputs.install(kernel)

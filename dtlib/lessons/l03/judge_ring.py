@@ -168,7 +168,7 @@ def _times(value, place, size, dtype):
 
 
 def _in_words(times) -> str:
-    said = [f"rank {rank} {'once' if n == 1 else f'{n} times'}" for rank, n in enumerate(times) if n]
+    said = [f"rank {rank} ({'once' if n == 1 else f'{n} times'})" for rank, n in enumerate(times) if n]
     return "the values of " + ", ".join(said)
 
 
@@ -201,8 +201,8 @@ def _judge_cost(cases) -> None:
           "torch.empty_like(chunk) has the type of the chunk; do not use .double().")
     wrong("bytes", sums[rank][1] > most, f"at most {most:,} bytes from each rank, for {length} elements",
           f"{sums[rank][1]:,} bytes in {sums[rank][0]} messages",
-          "The values are right, but this rank sends too many bytes. Does it send whole arrays, or in extra steps?",
-          "Each step sends one chunk, 1 / comm.size of the tensor: 2 (N-1) steps, 2 (N-1)/N of the tensor.")
+          "The values are right, but this rank sends too many bytes. Does it send whole arrays, or too often?",
+          "2 (N-1) steps, each with one chunk, an N-th of the tensor: 2 (N-1)/N of the tensor in all.")
     if length != lengths(size)[0]:
         return  # empty chunks need no message
     few = min(sums, key=lambda rank: sums[rank][0])

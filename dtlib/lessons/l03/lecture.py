@@ -209,9 +209,6 @@ lab.predict("megabytes-of-a-ring", {4: None, 1000: None})
 # %% tags=["two-hours", "half-day", "solution"]
 lab.predict("megabytes-of-a-ring", {4: 180, 1000: 240})
 
-# %% [markdown] tags=["two-hours", "half-day"]
-# Never more than twice the array, for any number of ranks.
-
 # %% tags=["two-hours", "half-day"]
 # %%px
 gradient = torch.full((300_000,), float(world.rank))  # 1.2 MB
@@ -219,6 +216,9 @@ with dtlib.trace() as trace:
     comm.all_reduce(gradient, algorithm="ring")
 messages, sent_bytes = trace.sent("all_reduce")
 print(f"{messages} messages, {sent_bytes:,} bytes; every element is {gradient[0]:g}")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# Never more than twice the array, for any number of ranks.
 
 # %% tags=["statement"]
 # "Never more than twice the array, for any number of ranks."

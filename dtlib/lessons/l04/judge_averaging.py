@@ -29,7 +29,7 @@ def _judge_beginning(cases) -> None:
         for name, expected in truth.items():
             if case["begins"][name] == expected:
                 continue
-            what = f"{name}, of the {case['model']} net: rank 0's values on every rank"
+            what = f"{name} of the {case['model']} net: rank 0's values on every rank"
             wrong = rows(rank, what)
             wrong("buffers-not-broadcast", name in ("shift",
                                                     "scale"), "other values: a buffer that differs on this rank",

@@ -100,9 +100,11 @@ def _judge_ends(seen, expected: str, got: str) -> None:
 
     truths = [intervals.difference(a, b) for a, b in ERRORS]
     wrong = rows(None, expected, got)
+    wrong("no-number", any(math.isinf(end) for ends in seen for end in ends),
+          "An end is infinite. Is your interval one-sided?", HINTS["one-sided"][1])
     wrong("no-number", not all(math.isfinite(end) for ends in seen for end in ends),
-          "This is not a number. Which of your values is wrong?",
-          "n differences have n - 1 degrees of freedom; n is len(a).")
+          "Is an argument of stats.t.ppf out of its range?",
+          "stats.t.ppf(0.975, n - 1): not 97.5, and n is len(a).")
     wrong("swapped-ends", all(_same(ends[::-1], truth[1:]) for ends, truth in zip(seen, truths, strict=True)),
           "Which of the two ends is the lower one?",
           "The quantile at 0.975 is positive: return middle - half, middle + half.")
@@ -136,7 +138,7 @@ HINTS = {
                      "Divide the standard deviation by sqrt(n), not by n."),
     "n-minus-one-twice": ("The standard deviation already contains n - 1.", "Divide it by sqrt(n)."),
     "half-of-half": ("What you add and subtract is half of the width already.", "Do not divide the quantile by 2."),
-    "population": ("The mean is computed from the same data, so the sum of squares is too small.",
+    "population": ("The interval is too narrow. By what does your standard deviation divide?",
                    "Divide the sum of squares by n - 1: statistics.stdev, or ddof=1 in numpy."),
     "normal": ("With few seeds the standard deviation is uncertain too. Which distribution includes this?",
                "Use Student's t: stats.t.ppf(0.975, n - 1)."),

@@ -85,7 +85,7 @@ def _judge_optimizer(after, rank: int, kind: str, step: int, what: str) -> None:
           "torch.optim.AdamW([self.own], **settings)")
     keys = tuple(observed.SETTINGS)
     for but in (*((key,) for key in keys), tuple(key for key in keys if key != "lr"), keys):
-        wrong("settings-lost", are_of(but=but), f"those with torch's own {', '.join(but)}",
+        wrong("settings-lost", are_of(but=but), f"those with the default {', '.join(but)}",
               "Do you pass all settings to the optimizer?", "torch.optim.AdamW([self.own], **settings)")
 
     for added in ({"amsgrad": True}, {"maximize": True}):
@@ -157,7 +157,7 @@ def _judge_held(cases) -> None:
         # Two shards of moments, one of the gradient, and one of parameters if they are not updated in place.
         if case["held"] <= whole + 4 * shard + SPARE:
             continue
-        expected = f"{whole} bytes of parameters; of this rank's shard {2 * shard} of states, {shard} of its gradient"
+        expected = f"{whole} bytes of parameters; for this rank's shard {2 * shard} of states, {shard} of gradients"
         wrong = rows(rank, expected)
         wrong("whole-states", case["states"] > 2 * shard + SPARE, f"{case['states']} bytes of states",
               "The values are right, but memory is as before ZeRO. For how many parameters does Adam store moments?",
@@ -174,7 +174,7 @@ def _judge_held(cases) -> None:
               "zero_() writes zeros, and does not free memory. Which tensor do you need only during step()?",
               "Create the flat gradients in each step, in a local variable: it is freed when the method returns.")
         wrong("gradients-kept", True, f"{case['held']} bytes in all",
-              "Which tensor has the length of all parameters, and still exists after step()?",
+              "Which tensor or array, as long as all parameters, still exists after step()?",
               "You need the flat gradients only during step(). A local variable is freed when step() returns.")
 
 

@@ -143,7 +143,7 @@ def judge_steps(observations) -> None:
               "Clear the whole list at the end of step(), not at its start; a loop that removes from its own list "
               "skips entries. Do not store `flat` or an output in attributes.")
         most, at = max((one["held"] - held_by(ranks, step), step) for step, one in enumerate(seen))
-        wrong("some-steps-kept", most > SPARE, f"{last}, but after step {at + 1} {most} bytes more than necessary",
+        wrong("some-steps-kept", most > SPARE, f"{last}; but {most} bytes more than necessary after step {at + 1}",
               "Memory is right after the last step, but not after an earlier one. When do you free memory?",
               "Clear the list at the end of every step.")
 

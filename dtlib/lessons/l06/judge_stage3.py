@@ -13,7 +13,7 @@ ROOM = 128  # bytes allowed for padding and shapes; a whole bias would be larger
 NO_OUTPUT = ("__call__ returns the output: a tensor.",
              "return linear(x, weight, bias), with the gathered weight and bias.")
 BIAS = "The result has no bias. Where is it in the flat tensor?", "The bias follows the weight in the flat tensor."
-EACH = ("Replace each None by a number.", 'For example fit = {"stage": 1, "ranks": 4, "gigabytes": 12.5}.')
+EACH = ("Is fit a dict of 3 numbers?", 'For example fit = {"stage": 1, "ranks": 4, "gigabytes": 12.5}.')
 WHOLE = ("Both are whole numbers.", "stage is 0, 1, 2 or 3; ranks is the number of ranks.")
 PARAMETERS, BUDGET = 7_500_000_000, 16 * GB
 

@@ -33,6 +33,9 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
     if _same(got, each @ weights, each):
         return
     if not got.isfinite().all():
+        wrong = rows(rank, what)
+        wrong("mixed-up", rank < max(cases) and cases[rank]["kind"] != "split", "NaN or infinity",
+              "Does backward() use the received gradient? Before its recv, torch.empty has any values.", BACK)
         _tell_mixed_up(rank, what, cases)
     # Least squares: with which weights do the micro-batches' gradients add up to this gradient?
     found = torch.linalg.lstsq(each, got.unsqueeze(1), driver="gelsd").solution.flatten()
@@ -57,7 +60,7 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
     wrong("averaged-twice", count > 1 and all(fraction),
           f"1/{count} of the right one: divided once too often by the number of micro-batches",
           "Which lines divide by the number of micro-batches? Count them all.",
-          "The weights of the micro-batches add up to 1. Scale each loss by its weight, and by nothing else.")
+          "The micro-batches' weights add up to 1. Scale each loss once, by its weight, and no gradient.")
     uneven = max(weights) > min(weights)
     alike = uneven and max(found) - min(found) < 1e-6
     wrong("unweighted", alike and abs(sum(found) - 1) < 1e-6,
@@ -72,8 +75,10 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
         hint = "Every loss has the same scale factor. Does it use the samples of *this* micro-batch?"
     elif uneven and max(found / weights**2) - min(found / weights**2) < 1e-6 * max(found / weights**2):
         hint = "The weight grows with the samples of a micro-batch. Is the loss a sum, and should it be a mean?"
-    wrong("scaled", True, f"micro-batches with weights {said}", hint,
-          "The loss is a mean over samples and features. The weight is len(x) / (samples of the batch).")
+    wrong("scaled", True, f"micro-batches count {said} times", hint,
+          "The loss is a mean over samples and features. " + (
+              "The schedule applies the weights." if cases[rank]["kind"] == "split" else
+              "The weight is len(x) / (samples of the batch)."))
 
 
 def _tell_mixed_up(rank: int, what: str, cases) -> None:

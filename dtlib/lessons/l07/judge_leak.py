@@ -269,8 +269,8 @@ def _judge_bytes(rank: int, size: int, few: dict, many: dict, of_last: dict) -> 
           "Compute the number immediately, from output.detach(); and remove kept[m] with pop.")
     wrong("detached-held", alive["memory"] > FRAMES and of_last.get("memory", 0) > FRAMES, nothing,
           f"the memory of {alive['memory']} outputs of finished micro-batches exists, although the outputs do not",
-          "output.detach() has the same memory as output. Which line keeps it on the last rank, which sends nothing?",
-          "A list for the log, or a function in it, needs a number of each output: compute this number immediately.")
+          "output.detach() shares its memory. Which line keeps it, even on the last rank, which sends no output?",
+          "The log needs one number of each output, and no tensor or function: compute this number immediately.")
     wrong("memory-of-outputs", alive["memory"] > FRAMES, nothing,
           f"the memory of {alive['memory']} outputs of finished micro-batches exists, although the outputs do not",
           "output.detach() is another tensor with the same memory. What refers to it, on all ranks except the last?",

@@ -70,9 +70,11 @@ lab.check("schedule-puzzle")
 assert found(r"Makespan (\d+), par (\d+); bubble \d+%; (\d+) activations") == [33, 3 + 24 + 6, 8]
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# GPipe's order has this makespan. Why can no order be faster? The last rank has no work until the first micro-batch has
-# passed three stages. Then it is busy for 8 times F and B. After that the last micro-batch needs three more backward
-# passes: 3 + 24 + 6.
+# <details><summary>Why can no order be faster? (Open this when yours has passed.)</summary>
+#
+# The last rank has no work until the first micro-batch has passed three stages. Then it is busy for 8 times F and B.
+# After that the last micro-batch needs three more backward passes: 3 + 24 + 6. GPipe's order has this makespan.
+# </details>
 #
 # ## Level 2: at most 4 activations
 #

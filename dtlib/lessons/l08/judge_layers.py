@@ -47,7 +47,7 @@ def _judge(observations, kind: str) -> None:
             # A gather of reduced shards needs fewer bytes.
             wrong("summands-gathered", one.get("gathered", 0) >= out.nbytes,
                   "a sum over ranks by one all_reduce", f"all_gather, of {one.get('gathered')} bytes",
-                  "With 3 ranks the cost is the same. What does each rank send and store with 64 ranks?",
+                  "With few ranks the cost is equal. What does each rank send and store with 64 ranks?",
                   "reduce_from_ranks(y, comm): the ring sends at most twice y, with any number of ranks.")
 
 
@@ -71,7 +71,7 @@ def _judge_output(one, ways, rank: int, ranks: int, step: int) -> None:
     wrong("no-bias", same(got, out - bias), "the output without the bias",
           "A linear layer has a weight and a bias.", "Add the bias once, after the sum over ranks.")
     wrong("averaged", same(got, (out - bias) / ranks + bias) or same(got, out / ranks), "a mean over ranks",
-          "Are the products of all ranks added, or averaged?", 'Use the op "sum", the default of all_reduce.')
+          "Are the products of all ranks added, or averaged?", 'Use the op "sum", and do not divide.')
     wrong("summed-twice", same(got, bias + ranks * (out - bias)), f"{ranks} times the sum, + bias",
           "How often do you add the summands?", "After one reduce_from_ranks each rank has the sum.")
     for name, other in ways["activations"].items():
@@ -85,8 +85,8 @@ def _judge_output(one, ways, rank: int, ranks: int, step: int) -> None:
         wrong("other-sum", True, f"{found[0]:.3g} times the products, and {found[1]:.3g} times the bias",
               "How often do you add each of the two terms?", "Add the products over ranks, and then the bias, once.")
     wrong("other-values", True, f"others, of shape {tuple(got.shape)}",
-          "Rank r has consecutive features, slice r. Do both weights use the same slice, with one sum at the end?",
-          "torch stores a weight as (outputs, inputs): columns of A are its rows.")
+          "Is only the last product added over ranks? Do both weights have slice r, of consecutive features?",
+          "reduce_from_ranks, g, comes last. Columns of A are rows of its weight.")
 
 
 def _judge_input_gradient(one, ways, rank: int, ranks: int, step: int) -> None:
@@ -190,7 +190,7 @@ def _judge_held(held: int, shards, rank: int) -> None:
     if held > wanted + SPARE:
         raise Wrong("whole-held", rank, f"{wanted} bytes of parameters: this rank's shards", f"{held} bytes",
                     "The values are right, but no memory is saved. What keeps the whole weight in memory?",
-                    "A slice is a view, and keeps the whole storage: .clone() it. Keep no whole layer.")
+                    "Keep no whole weight: no layer, no array, no bytes, and no view (.clone() it).")
 
 
 def _judge_sent(sent, counts, rank: int, ranks: int) -> None:

@@ -33,6 +33,8 @@ def observe_cost(epoch_seconds, comm):
 
 
 FORMULA = "files / opens_a_second + bytes / bytes_a_second"
+FILES = 'samples, if form == "files"; else math.ceil(samples / per_shard)'
+OF_FILES = "files-in-shards", "opens-of-samples", "shards-rounded-down", "shards-not-whole", "a-shard-too-many"
 
 
 def judge_cost(observations) -> None:
@@ -47,7 +49,7 @@ def judge_cost(observations) -> None:
         samples, record_bytes, per_shard, opens, speed, fraction = budget
         case = (
             f"{samples} samples of {record_bytes} bytes, {per_shard} a shard, {opens:g} opens/s, {speed:g} bytes/s, "
-            f"{fraction:g} of the columns"
+            f"columns_read {fraction:g}"
         )
         for form, got in of_forms:
             wanted = cost(form, *budget)
@@ -108,7 +110,8 @@ def judge_cost(observations) -> None:
                 mistakes += [(files / opens + (wanted - files / opens) * fraction, "columns-everywhere",
                               "Files with whole records are read completely: only Parquet can skip columns.")]
             for value, mistake, hint in mistakes:
-                wrong(mistake, math.isclose(got, value, rel_tol=1e-9), f"{got:.6g} s", hint, FORMULA)
+                cure = FILES if mistake in OF_FILES else FORMULA
+                wrong(mistake, math.isclose(got, value, rel_tol=1e-9), f"{got:.6g} s", hint, cure)
             if rounded(got, wanted):
                 raise Wrong("rounded", None, f"{wanted!r} s for {form}: {case}", f"{got!r} s",
                             "The formula is right, but digits are missing. Do you use round(), int() or //?",

@@ -80,7 +80,7 @@ def _once(of_ranks, order, case, ranks, cure=DEAL) -> None:
               f"all samples on each of {ranks} ranks", "Nothing is divided. Which part should each rank select?", cure)
         who = [rank for rank, mine in enumerate(of_ranks) if twice[0] in mine]
         wrong("overlap", True, f"{case}: each once", f"sample {twice[0]} on ranks {who}",
-              "Some libraries repeat samples so that all parts are equally long. Do you?", cure)
+              "Where do parts begin and end? Do you repeat samples to make them equal?", cure)
     lost = [number for number in order if number not in seen]
     wrong("lost", lost and lost == order[-len(lost) :] and len(lost) < ranks, f"{case}: all of them",
           f"{len(lost)} are on no rank, the last of the order: {lost[:5]}",

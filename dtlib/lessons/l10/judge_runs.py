@@ -68,7 +68,7 @@ def judge_places(seen: list) -> None:
     for rank, places in enumerate(seen):
         if odd := [one for steps in places for one in steps if isinstance(one, str)]:
             raise Wrong("type", rank, "the positions of this rank's samples: a range, or a list of whole numbers",
-                        odd[0], "The result is used as images[places_of(...)].", "return range(...)")
+                        odd[0], "Can a for loop run over your result?", "return range(...)")
     for which, batch in enumerate(SIZES):
         for step in range(2):
             _judge_slices([places[which][step] for places in seen], step, batch, ranks)

@@ -84,7 +84,7 @@ def _judge_evaluate(found: list) -> None:
                             "Call model.eval() in evaluate, before the images.")
             continue
         name = next(name for name in KNOWN if abs(got[name] - wanted[name]) >= 1e-6)
-        expected = f"{wanted[name]:.4f} of a model that is right about {name} of {n} test images{where}"
+        expected = f"accuracy {wanted[name]:.4f}: the model has {name} of {n} test images right{where}"
         wrong = rows(rank, expected)
         wrong("other-images", one["strange"], f"{one['strange']} images passed to the model are not in test",
               "Which images does evaluate pass to the model?", "Use all of test_x, and none of x.")

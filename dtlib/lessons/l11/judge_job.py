@@ -99,7 +99,7 @@ def judge_job(seen: list) -> None:
               "#SBATCH --ntasks-per-node=1: torchrun starts the ranks.")
         ranks = options.get("nproc-per-node", "1")
         wrong("ranks", ranks not in (f"{GPUS}", "gpu", "auto"), f"{GPUS} ranks on each machine", ranks,
-              "The name means: processes per node.", "--nproc-per-node=4")
+              "Which option of torchrun sets this?", "--nproc-per-node=4")
         wrong("cores", cores < GPUS * CORES, f"{GPUS * CORES} cores for each torchrun", f"{cores}",
               "A torchrun has four ranks, with 8 cores each.", "#SBATCH --cpus-per-task=32")
         started = {"srun", "mpiexec", "mpirun"} & set(before)
@@ -111,8 +111,10 @@ def judge_job(seen: list) -> None:
               '--rdzv-endpoint="$first:29500"')
         _judge_variable(rank, job, endpoint)
         limit = minutes(asked.get("time", ""))
+        wrong("time", "time" not in asked, f"{MINUTES} minutes", "no --time before the first command",
+              "How long may a job run that sets no time?", "#SBATCH --time=00:30:00")
         wrong("time", limit is None or abs(limit - MINUTES) > 1, f"{MINUTES} minutes",
-              f"--time={asked.get('time', '')}" + (f", {limit:g} minutes" if limit is not None else ""),
+              f"--time={asked['time']}" + (f", {limit:g} minutes" if limit is not None else ""),
               "Long jobs wait longer. Which unit has each part of the time?",
               "#SBATCH --time=00:30:00")
 

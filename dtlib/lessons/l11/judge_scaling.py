@@ -125,8 +125,8 @@ def _explain_efficiency(rank, kind, seconds, n, wanted, got, strong, weak, digit
         hint = f"{n} ranks are {n / first:g} times {first}, which is not a whole number: // cuts it off."
         mistakes.insert(0, (seconds[first] / seconds[n] / (n // first), "whole-multiples", hint))
     if wanted > 1:
-        hint = "An efficiency above 1 is possible, for example because of caches: do not limit it."
-        mistakes.insert(0, (1, "cut-to-one", hint))
+        rows(rank, expected)("cut-to-one", _same(got, 1), f"{got:.4g}", "Which line limits your result to 1?",
+                             "An efficiency above 1 is possible, for example because of caches: do not limit it.")
     # The first mistake that gives this value is reported, so special cases were put in front.
     wrong = rows(rank, expected)
     for value, mistake, hint in mistakes:

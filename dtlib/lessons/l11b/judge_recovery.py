@@ -22,7 +22,7 @@ def judge(observations) -> None:
             wrong("no-exchange", True, f"{name}: in each step ranks add their gradients with all_reduce on comm",
                   f"comm.all_reduce was not called in step {plan[0].step}, so no rank died in it",
                   "The check ends a rank inside comm.all_reduce. Which call adds the gradients in your code?",
-                  "comm.all_reduce(parameter.grad), on the communicator of train, or on the result of shrunk.")
+                  "comm.all_reduce(parameter.grad): the comm of your function, or the result of shrunk.")
         off = [rank for rank, case in living.items() if not _close(case["parameters"], right)]
         if off:
             _explain(name, living, off[0])
@@ -119,7 +119,7 @@ def _explain(name: str, living: dict, rank: int) -> None:
           "different parameters on different ranks",
           "What does a step change besides parameters? Is it equal on all ranks after the failure?",
           "Broadcast model.state_dict() and optimizer.state_dict() from the same rank: the latter has the momentum.")
-    for mistake, how, values in (("step-lost", "missing", "skip"), ("step-twice", "in them twice", "again")):
+    for mistake, how, values in (("step-lost", "missing", "skip"), ("step-twice", "done twice", "again")):
         for step in range(STEPS):
             wrong(mistake, _close(case["parameters"], alone(**{values: step})), f"step {step} is {how}, on all ranks",
                   "With which rank's parameters do the ranks continue, and which steps do they include?",

@@ -102,8 +102,8 @@ def judge_merge(observations) -> None:
     for rank, seen in enumerate(observations):
         if "error" in seen:
             raise Wrong(
-                "type", rank, f"out of {(QUERIES, WIDTH)}, and total of {(QUERIES,)}", seen["error"],
-                "Return both: return out, total. Shape (queries,) times (queries, width) needs share[:, None]")
+                "type", rank, f"out of {(QUERIES, WIDTH)}, and lse of {(QUERIES,)}", seen["error"],
+                "Return both, out and lse. Shape (queries,) times (queries, width) needs share[:, None]")
         for what, ((a, lse), (b, block_lse)) in pairs(rank).items():
             (out, total), right = seen[what], torch.logaddexp(lse, block_lse)
             w, v = ((each - right).exp()[:, None] for each in (lse, block_lse))

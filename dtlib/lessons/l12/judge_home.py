@@ -75,9 +75,9 @@ def judge_send_home(observations) -> None:
               "The values are right, but you send too much: summands, or sums?",
               "Send one tensor in each hop, and add every rank's summand to it.")
         wrong("keys-not-there", [owner for owner, _ in groupby(seen["asked"])] != owners,
-              f"summand({'), summand('.join(map(str, owners))}), in this order", f"owners {seen['asked']}",
-              "The values are right, but for keys that this rank does not have. Whose keys does it have in step s?",
-              "owner = (comm.rank - step) % comm.size. One hop is missing after the last step.")
+              f"owners {owners}, in this order", f"owners {seen['asked']}",
+              "The result is right. But for which keys may this rank call summand in step s?",
+              "owner = (comm.rank - step) % comm.size, and one more hop after the last step.")
 
 
 def _in_words(got, ranks: int) -> str:

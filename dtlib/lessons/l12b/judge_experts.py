@@ -92,8 +92,8 @@ def judge_balance(observations) -> None:
         both = [choices(rank, top) for rank in range(ranks)]
         share, probability = sum(share_of(c) for _, c in both) / ranks, sum(p.mean(0) for p, _ in both) / ranks
         if not abs(mean - EXPERTS * float((share * probability).sum())) < 1e-6:
-            raise Wrong("other-value", 0, "a mean over ranks that is the loss of all tokens", f"{mean:.4g}",
-                        "The gradients are right, the value is not. Which term do you add?")
+            raise Wrong("other-value", 0, "the loss of all tokens, as the mean over ranks", f"{mean:.4g}",
+                        "Gradients are right, the value is not. Which constant do you add?")
 
 
 def _judge_factors(rank: int, factors: list[float], ranks: int) -> None:
@@ -115,7 +115,7 @@ def _judge_factors(rank: int, factors: list[float], ranks: int) -> None:
                                      "experts * (...).sum()"),
     }
     wrong = rows(rank, "experts * sum of share * mean probability")
-    times = f"{factors[0]:.3g} and {factors[1]:.3g} times as much, with one and two choices per token"
+    times = f"{factors[0]:.3g} times as much with one choice per token, {factors[1]:.3g} with two"
     for found, (mistake, *hints) in known.items():
         wrong(mistake, found != (1, 1) and all(abs(a - b) < 1e-6 for a, b in zip(factors, found, strict=True)),
               times, *hints)

@@ -194,7 +194,7 @@ def _judge_feedback(observations, send, others=None) -> None:
 
 
 def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
-    got, what = seen["means"], f"the mean over {ranks} ranks of their sent values, with feedback, {STEPS} times"
+    got, what = seen["means"], f"the mean over {ranks} ranks of what they sent, with feedback, in {STEPS} steps"
     wrong = rows(rank, what)
     for factor, mistake in ((ranks, "sum"), (1 / ranks, "divided-twice")):
         wrong(mistake, close(got[:1], [[factor * x for x in played(send, ranks)["means"][0]]]),

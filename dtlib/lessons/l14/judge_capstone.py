@@ -234,7 +234,7 @@ def judge_choice(observations) -> None:
 
 def _of(plan, limit, link) -> str:
     turns, latencies, of_bytes = (f"{1000 * part:.1f}" for part in _parts(plan, *link))
-    held = f"{plan['held']:,.0f} bytes, but the limit is {limit:,.0f}"
+    held = f"{plan['held']:,.0f} bytes (limit {limit:,.0f})"
     return f", of {held}: {turns} ms of turns, {latencies} of latency, {of_bytes} of bytes"
 
 

@@ -20,7 +20,8 @@ from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 # ## 1F1B
 #
 # The usual order of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021): each rank alternates *one forward, one
-# backward*. Rank r of p keeps p - r activations at most, for any number of micro-batches. GPipe is above:
+# backward*. Rank r of p keeps p - r activations at most, for any number of micro-batches. The
+# upper picture shows GPipe, the lower one 1F1B:
 
 # %%
 both = {"GPipe": simulate(gpipe(4, 8)), "1F1B": simulate(one_f_one_b(4, 8))}
