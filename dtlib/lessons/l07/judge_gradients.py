@@ -76,9 +76,7 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
     elif uneven and max(found / weights**2) - min(found / weights**2) < 1e-6 * max(found / weights**2):
         hint = "The weight grows with the samples of a micro-batch. Is the loss a sum, and should it be a mean?"
     wrong("scaled", True, f"micro-batches count {said} times", hint,
-          "The loss is a mean over samples and features. " + (
-              "The schedule applies the weights." if cases[rank]["kind"] == "split" else
-              "The weight is len(x) / (samples of the batch)."))
+          "The loss is a mean. Each micro-batch must count once, with the weight len(x) / (samples of the batch).")
 
 
 def _tell_mixed_up(rank: int, what: str, cases) -> None:
