@@ -4,7 +4,7 @@
 #   WHEELS=wheelhouse    install from this folder alone, without a network; `make wheelhouse` fills it
 #   JOBS=2               processes that run tests; as many as there are cores unless told, 2 to 4
 #   ARGS="..."           arguments for dtlib lab and JupyterLab, such as ARGS="--no-browser --port=8890"
-#   TRACK=half-day       which short track `workshop` writes, two-hours unless told
+#   TRACK=half-day       which short track `workshop` builds again (for maintainers), two-hours unless told
 
 PYTHON ?= python3
 ARGS ?=

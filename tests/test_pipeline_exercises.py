@@ -348,3 +348,18 @@ def test_the_stubs_are_wrong_and_their_solutions_right(world, cells):
         exec(source, names)
         verdict = judge_on_this_rank(exercise, names)
         assert verdict.mistake == expected, verdict.text()
+
+
+@on_ranks(3)
+def test_tensors_that_an_earlier_answer_left_behind_do_not_count(world):
+    left = []  # as the frames of an interrupted wait keep them
+
+    class Leaves(wrong_pipelines.Right1F1B):
+        def backward(self, m):
+            left.append(self.outputs[m].detach().clone())
+            super().backward(m)
+
+    name = EXERCISES["1f1b-build"].name
+    assert judge_on_this_rank("1f1b-build", {name: Leaves()}).mistake == "outputs-kept" and left
+    verdict = judge_on_this_rank("1f1b-build", {name: wrong_pipelines.Right1F1B()})
+    assert verdict.passed, verdict.text()

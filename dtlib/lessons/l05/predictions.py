@@ -18,7 +18,7 @@ def _lowest(errors: dict) -> dict[int, str]:
 
 PREDICTIONS = {
     "steps-of-an-epoch": Prediction(
-        got=lambda: {ranks: 1280 / (16 * ranks) for ranks in (1, 32)}, hint="Images over batch; the batch is 16 a rank."
+        got=lambda: {ranks: 1280 / (16 * ranks) for ranks in (1, 32)}, within=0.5, hint="Images over 16 per rank."
     ),
     "rates-at-256": Prediction(got=lambda: _by_rule(0.02, 256, 16), tolerance=1e-9, hint="k is 256 / 16."),
     "lowest-error": Prediction(got=_lowest, choices=_RULES, hint="Look at the figure again."),

@@ -397,7 +397,8 @@ def lean_step(comm, stage, microbatches, like, loss_fn):
 # %% [markdown]
 # `Live` counts the bytes that are alive, for each line that allocated them. Here are the three largest lines at the
 # peak, on the first and on the last rank, with 4 and with 32 micro-batches of 64 kB. Read the original function before
-# you run the cell. **Predict** which names of that function still refer to a tensor after its backward pass.
+# you run the cell. **Predict** which names of that function still refer to a tensor after its backward
+# pass: `kept`, `losses`, `means`, `sending`, or two of them, such as `"means and sending"`.
 
 # %% tags=["stub"]
 lab.predict("holders-of-memory", {"output": None, "x.grad": None})

@@ -110,12 +110,15 @@ class _Kept:
         self.tensor = tensor
 
 
-def _copies(outputs: list, values: set) -> int:
-    """Return the number of tensors that equal some output, but are not among ``outputs``."""
+def _copies(outputs: list, values: set, before: dict) -> int:
+    """Return the number of tensors that equal some output, but are neither among ``outputs`` nor from ``before``.
+
+    An earlier answer may have left equal tensors behind, for example in a wait that was interrupted.
+    """
     import torch
 
     own, like = {output.untyped_storage().data_ptr() for output in outputs}, outputs[-1]
-    tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+    tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and before.get(id(t), list)() is not t]
     tensors = [tensor for tensor in tensors if (tensor.shape, tensor.dtype) == (like.shape, like.dtype)]
     others = {t.untyped_storage().data_ptr() for t in tensors if t.detach().numpy().tobytes() in values}
     return len(others - own)
@@ -132,6 +135,8 @@ def watched(inner, expected: list, events: list, last: bool = False):
     from torch import nn
     from torch.autograd.graph import saved_tensors_hooks
 
+    before = {id(thing): weakref.ref(thing) for thing in gc.get_objects() if type(thing) is torch.Tensor}
+
     def which(x):
         if len(x) == sum(map(len, expected)) != len(expected[0]):
             return "all"
@@ -142,8 +147,8 @@ def watched(inner, expected: list, events: list, last: bool = False):
         def __init__(self):
             super().__init__()
             self.inner, self.peak, self._kept = inner, 0, []
-            self.outputs, self._made = 0, []  # peak number of live outputs
-            self._values = set()  # values of all outputs, as bytes
+            # Peak number of live outputs; all outputs; their values, as bytes.
+            self.outputs, self._made, self._values = 0, [], set()
             self._without_graph = set()  # micro-batches that passed without a graph
 
         def forward(self, x):
@@ -171,7 +176,7 @@ def watched(inner, expected: list, events: list, last: bool = False):
             self._made.append(weakref.ref(output))
             alive = [one() for one in self._made if one() is not None]
             self._values.add(output.detach().numpy().tobytes())
-            copies = _copies(alive, self._values) if last and len(self._made) == len(expected) else 0
+            copies = _copies(alive, self._values, before) if last and len(self._made) == len(expected) else 0
             self.outputs = max(self.outputs, len(alive) + copies)
             return output
 

@@ -520,8 +520,7 @@ assert row("data", "what travels")[0] > row("tensor", "what travels")[0]
 # ranks, with a pipeline on a third axis: data=8, pipe=8, tensor=8. Each pipeline takes 32 micro-batches of one text of
 # 2,048 tokens, in 16 bits per number. These are formulas, not measurements.
 #
-# **Predict.** Along which axis does a rank send most: `"data"`, `"pipe"` or `"tensor"`? And how many times as much as
-# along the axis with the least?
+# **Predict.** Along which axis does a rank send most: `"data"`, `"pipe"` or `"tensor"`?
 
 # %% tags=["half-day", "stub"]
 lab.predict("busiest-axis", None)
