@@ -39,8 +39,8 @@ from dtlib.schedule import draw, formulas, gpipe, parse, simulate, validate
 #     hidden = torch.tanh(self.net1(x.to("cuda:0")))
 #     return self.net2(hidden.to("cuda:1"))
 #
-# With a rank for each GPU, `.to()` becomes a send and a receive. autograd, torch's backward pass, cannot follow a
-# tensor across a message, so gradients have to be sent back.
+# With a rank for each GPU, `.to()` becomes a send and a receive. torch's autograd cannot follow a tensor across a
+# message, so gradients have to be sent back.
 #
 # **Predict.** The whole batch passes through two such ranks, forward and back. What percentage of the time does each
 # rank compute?
@@ -79,9 +79,9 @@ for rank, actions in enumerate(schedule):
 print(f"\n{draw(schedule)}")
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# `--` continues a backward pass; `..` is idle time, the *bubble*. With p ranks and m micro-batches a rank works m times
-# F and B. A rank waits for the first micro-batch and for the last gradient: p - 1 times F and B. Papers divide this by
-# one of two times:
+# `--` continues a backward pass; `..` is idle time, the *bubble*. Let F and B be the times of a forward and of a
+# backward pass. With p ranks and m micro-batches each rank computes for m (F + B) and is idle for (p - 1) (F + B).
+# Papers divide this idle time by one of two times:
 #
 # - idle time / **makespan** (the time of the step): (p-1) / (m+p-1);
 # - idle time / **ideal time** (the time without waiting): (p-1) / m.
@@ -148,13 +148,13 @@ for name, ranks in orders.items():
 assert count("A can run") == 1 and count("B: Ranks wait for each other in a circle") == 1
 
 # %% [markdown]
-# **Your turn.** Keep half of the activations in the same time:
+# **Your turn.** Find an order that holds half as many activations and takes the same time:
 # [the puzzle](../exercises/07_schedule_puzzle_exercises.ipynb), levels 1 and 2 (fifteen minutes). Then continue here.
 #
 # ## 1F1B: the same time, less memory
 #
-# The usual order of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021): backward passes begin as soon as possible, and
-# then each rank alternates *one forward, one backward*. **Predict** for 8 ranks and 32 micro-batches: for how many
+# The usual solution of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021): backward passes begin as soon as possible,
+# and then each rank alternates *one forward, one backward*. **Predict** for 8 ranks and 32 micro-batches: for how many
 # micro-batches does rank 0 hold activations at most? And rank 7?
 
 # %% tags=["stub"]
@@ -209,7 +209,8 @@ for rank in range(4):
     assert most["1F1B", 16][rank] < 1.3 * most["1F1B", 8][rank]
 
 # %% [markdown]
-# With GPipe live bytes grow with micro-batches. With 1F1B they stay the same. (1.78: messages in flight do not grow.)
+# With GPipe live bytes grow with micro-batches. With 1F1B they stay the same. (GPipe's factor is 1.78, not 2: live
+# bytes include messages in flight, which do not grow.)
 
 # %% [markdown] tags=["half-day"]
 # ## The engine
@@ -258,7 +259,8 @@ assert count(one) == 4 and len({*rows(one)[0], *rows(four)[0]}) == 1
 # %% [markdown]
 # ## What runs
 #
-# This is the plain core, from its beginning. `order` lists each rank's actions:
+# The *plain core*, `plain.py`, is a whole pipeline that is short enough to read. Here is its beginning. `order` lists
+# each rank's actions:
 
 # %%
 from dtlib.parallel.pipeline import plain
@@ -307,8 +309,8 @@ if comm.rank == 3:
     print(f"last loss: the pipeline {loss:.10f}, one process {loss_alone:.10f}")
 
 # %% [markdown]
-# The full classes have what the plain core leaves out. They have the names of torch's own classes, which run on the
-# same ranks and compute the same:
+# dtlib's classes `PipelineStage`, `ScheduleGPipe` and `Schedule1F1B` have what the plain core leaves out. torch's own
+# classes have the same names, run on the same ranks, and compute the same:
 
 # %%
 # %%px
@@ -333,14 +335,14 @@ if comm.rank == 3:
 dist.destroy_process_group()
 
 # %% tags=["statement"]
-# "They have the names of torch's own classes, which run on the same ranks and compute the same:"
+# "torch's own classes have the same names, run on the same ranks, and compute the same:"
 assert len(set(found(r"loss, torch: ([\d.]+), ours: ([\d.]+)"))) == 1
 
 # %% [markdown]
 # ## Bytes of two nets, and recomputation
 #
 # *Recomputation* keeps only the input of a layer or a stage, and runs its forward pass again. For a transformer's layer,
-# with batch b, s tokens, width h and a heads, V. Korthikanti et al. (2022) count in 16 bits
+# with batch b, s tokens, width h and a heads, V. Korthikanti et al. (2022) count, for numbers of 16 bits:
 #
 # - s b h (34 + 5 a s / h) bytes; the second term counts the attention scores;
 # - 2 s b h, the input, if the layer is recomputed.
@@ -350,9 +352,9 @@ assert len(set(found(r"loss, torch: ([\d.]+), ours: ([\d.]+)"))) == 1
 #
 # <details><summary>Answer 1</summary>12 layers of 8 micro-batches, 2.87 GB each: 275 GB. Recomputed: 50 MB each, 4.8 GB.</details>
 #
-# Now count the bytes of our perceptron, and of four transformer blocks (b = 8, s = h = 64, a = 4), one per rank. They
-# have no dropout (2 bytes less), torch's attention keeps no scores, and numbers have 32 bits. So a block keeps 64 s b
-# h, or 4 s b h.
+# Now count the bytes of the nine layers from above (a perceptron), and of four transformer blocks (b = 8, s = h = 64,
+# a = 4), one per rank. They have no dropout (34 - 2 bytes), torch's attention keeps no scores, and numbers have 32 bits
+# (twice the bytes). So a block keeps 64 s b h bytes, or 4 s b h if it is recomputed.
 
 # %% tags=["claim"]
 # "12 layers of 8 micro-batches, 2.87 GB each: 275 GB. Recomputed: 50 MB each, 4.8 GB"
@@ -384,7 +386,7 @@ KINDS = {
 # %%
 # %%px
 def kept_by(net, kind, recompute=False):
-    """Micro-batches in flight, and bytes of activations, at most in a step."""
+    """Return the largest number of micro-batches in flight, and of bytes of activations, during a step."""
     specs, cuts, inputs, target, loss_fn = NETS[net]
     inputs = inputs.clone()  # memory of its own
     gc.collect()  # tensors of earlier cells
@@ -408,7 +410,8 @@ for net, name in every[0]:
 
 # %% tags=["statement"]
 # "Rank 1 has one block, and keeps 64.5 s b h for each micro-batch in flight: 8 with GPipe, 3 with 1F1B."
-# "With recomputation it keeps an input for each of these, 4 s b h, and one block whole."
+# "With recomputation it keeps for each of these only the block's input, 4 s b h"
+# "and all activations only for the micro-batch whose backward pass runs."
 gpipe, eager, again = (row(f"transformer, {name}", "bytes of activations")[1] / (64 * 8 * 64)
                        for name in ("GPipe", "1F1B", "GPipe, recomputing"))
 assert (gpipe, eager, again) == (8 * 64.5, 3 * 64.5, 8 * 4 + 64.5 - 4)
@@ -417,8 +420,10 @@ gpipe, again = (row(f"perceptron, {name}", "bytes of activations")[1] for name i
 assert again / gpipe > 1 / 2
 
 # %% [markdown]
-# Rank 1 has one block, and keeps 64.5 s b h for each micro-batch in flight: 8 with GPipe, 3 with 1F1B. With recomputation it
-# keeps an input for each of these, 4 s b h, and one block whole. The perceptron gains little by it.
+# Rank 1 has one block, and keeps 64.5 s b h for each micro-batch in flight: 8 with GPipe, 3 with 1F1B. (The 0.5:
+# statistics of the two layer norms and of the attention.) With recomputation it keeps for each of these only the
+# block's input, 4 s b h, and all activations only for the micro-batch whose backward pass runs. The perceptron gains
+# little by it.
 
 # %% [markdown]
 # ## Other orders
