@@ -8,8 +8,8 @@
 # **Questions.** Why did parameter servers give way to all-reduce? What are hooks and buckets good for? What changes in
 # a script when it runs on many processes?
 #
-# **Afterwards you can** predict the bytes of a step; average gradients and show that the result is right; turn a serial
-# script into one for Horovod or DDP; read a timeline; write a config.
+# **Afterwards you can** predict the bytes of a step; average gradients, and check the result; turn a serial script into
+# one for Horovod or DDP; read a timeline; write a config.
 #
 # **You need** [03 Collectives](03_collectives.ipynb): send, recv, the ring. Odd batches and the size of buckets are in the
 # appendix, [04b](04b_data_parallel_appendix.ipynb).
@@ -266,8 +266,8 @@ assert ratios == sorted(ratios) and row("256", "by formula")[1] < 1.15 * row("8"
 assert 2 * 999 / 1000 < 1.12 * 2 * 9 / 10
 
 # %% [markdown]
-# If each worker serves one slice of the weights, each rank sends as much as in the ring. What only servers allow: a
-# worker can continue with outdated weights, without waiting for the others.
+# If each worker serves one slice of the weights, each rank sends as much as in the ring. But servers also let a worker
+# continue with outdated weights.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Hooks and buckets
@@ -312,9 +312,9 @@ lab.read(plain.DataParallelHooks)
 assert found(r"in order of their gradients: ([\d ]+)") == [2, 2, 0, 0]
 
 # %% [markdown]
-# It says `while`, and not `if`, because one hook may have to send several gradients. **All ranks must send in the same
-# order**, but autograd may call hooks in another order on another rank, so an early gradient waits for its turn. In the
-# third class neighbouring gradients share a message.
+# It says `while`, not `if`, because one hook may have to send several gradients: **all ranks must send in the same
+# order**, but autograd may call hooks in another order, so an early gradient waits for its turn. In the third class
+# neighbouring gradients share a message.
 
 # %%
 lab.read(plain.DataParallelBuckets)
@@ -328,7 +328,7 @@ lab.read(plain.DataParallelBuckets)
 # %%px
 from dtlib.parallel.data.plain import DataParallelBuckets, DataParallelHooks
 
-MIB = digits.net(dtype=torch.float64)[0].weight.nbytes / 2**20  # the first layer's weight fills a bucket
+MIB = digits.net(dtype=torch.float64)[0].weight.nbytes / 2**20  # the first layer's weight
 for kind, size in (DataParallelNaive, []), (DataParallelHooks, []), (DataParallelBuckets, [MIB]):
     model = kind(fresh_net(seed=world.rank), comm.group, *size)
     with dtlib.trace() as trace:
@@ -470,11 +470,11 @@ by_itself = run("serial", comm.size * 24, comm.size * 0.02)
 assert distance(on_ranks, by_itself) < 1e-5  # float32
 
 # %% tags=["statement"]
-# "In the first run only rank 0 printed; in the second every rank ran the whole serial script, and printed."
+# "The serial script printed on every rank, the Horovod script only on rank 0."
 assert count("89% of the test images are right") == 3
 
 # %% [markdown] tags=["half-day"]
-# In the first run only rank 0 printed; in the second every rank ran the whole serial script, and printed.
+# The serial script printed on every rank, the Horovod script only on rank 0.
 
 # %% [markdown]
 # In a terminal: `mpiexec -n 4 python notebooks/digits_horovod.py 24 0.02`. With DDP: `torchrun --nproc-per-node 4
@@ -573,7 +573,7 @@ assert found(r"losses, dtlib: ([\d. ]+)") == found(r"losses, torch: ([\d. ]+)")
 assert found(r"You predicted (\d+), and") == [96 / 12 / 4]
 
 # %% [markdown]
-# A mistake in a config should give you an error message at once, not cost you a night:
+# A mistake in a config should give an error message, not cost a night:
 
 # %%
 # %%px
@@ -585,7 +585,7 @@ except dtlib.DtlibError as error:
         print(error)
 
 # %% tags=["statement"]
-# "A mistake in a config should give you an error message at once, not cost you a night"
+# "A mistake in a config should give an error message, not cost a night"
 assert count("make train_batch_size a multiple of") == 1
 
 # %% [markdown]

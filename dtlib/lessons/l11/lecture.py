@@ -57,7 +57,7 @@ figures.machine()
 #
 # - a file that one rank writes is visible to the others: that needs a shared folder;
 # - the other ranks are on `localhost`; a port that is free here is free there;
-# - rank 5 has GPU 5. (A rank should choose its GPU by `local_rank`, its number on the node.)
+# - rank 5 has GPU 5 (choose by `local_rank`, a rank's number on the node).
 #
 # ## One script, started in many ways
 #
@@ -130,9 +130,9 @@ assert cores >= 4 or sorted(shared)[2] > 0.6 * sorted(as_cores)[2]
 
 # %% [markdown]
 # Marks are medians of five runs, bars the range. Up to the dotted line the system promises each rank a core. If
-# efficiency falls before the line, two of these cores are threads of one physical core, or other programs use them.
-# Beyond the line, in seconds (open *as text* below the figure), strong scaling gains little or nothing, weak scaling
-# takes longer. If bars overlap, five runs show no difference. A plot of scaling needs the number of cores, and bars.
+# efficiency falls earlier, two cores share a physical core, or are busy. Beyond the line, in seconds (open *as text*),
+# strong scaling gains little or nothing, weak scaling takes longer. If bars overlap, five runs show no difference. A
+# plot of scaling needs the number of cores, and bars.
 #
 # ## Amdahl's law
 #
@@ -262,8 +262,8 @@ print(f"a step takes {1 / share - 1:.0%} longer than alone")
 # %% [markdown]
 # This is *weak* scaling, of *throughput*: each GPU keeps its batch. The number does not tell when the network is
 # trained (lesson 05), or how fast one GPU is: a slower program has a better efficiency. Few parameters and much
-# computing, as in Inception V3, is the easy case. Our formula of a step, for 512 ranks and nets with more and more
-# parameters for the same computing:
+# computing, as in Inception V3, is the easy case. Our formula for 512 ranks, with more and more parameters for the same
+# computing:
 
 # %%
 for million in (25, 140, 700, 3500):
@@ -371,8 +371,8 @@ assert found(r"'ring': '(\d+) ms', 'recursive_doubling': '(\d+) ms'") == [330, 4
 # %% [markdown]
 # The ring sends the fewest bytes, but is not the fastest here: it uses the link between the hosts six times in a row.
 # Doubling uses it once. A round of the ring took 107 ms, not 55: over TCP a message costs more than α + n β. So measure
-# before you choose (`python -m benchmarks slow-network`, as root). The table's brackets are confidence intervals of the
-# time relative to the ring's: if two overlap, neither algorithm has won.
+# before you choose (`python -m benchmarks slow-network`, as root). Brackets hold the middle half of the ratios to the
+# ring: if two overlap, neither algorithm has won.
 #
 # ## Your first job: a checklist
 #

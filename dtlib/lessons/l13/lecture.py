@@ -170,7 +170,7 @@ lab.predict("errors-of-8-bits", {"top-k with feedback": "they cancel", "8 bits":
 # %%
 # %%px
 def sums(hook, state):
-    """Return the largest error of the sum of 20 steps: of the values that were sent, and with the kept values added."""
+    """Return the largest errors of 20 steps' sum: as sent, and with the kept values added."""
     model = DataParallel(net(), comm)
     model.register_comm_hook(state, hook)
     error = [torch.zeros_like(parameter) for parameter in model.parameters()]
