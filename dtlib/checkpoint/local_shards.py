@@ -77,7 +77,7 @@ class LocalShard:
         return elements_here(tensor.detach()).reshape(-1)[begin:end].cpu()
 
     def counts(self, rank: int) -> bool:
-        """Return whether this rank writes the numbers that a parameter has once: true on the rank of element 0."""
+        """Return whether this rank writes states that are one number per parameter: the rank with element 0 does."""
         return self.written.start == 0 and (self.written.stop > 0 or (0 in self.slice.shape and rank == 0))
 
 
@@ -101,7 +101,7 @@ def local_shards_of(
         copy = info.expert_copy
         if copy is None and len(info.experts) > 1:
             raise CheckpointError(
-                f"{name} is an expert's, and other ranks have others of that name: use the full class, "
+                f"{name} belongs to an expert, and other ranks have other experts under that name: use the full class, "
                 "dtlib.parallel.expert.MixtureOfExperts, which numbers them."
             )
         slice_ = info.slice or _rows(name, parameter, comm)
@@ -258,5 +258,5 @@ def _check_trained(optimizer, held) -> None:
             if key not in known:
                 raise CheckpointError(
                     f"Group {number} of the optimizer has a parameter of shape {tuple(key.shape)} that is not the "
-                    "model's: pass the model that it was made for, and masters= where the optimizer trains masters."
+                    "model's: pass the model that it was made for, and masters= if it trains master weights."
                 )

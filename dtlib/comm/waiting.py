@@ -10,6 +10,8 @@ that leave the core to other processes.
 
 Collectives of one communicator run one at a time, in the order in which they were started. Any wait polls all pending
 operations, so operations that nobody waits for make progress too.
+
+The board (watch/board.py) is shared memory in which each rank publishes its last operation.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ YIELD_SECONDS = 0.02  # then yield the core between polls: most large collective
 ELBOWED_SECONDS = 0.001
 AVOID_SECONDS = 0.2
 SHORTEST_NAP = 0.00005
-NAPS = 0.1  # then sleep: this times the square of the wait so far, so 1 % of the wait after 0.1 s,
+NAPS = 0.1  # then sleep for this times the square of the wait so far (1 ms after 0.1 s),
 LONGEST_NAP = 0.05  # and at most this
 LOOKS = 10  # polls in one call of `poll_pending`
 KEPT = 2**14  # bytes of scratch memory that are kept between calls
@@ -102,7 +104,7 @@ class Link:
         return type(requests[0]).Testall(requests)  # `Testall` of the class, MPI.Request
 
     def give_up(self, requests: list) -> None:
-        """Cancel the receives that have not matched a message yet. (Open MPI cannot cancel sends.)"""
+        """Cancel the requests: this ends receives without a message. Open MPI cannot cancel sends."""
         for request in requests:
             if request:
                 request.Cancel()
@@ -137,7 +139,7 @@ class Scratch:
             if room is None or room.nbytes < nbytes:
                 room = self._kept[key] = _empty(nbytes).view(array.dtype)
             return room[: array.size]
-        # Copies between page-aligned addresses are fastest, and large torch tensors are page-aligned.
+        # A large buffer begins at a page.
         room, page = self._rooms.get(key), mmap.PAGESIZE
         if room is None or room.nbytes < nbytes + page - 1:
             room = self._rooms[key] = _empty(nbytes + page - 1)
@@ -335,7 +337,7 @@ class Operation(Generic[V]):
         self._publish("waits")
         call, limit = self.call, self._time_limit
         started = last_round = told = looked = time.monotonic()
-        # `over` is the time since which a rank that this one waits for has been at the end of its cell or program.
+        # `over`: when this rank first saw that a rank it waits for has ended its cell or program; inf if it has not.
         rounds, over = self.rounds, inf
         try:
             while True:
@@ -482,7 +484,7 @@ def progress_thread(every: float = 0.0002) -> Iterator[None]:
     """Poll pending operations in a thread, once in ``every`` seconds.
 
     This pays if the core of this rank is otherwise idle (an accelerator computes, or the network is slow). If the core
-    computes, the thread costs as much as it saves; waiting between the computations is enough.
+    computes, the thread costs as much as it saves; polling between the computations is enough.
     """
     ended = threading.Event()
 

@@ -20,7 +20,7 @@ from dtlib.lab.engines.starting import StartingLine, suitable_number, too_few, w
 from dtlib.lab.foreign import AsyncResult, Client
 from dtlib.world import in_engine
 
-SECONDS_A_RANK = 4  # additional limit per rank, which imports Python on the same cores
+SECONDS_A_RANK = 4  # added to the time limit for each rank, because all start Python on the same cores
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 10
 MOST_RANKS = 64
@@ -130,18 +130,18 @@ class EngineSet:
 def engines(n: int | None = None, restart: bool = False, profile: str | Path | None = None) -> EngineSet:
     """Start ``n`` MPI ranks for this notebook, or take over running ones, and show a table of them.
 
-    A second call changes nothing: names on the ranks stay. A notebook that takes over starts with clean ranks.
-    Afterwards ``%%px`` runs a cell on all ranks. The ranks end with the last notebook that is attached.
+    A second call with the same ``n`` changes nothing: names on the ranks stay. A notebook that takes over starts with
+    clean ranks. Afterwards ``%%px`` runs a cell on all ranks. The ranks end with the last notebook that is attached.
 
     Args:
         n: number of ranks; by default that of the running set, or else a number that suits the cores, GPUs and free
             memory of this machine.
         restart: end running ranks and start new ones.
-        profile: folder of an ipyparallel profile; by default the workshop's for this machine, or, in a job on several
-            nodes, for its scheduler.
+        profile: folder of an ipyparallel profile; by default the workshop's: the one for this machine or, in a job on
+            several nodes, the one for the job's scheduler.
 
     Raises:
-        DtlibError: if the ranks cannot be started, with the remedy.
+        DtlibError: if the ranks cannot be started; the message says what to do.
     """
     global _current
     if in_engine():
@@ -235,7 +235,7 @@ def current() -> EngineSet:
 
 
 def _connect(record, say=lambda how_far: None) -> EngineSet | None:
-    """Return a client of the running engines, with clean ranks; None if they do not answer.
+    """Connect to the running engines and return them as a set, with clean ranks; None if they do not answer.
 
     ``say`` is called with the progress.
     """
