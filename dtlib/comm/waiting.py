@@ -128,27 +128,27 @@ class Scratch:
     """
 
     def __init__(self):
-        self._rooms: WeakValueDictionary[tuple, np.ndarray] = WeakValueDictionary()
+        self._large: WeakValueDictionary[tuple, np.ndarray] = WeakValueDictionary()
         self._kept: dict[tuple, np.ndarray] = {}
 
     def like(self, array: np.ndarray, number: int) -> np.ndarray:
         """Return a buffer for an array like this one; each ``number`` has its own buffer."""
         key, nbytes = (array.dtype, number), array.nbytes
         if nbytes <= KEPT:
-            room = self._kept.get(key)
-            if room is None or room.nbytes < nbytes:
-                room = self._kept[key] = _empty(nbytes).view(array.dtype)
-            return room[: array.size]
+            buffer = self._kept.get(key)
+            if buffer is None or buffer.nbytes < nbytes:
+                buffer = self._kept[key] = _empty(nbytes).view(array.dtype)
+            return buffer[: array.size]
         # A large buffer begins at a page.
-        room, page = self._rooms.get(key), mmap.PAGESIZE
-        if room is None or room.nbytes < nbytes + page - 1:
-            room = self._rooms[key] = _empty(nbytes + page - 1)
-        start = -room.ctypes.data % page
-        return room[start : start + nbytes].view(array.dtype)
+        buffer, page = self._large.get(key), mmap.PAGESIZE
+        if buffer is None or buffer.nbytes < nbytes + page - 1:
+            buffer = self._large[key] = _empty(nbytes + page - 1)
+        start = -buffer.ctypes.data % page
+        return buffer[start : start + nbytes].view(array.dtype)
 
     def held(self) -> list:
         """Return the kept buffers, as tensors."""
-        arrays = [room.base for room in self._kept.values()]
+        arrays = [buffer.base for buffer in self._kept.values()]
         return [array.base for array in arrays if array is not None and array.base is not None]
 
 
@@ -337,8 +337,8 @@ class Operation(Generic[V]):
         self._publish("waits")
         call, limit = self.call, self._time_limit
         started = last_round = told = looked = time.monotonic()
-        # `over`: when this rank first saw that a rank it waits for has ended its cell or program; inf if it has not.
-        rounds, over = self.rounds, inf
+        # `ended_since`: when this rank first saw that a rank it waits for has ended its cell or program; or inf.
+        rounds, ended_since = self.rounds, inf
         try:
             while True:
                 advance_all()
@@ -348,7 +348,7 @@ class Operation(Generic[V]):
                 if limit is not None and now - started > limit:
                     raise WaitTimeout(deadlock.sentence(call, limit))
                 if self.rounds != rounds:
-                    rounds, last_round, over = self.rounds, now, inf
+                    rounds, last_round, ended_since = self.rounds, now, inf
                 # Count from the last progress: an operation with many rounds polls quickly while messages arrive.
                 waited = now - last_round
                 if waited < YIELD_SECONDS:
@@ -359,7 +359,7 @@ class Operation(Generic[V]):
                 if now - max(looked, last_round) > LOOK_SECONDS and not call.hidden:
                     looked = now
                     self._show()
-                    over = min(over, now) if deadlock.check_peers(call, now - over) else inf
+                    ended_since = min(ended_since, now) if deadlock.check_peers(call, now - ended_since) else inf
                 if notice is not None and now - max(told, started + NOTICE_SECONDS - 1) > 1:
                     told = now
                     notice(f"{now - started:.0f} s in {call}: {deadlock.describe_missing()}")

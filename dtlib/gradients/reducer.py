@@ -378,7 +378,7 @@ class ReduceScatter:
 
     def __init__(self, comm: Communicator):
         self.comm = comm
-        self._travels: tuple | None = None  # the bucket in flight, and whether it is weighted
+        self._in_flight: tuple | None = None  # the bucket in flight, and whether it is weighted
 
     def launch(self, bucket: GradientShard, weight: float | None, flags: list[bool]) -> None:
         """Wait for the previous bucket, so that only one needs memory; then start the reduce-scatter of ``bucket``."""
@@ -387,13 +387,13 @@ class ReduceScatter:
         own = whole.new_empty(bucket.shards.length)
         op = "mean" if weight is None else "sum"
         bucket.handle = self.comm.reduce_scatter(own, whole, op, async_op=True, overwrite=True)
-        self._travels = bucket, flags[0]
+        self._in_flight = bucket, flags[0]
 
     def _collect_last(self) -> None:
-        if self._travels:
-            bucket, sized = self._travels
-            bucket.take(bucket.handle.wait(), sized)
-            self._travels = None
+        if self._in_flight:
+            bucket, weighted = self._in_flight
+            bucket.take(bucket.handle.wait(), weighted)
+            self._in_flight = None
             del bucket.handle
 
     def collect(self, buckets: Sequence[GradientShard], flags: list[bool]) -> tuple[list, list, list]:

@@ -129,7 +129,7 @@ def set_headers(handler: web.RequestHandler) -> None:
     handler.set_header("Cache-Control", "no-store")
 
 
-def _bytes(code) -> bytes:
+def _normalised(code) -> bytes:
     return str(code).upper().encode(errors="replace")
 
 
@@ -137,7 +137,7 @@ class Join(Answers):
     """A learner joins: check the code, return a token."""
 
     def post(self) -> None:
-        if not hmac.compare_digest(_bytes(self.body().get("code")), self.wall.secret["code"].encode()):
+        if not hmac.compare_digest(_normalised(self.body().get("code")), self.wall.secret["code"].encode()):
             self.refuse()
         if not self.wall.rates.allow("join"):
             raise web.HTTPError(429)

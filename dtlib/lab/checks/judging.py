@@ -57,7 +57,7 @@ def check(name: str) -> None:
         exercise = EXERCISES[name]
         verdict = _judge_from_notebook(name) if exercise.needs_ranks else judge_here(name)
         # Only the notebook's kernel knows which cells ran.
-        verdict.note = _of_the_last_cell(exercise, verdict.mistake) or verdict.note
+        verdict.note = _note_on_last_cell(exercise, verdict.mistake) or verdict.note
     _tell(verdict)
 
 
@@ -81,7 +81,7 @@ def _tell(verdict: Verdict) -> None:
     _tries[verdict.exercise] = verdict.code, tries + 1
 
 
-def _of_the_last_cell(exercise: Exercise, mistake: str) -> str:
+def _note_on_last_cell(exercise: Exercise, mistake: str) -> str:
     """Return a message if the last cell that defines the name failed, or ran where it is not judged."""
     name = exercise.name
     for number, code, failed in last_outputs.cells():

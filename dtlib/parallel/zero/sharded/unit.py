@@ -270,8 +270,8 @@ class Flat(GradientShard):
         """Store the average as the gradients of the shards. A shard that no rank has used keeps its gradient."""
         super().finish(factor, used)
         assert self.average is not None
-        for piece, view, ranks in zip(self.pieces, self.shards.views(self.average), used, strict=True):
-            if ranks:
+        for piece, view, is_used in zip(self.pieces, self.shards.views(self.average), used, strict=True):
+            if is_used:
                 piece.grad = view.as_subclass(ShardedGradient)
         self.forget()
 
