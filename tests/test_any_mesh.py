@@ -88,7 +88,7 @@ def test_every_mesh_has_the_curve_of_one_rank(world, tmp_path):
         ({"context": 3}, "context_parallel.size is 3, and there are 4 ranks"),
         ({"context": 4, "tensor": 2}, "1 stages of 2 tensor ranks, 4 context ranks are 8, and there are 4 ranks"),
         ({"context": 4, "workload": {**OWN, "seq": 12}}, "seq is 12, and 4 context ranks take equal parts"),
-        ({"context": 2, "order": "spiral"}, "order 'spiral' and method 'ring': choose of contiguous, zigzag"),
+        ({"context": 2, "order": "spiral"}, "order 'spiral' and method 'ring': choose an order from contiguous"),
         ({"context": 4, "method": "ulysses", "workload": {**OWN, "heads": 2}}, "2 heads make no 4 equal groups"),
         ({"context_parallel": {"sise": 2}}, "context_parallel.sise is no key of the config: did you mean 'size'"),
         ({"expert": 2}, "expert_parallel.size is 2, and workload.experts is 0"),

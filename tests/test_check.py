@@ -778,7 +778,7 @@ def test_a_name_of_lab_with_a_slip_is_suggested():
 
 
 @pytest.mark.parametrize("error,words", [
-    ("no_such_name", "has its cell run"), ("None + 1", "Something is None there"),
+    ("no_such_name", "Has the cell that defines it run"), ("None + 1", "Something is None there"),
     ("1 / 0", "What is zero there"), ("[][3]", "What is looked up there"), ("points.strip()", "What do its arguments"),
     ("torch.zeros(2) + torch.zeros(3)", "Print shape and dtype"),
 ])  # fmt: skip

@@ -200,7 +200,7 @@ def test_what_would_be_lost_without_a_word_is_refused(world):
     refuses(r"copy model\.module instead", copy.deepcopy, model)
     model = DataParallel(nn.Linear(2, 2), comm)
     late = model.module.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    refuses("weight was given a hook after that", backward, model, x)
+    refuses("weight was given a hook after the one", backward, model, x)
     late.remove()
     backward(model, x)
     refuses("converted or moved after it was wrapped", model.double(), x.double())

@@ -207,14 +207,14 @@ def test_from_the_first_cell_to_the_last(shared, shared_folder):
     assert "all_reduce has no op 'median'" in refused and "Traceback" not in refused
 
     # The check finds the answer on the ranks, from a plain cell and from a %%px cell.
-    newer = "the last that defines `total`, ran in the notebook, and that of the ranks is judged"
+    newer = "the last that defines `total`, ran in the notebook, but `total` on the ranks is judged"
     missing = " ".join(notebook.run("total = 3; lab.check('first-sum')").split())
     assert newer in missing and "no such name" in missing
     notebook.run("%px total = world.comm.all_reduce(torch.tensor(world.rank))")
     assert notebook.run("lab.check('first-sum')").endswith("Passed: first-sum.\n")
     assert newer in " ".join(notebook.run("total = 3; lab.check('first-sum')").split()), "the ranks' is right still"
     notebook.run("%%px\nheld = None")
-    assert "ran on the ranks, and that of the notebook" in " ".join(notebook.run("lab.check('held-fix')").split())
+    assert "ran on the ranks, but `held-fix` in the notebook" in " ".join(notebook.run("lab.check('held-fix')").split())
     notebook.run("%px total = world.comm.all_reduce(torch.tensor(world.rank))")
     said = notebook.run("%px from dtlib import lab; lab.check('first-sum')")
     assert said.startswith("rank 0 |") and said.count("Passed") == 1

@@ -175,9 +175,9 @@ def test_wrong_axes_and_norms_are_refused(world):
     refuses("have different ones", ZeroOptimizer, block.parameters(), torch.optim.SGD, comm, stage=1, lr=0.1)
     refuses("have different ones", Preconditions, "x", block, comm)
     plain_block = PlainMixture(WIDTH, [expert_of(comm.rank)], comm)
-    words = "other ranks have others of that name: use the full class"
+    words = "other ranks have other experts under that name: use the full class"
     refuses(words, local_shards_of, plain_block, None, None, comm)
-    refuses("has a hook of its gradient", fully_shard, block, comm)  # that divides it
+    refuses("has a gradient hook", fully_shard, block, comm)  # that divides it
     for kind in (DataParallel, DataParallelNaive):
         words = "which share out experts, have others: average over both axes"
         refuses(words, kind, Block(comm), comm.split(comm.rank))

@@ -409,7 +409,7 @@ def test_heads_wider_than_hidden_gated_gelu_and_many_experts():
     assert found == pytest.approx([8.54, 32.8, 30.5], rel=0.005)
     assert from_transformers(experts).active == 8
     for key in ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size"):
-        with pytest.raises(PlanError, match=f"has {key}, which is not planned here"):
+        with pytest.raises(PlanError, match=f"has {key}, which the planner does not know"):
             from_transformers({**qwen, key: 512})
 
 

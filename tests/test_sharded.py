@@ -305,7 +305,7 @@ def test_what_goes_wrong_without_a_word_elsewhere(world):
     meddle(lambda model: model.second.weight.register_hook(lambda grad: 2 * grad), "given a hook of its gradient")
     hooked = nn.Linear(2, 2)
     hooked.weight.register_hook(lambda grad: 2 * grad)
-    refuses("weight has a hook of its gradient", fully_shard, hooked)
+    refuses("weight has a gradient hook", fully_shard, hooked)
     model = fresh()
     refuses("cannot be copied", copy.deepcopy, model)
     loss_of(model, mine).backward()

@@ -146,7 +146,7 @@ def test_what_cannot_be_written_is_refused(tmp_path):
             write(tmp_path / "c", [], [("x", kind)], form)
     for dtype, words in (
         ("<i4", "int32 has no fields"),
-        ({"names": ["a", "b"], "formats": ["u1", "u1"], "offsets": [1, 0]}, "one behind the other"),
+        ({"names": ["a", "b"], "formats": ["u1", "u1"], "offsets": [1, 0]}, "fields in order, without overlap"),
     ):
         with pytest.raises(DtlibError, match=words):
             write(tmp_path / "c", [], dtype, "shards")
@@ -159,7 +159,7 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     for text in ("", index[:40], "[]", "{}", index.replace("shards", "zip"), index.replace("<i4", "<q9")):
         (tmp_path / "e" / "index.json").write_text(text)
         for use in (open_samples, lambda folder: stage(folder, tmp_path / "f")):
-            with pytest.raises(DtlibError, match=r"index\.json is cut off, or not by"):
+            with pytest.raises(DtlibError, match=r"index\.json is cut off, or not made by"):
                 use(tmp_path / "e")
     with pytest.raises(DtlibError, match="has samples already"):
         write(tmp_path / "d", numbered(), NUMBERED, "shards")
@@ -306,7 +306,7 @@ def test_a_loader_with_nothing_to_do_is_refused(arguments):
 def test_states_that_do_not_fit_are_refused():
     state = Loader(Numbers(10), 2, seed=1).state_dict()
     for loader in (Loader(Numbers(10), 2, seed=2), Loader(Numbers(11), 2, seed=1), Loader(Numbers(10, 4), 2, seed=1)):
-        with pytest.raises(DtlibError, match="make the loader alike"):
+        with pytest.raises(DtlibError, match="make a loader with the state's"):
             loader.load_state_dict(state)
     ahead = {**state, "samples": 4}
     with pytest.raises(DtlibError, match="0 samples of epoch 0, another 4 of epoch 0"):

@@ -77,7 +77,7 @@ class LocalShard:
         return elements_here(tensor.detach()).reshape(-1)[begin:end].cpu()
 
     def counts(self, rank: int) -> bool:
-        """Return whether this rank writes the numbers that a parameter has once: true on the rank of element 0."""
+        """Return whether this rank writes states that are one number per parameter: the rank with element 0 does."""
         return self.written.start == 0 and (self.written.stop > 0 or (0 in self.slice.shape and rank == 0))
 
 
@@ -95,13 +95,13 @@ def local_shards_of(
     trained = {key for group in groups_of(optimizer) for key in group["params"]}
     owned_here = keys_here(optimizer)
     master_of = {} if masters is None else dict(zip(masters.parameters, masters.masters, strict=True))
-    held, replicated = [], []
+    shards, replicated = [], []
     for name, parameter in model.named_parameters():
         info = info_of(parameter)
         copy = info.expert_copy
         if copy is None and len(info.experts) > 1:
             raise CheckpointError(
-                f"{name} is an expert's, and other ranks have others of that name: use the full class, "
+                f"{name} belongs to an expert, and other ranks have other experts under that name: use the full class, "
                 "dtlib.parallel.expert.MixtureOfExperts, which numbers them."
             )
         slice_ = info.slice or _rows(name, parameter, comm)
@@ -109,29 +109,29 @@ def local_shards_of(
         if owned := shard_of(parameter):
             slice_, value, key = owned
         master = None if key is value else key
-        held.append(LocalShard(name, slice_, slice_, value, master, key if key in trained else None))
+        shards.append(LocalShard(name, slice_, slice_, value, master, key if key in trained else None))
         if copy is not None:
             # Only the first copy of an expert is written.
-            held[-1].expert, held[-1].written = True, slice_ if copy == 0 else Slice(slice_.shape, 0, 0)
+            shards[-1].expert, shards[-1].written = True, slice_ if copy == 0 else Slice(slice_.shape, 0, 0)
         if owned or copy is not None or info.slice or is_dtensor(parameter):
             continue
         # With torch's ZeroRedundancyOptimizer the rank that steps a parameter writes it, because it has the states.
         if key not in trained or not hasattr(optimizer, "optim"):
-            replicated.append(held[-1])
+            replicated.append(shards[-1])
         elif key not in owned_here:
-            held[-1].written = Slice(slice_.shape, 0, 0)
+            shards[-1].written = Slice(slice_.shape, 0, 0)
     # All ranks have these tensors. Treat them as one flat buffer, of which each rank writes an equal part.
-    slices = Shards([holding.slice.shape for holding in replicated], comm.rank, comm.size).slices
-    for holding, slice_ in zip(replicated, slices, strict=True):
-        holding.written, holding.replicated = slice_, True
+    slices = Shards([shard.slice.shape for shard in replicated], comm.rank, comm.size).slices
+    for shard, slice_ in zip(replicated, slices, strict=True):
+        shard.written, shard.replicated = slice_, True
     for name, buffer in model.named_buffers():
         owner, _, attribute = name.rpartition(".")
         if attribute not in model.get_submodule(owner)._non_persistent_buffers_set:
             # Buffers may differ between ranks. Data parallelism broadcasts rank 0's buffers, so save these.
             slice_ = _whole(buffer)
-            held.append(LocalShard(name, slice_, slice_ if comm.rank == 0 else Slice(slice_.shape, 0, 0), buffer))
-    _check_trained(optimizer, held)
-    return held
+            shards.append(LocalShard(name, slice_, slice_ if comm.rank == 0 else Slice(slice_.shape, 0, 0), buffer))
+    _check_trained(optimizer, shards)
+    return shards
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -251,12 +251,12 @@ def _rows(name: str, tensor, comm) -> Slice:
     return Slice(shape, *(min(place * longest, shape[0]) * row for place in (comm.rank, comm.rank + 1)))
 
 
-def _check_trained(optimizer, held) -> None:
-    known = {holding.key for holding in held}
+def _check_trained(optimizer, shards) -> None:
+    known = {shard.key for shard in shards}
     for number, group in enumerate(groups_of(optimizer)):
         for key in group["params"]:
             if key not in known:
                 raise CheckpointError(
                     f"Group {number} of the optimizer has a parameter of shape {tuple(key.shape)} that is not the "
-                    "model's: pass the model that it was made for, and masters= where the optimizer trains masters."
+                    "model's: pass the model that it was made for, and masters= if it trains master weights."
                 )

@@ -43,7 +43,7 @@ class Numbers:
         count = len(self.view[place])
         values = list(values) if hasattr(values, "__iter__") else [values] * count
         if len(values) != count:
-            raise ValueError(f"{len(values)} numbers do not fit into {count}.")
+            raise ValueError(f"{len(values)} numbers do not fit into memory for {count}.")
         self.view[place] = _stored(values, self.dtype)
 
     def __repr__(self) -> str:

@@ -10,6 +10,8 @@ that leave the core to other processes.
 
 Collectives of one communicator run one at a time, in the order in which they were started. Any wait polls all pending
 operations, so operations that nobody waits for make progress too.
+
+The board (watch/board.py) is shared memory in which each rank publishes its last operation.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ YIELD_SECONDS = 0.02  # then yield the core between polls: most large collective
 ELBOWED_SECONDS = 0.001
 AVOID_SECONDS = 0.2
 SHORTEST_NAP = 0.00005
-NAPS = 0.1  # then sleep: this times the square of the wait so far, so 1 % of the wait after 0.1 s,
+NAPS = 0.1  # then sleep for this times the square of the wait so far (1 ms after 0.1 s),
 LONGEST_NAP = 0.05  # and at most this
 LOOKS = 10  # polls in one call of `poll_pending`
 KEPT = 2**14  # bytes of scratch memory that are kept between calls
@@ -102,7 +104,7 @@ class Link:
         return type(requests[0]).Testall(requests)  # `Testall` of the class, MPI.Request
 
     def give_up(self, requests: list) -> None:
-        """Cancel the receives that have not matched a message yet. (Open MPI cannot cancel sends.)"""
+        """Cancel the requests: this ends receives without a message. Open MPI cannot cancel sends."""
         for request in requests:
             if request:
                 request.Cancel()
@@ -126,27 +128,27 @@ class Scratch:
     """
 
     def __init__(self):
-        self._rooms: WeakValueDictionary[tuple, np.ndarray] = WeakValueDictionary()
+        self._large: WeakValueDictionary[tuple, np.ndarray] = WeakValueDictionary()
         self._kept: dict[tuple, np.ndarray] = {}
 
     def like(self, array: np.ndarray, number: int) -> np.ndarray:
         """Return a buffer for an array like this one; each ``number`` has its own buffer."""
         key, nbytes = (array.dtype, number), array.nbytes
         if nbytes <= KEPT:
-            room = self._kept.get(key)
-            if room is None or room.nbytes < nbytes:
-                room = self._kept[key] = _empty(nbytes).view(array.dtype)
-            return room[: array.size]
-        # Copies between page-aligned addresses are fastest, and large torch tensors are page-aligned.
-        room, page = self._rooms.get(key), mmap.PAGESIZE
-        if room is None or room.nbytes < nbytes + page - 1:
-            room = self._rooms[key] = _empty(nbytes + page - 1)
-        start = -room.ctypes.data % page
-        return room[start : start + nbytes].view(array.dtype)
+            buffer = self._kept.get(key)
+            if buffer is None or buffer.nbytes < nbytes:
+                buffer = self._kept[key] = _empty(nbytes).view(array.dtype)
+            return buffer[: array.size]
+        # A large buffer begins at a page.
+        buffer, page = self._large.get(key), mmap.PAGESIZE
+        if buffer is None or buffer.nbytes < nbytes + page - 1:
+            buffer = self._large[key] = _empty(nbytes + page - 1)
+        start = -buffer.ctypes.data % page
+        return buffer[start : start + nbytes].view(array.dtype)
 
     def held(self) -> list:
         """Return the kept buffers, as tensors."""
-        arrays = [room.base for room in self._kept.values()]
+        arrays = [buffer.base for buffer in self._kept.values()]
         return [array.base for array in arrays if array is not None and array.base is not None]
 
 
@@ -335,8 +337,8 @@ class Operation(Generic[V]):
         self._publish("waits")
         call, limit = self.call, self._time_limit
         started = last_round = told = looked = time.monotonic()
-        # `over` is the time since which a rank that this one waits for has been at the end of its cell or program.
-        rounds, over = self.rounds, inf
+        # `ended_since`: when this rank first saw that a rank it waits for has ended its cell or program; or inf.
+        rounds, ended_since = self.rounds, inf
         try:
             while True:
                 advance_all()
@@ -346,7 +348,7 @@ class Operation(Generic[V]):
                 if limit is not None and now - started > limit:
                     raise WaitTimeout(deadlock.sentence(call, limit))
                 if self.rounds != rounds:
-                    rounds, last_round, over = self.rounds, now, inf
+                    rounds, last_round, ended_since = self.rounds, now, inf
                 # Count from the last progress: an operation with many rounds polls quickly while messages arrive.
                 waited = now - last_round
                 if waited < YIELD_SECONDS:
@@ -357,7 +359,7 @@ class Operation(Generic[V]):
                 if now - max(looked, last_round) > LOOK_SECONDS and not call.hidden:
                     looked = now
                     self._show()
-                    over = min(over, now) if deadlock.check_peers(call, now - over) else inf
+                    ended_since = min(ended_since, now) if deadlock.check_peers(call, now - ended_since) else inf
                 if notice is not None and now - max(told, started + NOTICE_SECONDS - 1) > 1:
                     told = now
                     notice(f"{now - started:.0f} s in {call}: {deadlock.describe_missing()}")
@@ -482,7 +484,7 @@ def progress_thread(every: float = 0.0002) -> Iterator[None]:
     """Poll pending operations in a thread, once in ``every`` seconds.
 
     This pays if the core of this rank is otherwise idle (an accelerator computes, or the network is slow). If the core
-    computes, the thread costs as much as it saves; waiting between the computations is enough.
+    computes, the thread costs as much as it saves; polling between the computations is enough.
     """
     ended = threading.Event()
 

@@ -77,8 +77,8 @@ class FreedGradient(ShardedGradient):
             return "FreedGradient()"
         if name not in WITHOUT_VALUES and name != OVERFLOW:
             raise DtlibError(
-                f"{name or 'A function'} of a gradient that is not here any more: under ZeRO it left during the "
-                f"backward pass, and each rank has its shard of the average. Before step(), {CLIP}."
+                f"{name or 'A function'} was called on a gradient that is not here any more: under ZeRO it left "
+                f"during the backward pass, and each rank has its shard of the average. Before step(), {CLIP}."
             )
         return super().__torch_function__(func, types, args, kwargs)
 

@@ -48,7 +48,8 @@ class Reducer:
         collective: ``launch(bucket, weight, flags)`` starts the collective of a bucket. ``collect(buckets, flags)``
             waits for all buckets. It returns three things: for each bucket, which parameters any rank has used; for
             each flag, whether any rank has set it; and whether all ranks have. ``weight`` multiplies this rank's
-            gradients; it is None if the collective computes the mean. ``weighs``: whether other weights are allowed.
+            gradients; it is None if the collective computes the mean. ``weighs``: whether ``batch_size`` may weight
+            gradients.
         owner: if ``owner.batch_size`` is set, it weights this rank's gradients; all ranks set it, or none. If
             ``owner.forwards`` counts forward passes, it must be odd on all ranks, or even on all ranks.
         progress: what polls pending messages: ``"inline"`` (the hooks of the backward pass), or a ``"thread"``.
@@ -116,8 +117,8 @@ class Reducer:
             *_, last = [None, *hooks.values()]
             if last is not None and not getattr(last, "func", last).__module__.startswith("dtlib."):
                 raise DtlibError(
-                    f"{name} was given a hook after that which sends its gradient, and would change it too late: "
-                    "register post-accumulate hooks before the model is wrapped."
+                    f"{name} was given a hook after the one that sends its gradient, so it would change the "
+                    "gradient too late: register post-accumulate hooks before the model is wrapped."
                 )
         self._under_way = True
         self._missing = [set(bucket.parameters) for bucket in self.buckets]
@@ -169,9 +170,9 @@ class Reducer:
         # In join() some ranks have no more batches and do not step, so their parameters may differ.
         if any(differs[2:]) and getattr(self.owner, "_join", None) is None:
             raise DtlibError(
-                "Values of the model's parameters differ between ranks, as after load_state_dict() or another "
-                "optimizer's step on one rank alone: load them on all ranks, or before the model is wrapped, which "
-                "gives all ranks those of rank 0, and make the same optimizer on all."
+                "The model's parameters differ between ranks, for example because one rank alone called "
+                "load_state_dict(), or has another optimizer: load values on all ranks, or before the model is wrapped "
+                "(wrapping gives all ranks rank 0's values), and make the same optimizer on all ranks."
             )
         self._compared += 1
         if any(differs[1:2]):
@@ -377,7 +378,7 @@ class ReduceScatter:
 
     def __init__(self, comm: Communicator):
         self.comm = comm
-        self._travels: tuple | None = None  # the bucket in flight, and whether it is weighted
+        self._in_flight: tuple | None = None  # the bucket in flight, and whether it is weighted
 
     def launch(self, bucket: GradientShard, weight: float | None, flags: list[bool]) -> None:
         """Wait for the previous bucket, so that only one needs memory; then start the reduce-scatter of ``bucket``."""
@@ -386,13 +387,13 @@ class ReduceScatter:
         own = whole.new_empty(bucket.shards.length)
         op = "mean" if weight is None else "sum"
         bucket.handle = self.comm.reduce_scatter(own, whole, op, async_op=True, overwrite=True)
-        self._travels = bucket, flags[0]
+        self._in_flight = bucket, flags[0]
 
     def _collect_last(self) -> None:
-        if self._travels:
-            bucket, sized = self._travels
-            bucket.take(bucket.handle.wait(), sized)
-            self._travels = None
+        if self._in_flight:
+            bucket, weighted = self._in_flight
+            bucket.take(bucket.handle.wait(), weighted)
+            self._in_flight = None
             del bucket.handle
 
     def collect(self, buckets: Sequence[GradientShard], flags: list[bool]) -> tuple[list, list, list]:
@@ -434,7 +435,7 @@ def check_dense(gradient: torch.Tensor | None) -> None:
 
 
 def refuse_averaged(named: dict) -> None:
-    """Raise an error if another reducer already averages the gradient of a parameter in ``named`` (name -> it)."""
+    """Raise an error if another reducer averages the gradient of a parameter in ``named`` (name -> parameter)."""
     for name, parameter in named.items():
         if any(isinstance(getattr(hook, "__self__", None), Reducer) for hook in hooks_of_others(parameter)):
             raise DtlibError(

@@ -53,7 +53,7 @@ class Replica:
         _refuse_shards(model, optimizer)
         if {parameter.dtype for parameter in self.trained.values()} not in ({torch.float32}, {torch.float64}):
             kinds = sorted({str(parameter.dtype) for parameter in self.trained.values()})
-            raise DtlibError(f"Replica: trained parameters are {kinds}: take one of float32 and float64.")
+            raise DtlibError(f"Replica: trained parameters are {kinds}: make all of them float32, or all float64.")
 
     def step(self, comm: Communicator) -> None:
         """Train one step on this rank's slice of the batch. If an error ends the step, the replica does not change."""

@@ -111,7 +111,7 @@ def read_index(folder: Path) -> dict:
     except (ValueError, KeyError, TypeError, AttributeError, DtlibError):
         whole = False
     if not whole:
-        raise DtlibError(f"{folder / INDEX} is cut off, or not by dtlib.storage.write: copy the samples anew.")
+        raise DtlibError(f"{folder / INDEX} is cut off, or not made by dtlib.storage.write: copy the samples again.")
     return {**index, "dtype": dtype}
 
 
@@ -131,7 +131,7 @@ def _check_dtype(dtype: np.dtype, form: str) -> None:
         except (TypeError, ValueError, NotImplementedError):
             raise DtlibError(
                 f"Field {name!r} is {dtype[name]}, which no reader of {form} reads: choose numbers in this machine's "
-                "byte order, or bool, or arrays of at least one of them, and fields one behind the other."
+                "byte order, or bool, or arrays of these that are not empty, and fields in order, without overlap."
             ) from None
 
 

@@ -126,8 +126,8 @@ def initialize(
     if isinstance(optimizer, torch.optim.Optimizer) and any(comm.all_gather_object(bool(optimizer.state))):
         if stage:
             raise DtlibError(
-                f"This optimizer has states, which stage {stage} would lose: pass a new one, and load the states with "
-                "dtlib.checkpoint or engine.load_checkpoint()."
+                f"This optimizer has states, which stage {stage} would lose: pass a new optimizer, and load the states "
+                "with dtlib.checkpoint or engine.load_checkpoint()."
             )
         optimizer.load_state_dict(comm.broadcast_object(optimizer.state_dict() if comm.rank == 0 else None))
     # Stage 3 replaces parameters by shards, and the hooks of stage 2 take each gradient as soon as it is computed. Both

@@ -4,10 +4,10 @@
     POST tell   a message, with the token   -> {}
     POST leave  the token                   -> {}
     GET  room   with the instructor's key   -> the content of the page; without the key the page is empty
-    GET         of a hub's service          -> the page with its key, for authorised users of the hub
+    GET  /      as a JupyterHub service     -> the page with its key, for authorised users of the hub
 
-The code, the key and the secret of the signatures are in a file that only its owner can read, for a day. So a wall that
-was killed and restarted accepts the same learners, and shows their state again within seconds.
+The code, the key and the secret of the signatures are kept for a day, in a file that only its owner can read. So a
+wall that was killed and restarted accepts the same learners, and shows their state again within seconds.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class Rates:
     def allow(self, what: str, who: str = "") -> bool:
         """Return True if ``who`` may do ``what`` now, and count the request."""
         now = time.monotonic()
-        if len(self._left) > 10_000:  # forget clients whose limit is full again
+        if len(self._left) > 10_000:  # forget clients that may send AT_ONCE requests again
             self._left = {key: it for key, it in self._left.items() if now - it[1] < AT_ONCE[key[0]] / A_SECOND[key[0]]}
         # A token bucket: the requests left grow with time, up to AT_ONCE.
         left, when = self._left.get((what, who), (AT_ONCE[what], now))
@@ -86,7 +86,7 @@ class Wall:
 
 
 class Answers(web.RequestHandler):
-    """The base class of all handlers: no answer is cached by a browser or shown inside another page."""
+    """The base class of the wall's own handlers: no answer is cached by a browser or shown inside another page."""
 
     def initialize(self, wall: Wall) -> None:
         self.wall = wall
@@ -129,7 +129,7 @@ def set_headers(handler: web.RequestHandler) -> None:
     handler.set_header("Cache-Control", "no-store")
 
 
-def _bytes(code) -> bytes:
+def _normalised(code) -> bytes:
     return str(code).upper().encode(errors="replace")
 
 
@@ -137,7 +137,7 @@ class Join(Answers):
     """A learner joins: check the code, return a token."""
 
     def post(self) -> None:
-        if not hmac.compare_digest(_bytes(self.body().get("code")), self.wall.secret["code"].encode()):
+        if not hmac.compare_digest(_normalised(self.body().get("code")), self.wall.secret["code"].encode()):
             self.refuse()
         if not self.wall.rates.allow("join"):
             raise web.HTTPError(429)
@@ -255,7 +255,7 @@ def serve(host: str, port: int, browser: bool) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the event loop has its own handler
     print(f'Learners join with: lab.join("{wall.secret["code"]}@{where}", "an alias of their own")', flush=True)
     print(f"The page, for you and your projector: {page}", flush=True)
-    print("Nothing is stored. Ctrl-C ends the wall.", flush=True)
+    print("What learners send is never stored on disk. Ctrl-C ends the wall.", flush=True)
     with secrets_file.page_file(port, page) if browser else nullcontext() as file:
         asyncio.run(_serve(application(wall, prefix, bool(url)), sockets, file))
     return 0

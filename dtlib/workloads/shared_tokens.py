@@ -30,8 +30,8 @@ class Shared:
     def __init__(self, comm: Communicator, order: str = "zigzag", method: str = "ring"):
         if order not in ORDERS or method not in METHODS:
             raise DtlibError(
-                f"context_parallel has order {order!r} and method {method!r}: choose of {', '.join(ORDERS)}, and of "
-                f"{', '.join(METHODS)}."
+                f"context_parallel has order {order!r} and method {method!r}: choose an order from "
+                f"{', '.join(ORDERS)}, and a method from {', '.join(METHODS)}."
             )
         self.comm, self.order, self.method = comm, order, method
 

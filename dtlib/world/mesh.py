@@ -62,7 +62,7 @@ class Mesh:
         All ranks make the first call together, because it splits the communicator.
         """
         if unknown := [axis for axis in axes if axis not in self.shape]:
-            raise DtlibError(f"This mesh has no axis {unknown[0]!r}: choose of {', '.join(self.shape)}.")
+            raise DtlibError(f"This mesh has no axis {unknown[0]!r}: choose from {', '.join(self.shape)}.")
         if axes not in self._communicators:
             line = rank_of({**self.coordinates, **dict.fromkeys(axes, 0)}, self.shape)
             self._communicators[axes] = self._comm.split(line, key=self._comm.rank)

@@ -1,7 +1,7 @@
 """Predictions and exercises, and where exercises are found; for all lessons.
 
 An exercise belongs to its lesson's folder: ``judge_*.py`` is imported when the exercise is needed.
-``lab.check("mine.py")`` uses an instructor's own file, which defines it as ``EXERCISE``.
+``lab.check("mine.py")`` uses an instructor's own file, which defines the exercise as ``EXERCISE``.
 
 The tests contain plausible wrong answers (``wrong_*.py``), and prove that each is rejected for its own reason.
 """

@@ -32,7 +32,7 @@ from dtlib.world import in_engine
 WAIT_SECONDS = 5  # limit for an answer that waits for other ranks
 TRIES = 2  # failed tries before a solution is offered
 ON_ITS_OWN = "Call it in its own cell (for ranks, after %%px), with small values, and print what that line uses."
-LEFT = "Your function has returned on this rank, but others still wait in it. Does it return early here?"
+LEFT = "Your function has returned on this rank, but other ranks wait in it. Does it return early on this rank?"
 _tries: dict[str, tuple[str, int]] = {}  # exercise -> (fingerprint of the answer, number of tries)
 _failed: Counter[str] = Counter()  # exercise -> number of wrong answers
 
@@ -57,7 +57,7 @@ def check(name: str) -> None:
         exercise = EXERCISES[name]
         verdict = _judge_from_notebook(name) if exercise.needs_ranks else judge_here(name)
         # Only the notebook's kernel knows which cells ran.
-        verdict.note = _of_the_last_cell(exercise, verdict.mistake) or verdict.note
+        verdict.note = _note_on_last_cell(exercise, verdict.mistake) or verdict.note
     _tell(verdict)
 
 
@@ -81,18 +81,18 @@ def _tell(verdict: Verdict) -> None:
     _tries[verdict.exercise] = verdict.code, tries + 1
 
 
-def _of_the_last_cell(exercise: Exercise, mistake: str) -> str:
+def _note_on_last_cell(exercise: Exercise, mistake: str) -> str:
     """Return a message if the last cell that defines the name failed, or ran where it is not judged."""
     name = exercise.name
     for number, code, failed in last_outputs.cells():
         if assigns(re.sub(r"^%px ", "", without_magic(code), flags=re.M), name):
             newest, on_ranks = f"Cell [{number}], the last that defines `{name}`,", "%px" in code
             if failed:
-                return f"{newest} ended with an error{': this may still be an earlier one' * (mistake != 'missing')}."
+                return f"{newest} ended with an error{', so an earlier one may be judged' * (mistake != 'missing')}."
             if exercise.needs_ranks and not on_ranks:
-                return f"{newest} ran in the notebook, and that of the ranks is judged: start that cell with %%px."
+                return f"{newest} ran in the notebook, but `{name}` on the ranks is judged: start that cell with %%px."
             if on_ranks and not exercise.needs_ranks and "--local" not in code:
-                return f"{newest} ran on the ranks, and that of the notebook is judged: remove %%px there."
+                return f"{newest} ran on the ranks, but `{name}` in the notebook is judged: remove %%px from it."
             break
     return ""
 
@@ -134,7 +134,7 @@ def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | 
         for_verdict, name, lambda: _verdict(name, rounds[0], _what_is_judged(exercise.name, namespace))
     )
     if any(event.algorithm == "mpi4py" for event in events):
-        verdict.note = "What collectives of mpi4py send cannot be counted, so their values alone are judged."
+        verdict.note = "Messages of mpi4py's collectives cannot be counted, so only the values are judged."
     # Show the answer's first line on the rank that the verdict names.
     if verdict.rank:
         line = first_line(exercise.name, namespace, f" on rank {world.rank}")
@@ -248,13 +248,13 @@ def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
     except _errors_of_waiting(comm) as error:
         hint = "Every rank must call the same operations in the same order: is one of yours inside an if?"
         hint = LEFT if _functions_of(answer) and _place(error, answer) is None else hint
-        more = "Compare both ends: the call in which this rank waits, and the last line of the rank in the message."
+        more = "Compare what this rank waits for with the last operation of the rank that the message names."
         got = f"{error}"
         if not isinstance(error, DtlibError):
-            got = f"MPI ended a call with an error ({error}): different calls on ranks, other sizes, or one gave up"
+            got = f"MPI ended a call with an error ({error}): different calls, or sizes, on ranks, or a rank gave up"
         ends = re.search(r" in (\S+) of (\(.*?\)).* last operation was \1 of (\(.*?\))", got)
         if hint != LEFT and (got != f"{error}" or (ends and ends[2] != ends[3])):
-            hint = "Do all ranks call the same operation with tensors of the same size? Print its shape on each rank."
+            hint = "Do all ranks call the same operation with tensors of the same size? Print shapes on each rank."
         return Problem("waited", rank, "ranks that call the same operations", got, (hint, more))
     except Exception as error:
         return Problem("raised", rank, "no error", *told(error, answer))
@@ -288,7 +288,7 @@ def first_line(name: str, namespace: dict, where: str = " on rank 0") -> str:
 def _first_line_of_class(kind) -> str:
     """Return the first line of a class.
 
-    Python stores the lines of a cell only for functions, so search above the first method.
+    A class that a cell defines has no source file, so inspect finds only its methods: search above the first one.
     """
     method = next(value for value in vars(kind).values() if inspect.isfunction(value))
     lines, _ = inspect.findsource(method)
@@ -321,7 +321,7 @@ def told(error: BaseException, thing: object) -> tuple[str, tuple]:
     if place is None and isinstance(error, TypeError) and "argument" in f"{error}":
         asks = "It was not even called: do its parameters agree with the text, in number and in order?"
         return got, (asks, ON_ITS_OWN)
-    return got, (f"{place or 'It happens in a function that your code calls'}. {_advice(error)}", ON_ITS_OWN)
+    return got, (f"{place or 'The error is raised inside a function that yours calls'}. {_advice(error)}", ON_ITS_OWN)
 
 
 def _place(error: BaseException, thing) -> str | None:
@@ -333,7 +333,7 @@ def _place(error: BaseException, thing) -> str | None:
 
 def _advice(error: BaseException) -> str:
     fits = [advice for signs, advice in _ADVICE if any(_has(error, sign) for sign in signs)]
-    return fits[0] if fits else "What do its arguments hold there?"
+    return fits[0] if fits else "Which values does that line use?"
 
 
 def _has(error: BaseException, sign: type | str) -> bool:
@@ -342,11 +342,11 @@ def _has(error: BaseException, sign: type | str) -> bool:
 
 # (types of errors or words in the message, advice): the first that fits is shown.
 _ADVICE: tuple = (
-    ((NameError,), "That name is not known there: has its cell run, on this side (with %%px: on the ranks)?"),
+    ((NameError,), "That name is not known there. Has the cell that defines it run there (on the ranks: with %%px)?"),
     (("do not call the same",), "Do all ranks reach this line, or does it stand inside an if?"),
     (("should return None",), "A function that must return nothing returns a value. A lambda always returns one."),
     (("incompatible function arguments",), "It needs arguments of other types: compare the call with the text."),
-    (("non-iterator",), "__iter__ returns an iterator: iter(...), or it has a yield."),
+    (("non-iterator",), "__iter__ must return an iterator: return iter(...), or use yield."),
     (("split_sizes",), "How many rows does each rank send to each other rank? Two lists contain the numbers."),
     (("NoneType", " None"), "Something is None there: who should have made it, or returned it?"),
     ((TimeoutError,), "What ends the loop there, and when?"),

@@ -43,7 +43,7 @@ class Verdict:
     def outcome(self) -> str:
         """Return the line that says whether the answer passed."""
         if self.passed:
-            few = " So few ranks hide mistakes: check it with lab.engines(3) too." if 0 < self.ranks < 3 else ""
+            few = " Few ranks may hide mistakes: check it with lab.engines(3) too." if 0 < self.ranks < 3 else ""
             return f"Passed: {self.exercise}.{few}{self.score and f' {self.score}'}"
         return f"Not yet: {self.exercise}{'' if self.rank is None else f', on rank {self.rank}'}."
 
@@ -56,7 +56,7 @@ class Verdict:
         return [*note, ("expected", self.expected), ("got", self.got), *hints]
 
     def without_code(self) -> str:
-        """Return one sentence about the mistake for other readers, without a line or value of the learner's answer."""
+        """Return one sentence about the mistake for all but the learner, without a line or value of the answer."""
         if self.passed:
             return ""
         says = self.hints[0] if self.hints else self.expected

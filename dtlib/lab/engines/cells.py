@@ -1,4 +1,4 @@
-"""A ``%%px`` cell from top to bottom: ``run_cell`` in the notebook, and ``follow`` on each rank."""
+"""A ``%%px`` cell from start to end: ``run_cell`` in the notebook, and ``follow`` on each rank."""
 
 import itertools
 import sys
@@ -17,7 +17,7 @@ from dtlib.lab.engines.live_view import LiveView, ranks_in_words
 from dtlib.lab.engines.outputs import as_list
 
 INTERRUPT_SECONDS = 20  # seconds for a rank to react to an interrupt on a busy machine
-KEEPER_SECONDS = 2  # seconds until the keeper has noticed that ranks ended
+KEEPER_SECONDS = 2  # seconds until the keeper (the process that starts the ranks) has noticed that ranks ended
 
 _serial = itertools.count()
 
@@ -31,7 +31,7 @@ def run_cell(cell: str, engines: Any, shell: InteractiveShell, save_name: str | 
         RanksFailed: the cell raised an error on a rank.
         DtlibError: the ranks have ended, or do not react to Stop.
     """
-    # The label has the cell's number in the notebook, under which ranks count it too, and a serial number.
+    # The label is the cell's number in the notebook, which ranks take over as their own, and a serial number.
     label = f"{shell.displayhook.prompt_count}.{next(_serial)}"
     result = engines.view.execute(cell, silent=False, block=False, label=label)
     if save_name:
@@ -58,7 +58,7 @@ def run_cell(cell: str, engines: Any, shell: InteractiveShell, save_name: str | 
         engines.cell = None
         view.close()
 
-    # What stays below the cell: outputs in rank order, then the curve, then one error for all ranks.
+    # What stays below the cell: outputs in rank order, then a loss curve that was drawn, then one error for all ranks.
     result.wait_for_output(1)
     shown = outputs.show(result, ranks)
     view.keep(_reports(result))

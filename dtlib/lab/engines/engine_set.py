@@ -20,7 +20,7 @@ from dtlib.lab.engines.starting import StartingLine, suitable_number, too_few, w
 from dtlib.lab.foreign import AsyncResult, Client
 from dtlib.world import in_engine
 
-SECONDS_A_RANK = 4  # additional limit per rank, which imports Python on the same cores
+SECONDS_A_RANK = 4  # added to the time limit for each rank, because all start Python on the same cores
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 10
 MOST_RANKS = 64
@@ -130,18 +130,18 @@ class EngineSet:
 def engines(n: int | None = None, restart: bool = False, profile: str | Path | None = None) -> EngineSet:
     """Start ``n`` MPI ranks for this notebook, or take over running ones, and show a table of them.
 
-    A second call changes nothing: names on the ranks stay. A notebook that takes over starts with clean ranks.
-    Afterwards ``%%px`` runs a cell on all ranks. The ranks end with the last notebook that is attached.
+    A second call with the same ``n`` changes nothing: names on the ranks stay. A notebook that takes over starts with
+    clean ranks. Afterwards ``%%px`` runs a cell on all ranks. The ranks end with the last notebook that is attached.
 
     Args:
         n: number of ranks; by default that of the running set, or else a number that suits the cores, GPUs and free
             memory of this machine.
         restart: end running ranks and start new ones.
-        profile: folder of an ipyparallel profile; by default the workshop's for this machine, or, in a job on several
-            nodes, for its scheduler.
+        profile: folder of an ipyparallel profile; by default the workshop's: the one for this machine or, in a job on
+            several nodes, the one for the job's scheduler.
 
     Raises:
-        DtlibError: if the ranks cannot be started, with the remedy.
+        DtlibError: if the ranks cannot be started; the message says what to do.
     """
     global _current
     if in_engine():
@@ -159,8 +159,8 @@ def engines(n: int | None = None, restart: bool = False, profile: str | Path | N
         if not (suits and _current and record.is_owned_here() and _answers(_current)):
             if _current:
                 _current.close()
-            found = _take_over(record) if suits else None
-            _current = found or _start(record, ranks, why_new(note, ranks, restart))
+            engine_set = _take_over(record) if suits else None
+            _current = engine_set or _start(record, ranks, why_new(note, ranks, restart))
     from dtlib.lab.engines import magics, panel
 
     magics.install(_current)
@@ -173,11 +173,11 @@ def _take_over(record) -> EngineSet | None:
     """Return the running ranks, cleaned and owned by this notebook; None if they do not answer."""
     holder = None if record.is_owned_here() else record.read("holder.json").get("notebook")
     record.attach(workshop.notebook_name())
-    found = _connect(record)
-    if found and holder:
-        print(f"These {found.size} ranks were running for {holder}: this notebook takes them over.")
+    engine_set = _connect(record)
+    if engine_set and holder:
+        print(f"These {engine_set.size} ranks were running for {holder}: this notebook takes them over.")
         print("The variables on them are deleted. To switch back, run lab.engines() in the other notebook.")
-    return found
+    return engine_set
 
 
 def _start(record, ranks: int | None, why: str = "") -> EngineSet:
@@ -195,14 +195,14 @@ def _start(record, ranks: int | None, why: str = "") -> EngineSet:
     line = StartingLine(ranks)
     try:
         start_keeper(record, ranks, line.say)
-        found = _connect(record, line.say)
-        if found is None:
+        engine_set = _connect(record, line.say)
+        if engine_set is None:
             raise DtlibError(f"The ranks started but do not answer: see the logs in {record.profile / 'log'}.")
     except BaseException:  # also after Stop
         end(record)
         raise
-    found.table.handle = line.handle
-    return found
+    engine_set.table.handle = line.handle
+    return engine_set
 
 
 def _replace(ended: EngineSet) -> str:
@@ -235,7 +235,7 @@ def current() -> EngineSet:
 
 
 def _connect(record, say=lambda how_far: None) -> EngineSet | None:
-    """Return a client of the running engines, with clean ranks; None if they do not answer.
+    """Connect to the running engines and return them as a set, with clean ranks; None if they do not answer.
 
     ``say`` is called with the progress.
     """
@@ -261,32 +261,32 @@ def _connect(record, say=lambda how_far: None) -> EngineSet | None:
             say(f"{len(client.ids)} of {note['ranks']} are there")
             time.sleep(0.02)
     say("they join one world")
-    found = EngineSet(record, client)
-    rows = _join_world(found, record, note)
+    engine_set = EngineSet(record, client)
+    rows = _join_world(engine_set, record, note)
     if rows is None:
-        found.close()
+        engine_set.close()
         return None
     sizes = {row["size"] for row in rows}
     if sizes != {note["ranks"]}:
-        found.close()
+        engine_set.close()
         raise DtlibError(
             f"{note['ranks']} engines started, but they form MPI worlds of {sorted(sizes)} ranks, because mpiexec and "
             "mpi4py use different MPI libraries: run `dtlib doctor`."
         )
-    found.table = RankTable(rows, record.state)
-    return found
+    engine_set.table = RankTable(rows, record.state)
+    return engine_set
 
 
-def _join_world(found: EngineSet, record, note):
+def _join_world(engine_set: EngineSet, record, note):
     """Clean the ranks and return one row per rank for the table; None if a rank does not react."""
     import ipyparallel as ipp
 
     known = record.read("ranks.json")
     if known.get("name") == note["name"]:
-        interrupt(found.client, known["places"])  # a cell of the last notebook may still run
+        interrupt(engine_set.client, known["places"])  # a cell of the last notebook may still run
     try:
-        _clean(found)
-        joined = found.view.apply_async(on_ranks.join, str(record.state), os.getcwd())
+        _clean(engine_set)
+        joined = engine_set.view.apply_async(on_ranks.join, str(record.state), os.getcwd())
         rows = sorted(joined.get(START_SECONDS * start_queue.load_factor()), key=lambda row: row["rank"])
     except (ipp.error.TimeoutError, ipp.error.RemoteError, ipp.error.CompositeError):
         return None
@@ -294,12 +294,12 @@ def _join_world(found: EngineSet, record, note):
     return rows
 
 
-def _clean(found: EngineSet) -> None:
+def _clean(engine_set: EngineSet) -> None:
     """Delete all names on the ranks; try again if a late interrupt hits the deletion."""
     import ipyparallel as ipp
 
     for tries_left in (1, 0):
-        clean = found.view.execute("get_ipython().run_line_magic('reset', '-f')", silent=True, block=False)
+        clean = engine_set.view.execute("get_ipython().run_line_magic('reset', '-f')", silent=True, block=False)
         try:
             return clean.get(ANSWER_SECONDS * start_queue.load_factor())
         except (ipp.error.RemoteError, ipp.error.CompositeError):
@@ -307,11 +307,11 @@ def _clean(found: EngineSet) -> None:
                 raise
 
 
-def _answers(found: EngineSet) -> bool:
+def _answers(engine_set: EngineSet) -> bool:
     """Return whether all ranks answer."""
     import ipyparallel as ipp
 
     try:
-        return len(found.view.apply_async(os.getpid).get(ANSWER_SECONDS)) == found.size
+        return len(engine_set.view.apply_async(os.getpid).get(ANSWER_SECONDS)) == engine_set.size
     except (ipp.error.TimeoutError, ipp.error.RemoteError, ipp.error.CompositeError):
         return False

@@ -114,8 +114,8 @@ def _judge_values(cases, moved: bool) -> None:
     if ratio in (size, size * EVEN):
         hints = weights
         if cases[0]["hooks"]:
-            hints = ("A sum over ranks has the effect of a larger learning rate. Which operation computes the mean?",
-                     'Average: op=dist.ReduceOp.AVG, or divide by comm.size once.')
+            hints = ("This is the sum, like a larger learning rate. Where is the mean computed, and is it written back?",
+                     'Average: op=dist.ReduceOp.AVG, or parameter.grad /= comm.size, in place.')
         wrong("not-divided", True, f"{where}: the mean over all samples", _times(ratio), *hints)
     wrong("divided-twice", ratio in (1 / size, 1 / size / EVEN, 1 / size**2), f"{where}: the mean over all samples",
           _times(ratio), *(

@@ -138,7 +138,7 @@ def judge_golf(observations) -> Score:
         if "error" in seen["mine"]:
             raise Wrong("type", rank, "a function of images that returns digits, or a score for each digit",
                         seen["mine"]["error"],
-                        "On every rank, the check calls the result of golf with test images. What do you return?",
+                        "On every rank, the check calls what golf returned, with test images. What do you return?",
                         "Return the net: `return net`, as the last line.")
     for rank, seen in enumerate(observations):
         if seen["mine"]["loads"]:

@@ -8,8 +8,8 @@
 # **Questions.** Why did parameter servers give way to all-reduce? What are hooks and buckets good for? What changes in
 # a script when it runs on many processes?
 #
-# **Afterwards you can** predict the bytes of a step; average gradients and prove it right; turn a serial script into one for
-# Horovod or DDP; read a timeline; write a config.
+# **Afterwards you can** predict the bytes of a step; average gradients, and check the result; turn a serial script into
+# one for Horovod or DDP; read a timeline; write a config.
 #
 # **You need** [03 Collectives](03_collectives.ipynb): send, recv, the ring. Odd batches and the size of buckets are in the
 # appendix, [04b](04b_data_parallel_appendix.ipynb).
@@ -134,7 +134,7 @@ assert ranks == 0 < process < 1e-12
 # parallelism changes no mathematics.**
 
 # %% [markdown]
-# **Change a line.** Below, the last line of the class says "sum" instead of "mean", and SGD takes its first step. Which
+# **Change a line.** Below, the class forgets to divide by the number of ranks, and SGD takes its first step. Which
 # learning rate would one process need to take the same step? (Ours is 0.2, on four ranks.)
 
 # %% tags=["stub"]
@@ -266,7 +266,7 @@ assert ratios == sorted(ratios) and row("256", "by formula")[1] < 1.15 * row("8"
 assert 2 * 999 / 1000 < 1.12 * 2 * 9 / 10
 
 # %% [markdown]
-# If each worker serves one slice of the weights, each rank sends as much as in the ring. But only a server lets workers
+# If each worker serves one slice of the weights, each rank sends as much as in the ring. But servers also let a worker
 # continue with outdated weights.
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -296,7 +296,7 @@ if world.rank == 0:
     print("layers in order of their gradients:", *layers)
 
 # %% [markdown]
-# The file of our first class has two more. Its first lines explain all three:
+# The file of `DataParallelNaive` has two more classes. Its first lines explain all three:
 
 # %%
 lab.read(plain)
@@ -312,23 +312,23 @@ lab.read(plain.DataParallelHooks)
 assert found(r"in order of their gradients: ([\d ]+)") == [2, 2, 0, 0]
 
 # %% [markdown]
-# It says `while`, and not `if`, because autograd may call hooks in another order on another rank, and **all ranks must
-# send in the same order**: an early gradient waits for its turn. In the third class neighbouring gradients share a
-# message.
+# It says `while`, not `if`, because one hook may have to send several gradients: **all ranks must send in the same
+# order**, but autograd may call hooks in another order, so an early gradient waits for its turn. In the third class
+# neighbouring gradients share a message.
 
 # %%
 lab.read(plain.DataParallelBuckets)
 
 # %% [markdown]
 # `flat` does the work: gradients become views into the message, so nothing is copied back. **Discuss** before you run:
-# the net has two layers with weight and bias, and the first weight fills a bucket. How many `all_reduce`s per step does each
-# class call?
+# the net has two layers with weight and bias, and the first layer's weight fills a bucket. How many `all_reduce`s per
+# step does each class call?
 
 # %%
 # %%px
 from dtlib.parallel.data.plain import DataParallelBuckets, DataParallelHooks
 
-MIB = digits.net(dtype=torch.float64)[0].weight.nbytes / 2**20  # the first weight fills a bucket
+MIB = digits.net(dtype=torch.float64)[0].weight.nbytes / 2**20  # the first layer's weight
 for kind, size in (DataParallelNaive, []), (DataParallelHooks, []), (DataParallelBuckets, [MIB]):
     model = kind(fresh_net(seed=world.rank), comm.group, *size)
     with dtlib.trace() as trace:
@@ -347,10 +347,10 @@ assert calls == [[4], [4], [2]]
 
 # %% [markdown]
 # With rings the bytes are the same, however they are divided: 2P(N-1)/N. (In practice, gradients of 7 billion
-# parameters in 16 bits are 14 GB, so each GPU of many sends 28 GB per step, 0.6 s at 50 GB/s.)
+# parameters in 16 bits are 14 GB, so with many GPUs each sends 28 GB per step, 0.6 s at 50 GB/s.)
 
 # %% tags=["claim"]
-# "14 GB, so each GPU of many sends 28 GB per step, 0.6 s at 50 GB/s."
+# "14 GB, so with many GPUs each sends 28 GB per step, 0.6 s at 50 GB/s."
 assert 2 * 7 == 14 and round(2 * 14 / 50, 1) == 0.6
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -470,11 +470,11 @@ by_itself = run("serial", comm.size * 24, comm.size * 0.02)
 assert distance(on_ranks, by_itself) < 1e-5  # float32
 
 # %% tags=["statement"]
-# "First only rank 0 printed; then every rank ran the serial script."
+# "The serial script printed on every rank, the Horovod script only on rank 0."
 assert count("89% of the test images are right") == 3
 
 # %% [markdown] tags=["half-day"]
-# First only rank 0 printed; then every rank ran the serial script.
+# The serial script printed on every rank, the Horovod script only on rank 0.
 
 # %% [markdown]
 # In a terminal: `mpiexec -n 4 python notebooks/digits_horovod.py 24 0.02`. With DDP: `torchrun --nproc-per-node 4
@@ -534,7 +534,7 @@ assert operations == ["all_reduce"] * 6
 # ## From a config
 #
 # Large projects keep such choices in a file. `dtlib.initialize` reads the keys of DeepSpeed, Microsoft's library for
-# training large models. It returns an engine, and with `runtime="torch"` runs on DDP.
+# training large models. It returns an engine, which with `runtime="torch"` runs on DDP.
 #
 # **Predict.** The config below leaves out `gradient_accumulation_steps`, the number of *micro-batches* (here of 12
 # images) that a rank computes before each step. How many does each of four ranks compute?
@@ -557,7 +557,7 @@ config = {
 losses = {}
 for runtime in ("dtlib", "torch"):
     net, training_data = fresh_net(), torch.utils.data.TensorDataset(x, y)
-    # No step uses this parameter; both runtimes allow that, only DDP refuses it.
+    # No step uses this parameter. DDP by itself would refuse that; both runtimes allow it.
     net.register_parameter("spare", torch.nn.Parameter(torch.zeros(1).double()))
     engine, *_ = dtlib.initialize(net, config, training_data=training_data, runtime=runtime)
     losses[runtime] = [engine.train_batch().item() for _ in range(20)]
@@ -573,7 +573,7 @@ assert found(r"losses, dtlib: ([\d. ]+)") == found(r"losses, torch: ([\d. ]+)")
 assert found(r"You predicted (\d+), and") == [96 / 12 / 4]
 
 # %% [markdown]
-# A mistake in a config should cost you a sentence, not a night:
+# A mistake in a config should give an error message, not cost a night:
 
 # %%
 # %%px
@@ -585,7 +585,7 @@ except dtlib.DtlibError as error:
         print(error)
 
 # %% tags=["statement"]
-# "A mistake in a config should cost you a sentence, not a night"
+# "A mistake in a config should give an error message, not cost a night"
 assert count("make train_batch_size a multiple of") == 1
 
 # %% [markdown]

@@ -158,7 +158,7 @@ def _judge_shard(got, average, locals_, rank: int, what: str) -> None:
           "Elements comm.rank * length to (comm.rank + 1) * length.")
     if len(got) == len(expected) and torch.allclose(got, expected, rtol=1e-2, atol=1e-3 * expected.abs().max()):
         raise Wrong("rounded", rank, f"{what}, in float64, the type of the gradient",
-                    "nearly the right values, but rounded", "Which type has flat?",
+                    "nearly the right values, but rounded", "Which dtype does flat have?",
                     "dtype=parameter.dtype for flat and for own.")
     factor = (got @ expected / (expected @ expected)).item() if len(got) == len(expected) else 0
     wrong("scaled", same(got, factor * expected), f"{factor:.4g} times as much",

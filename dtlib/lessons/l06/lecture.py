@@ -6,7 +6,7 @@
 #
 # **Questions.** What fills the memory? What does it cost to divide the model states? Which setting makes a model fit?
 #
-# **Afterwards you can** predict a model's memory to the byte; read all three stages; say what each stage sends; save on
+# **Afterwards you can** predict a model's memory to the byte; read all stages' code; say what each stage sends; save on
 # four ranks and load on three; choose a stage.
 #
 # **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data
@@ -146,8 +146,8 @@ assert row("stage 1", "on each of 4 ranks")[-2:] == [12, 4]
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # A ring all-reduce *is* a reduce_scatter followed by an all_gather, and stage 1 puts the optimizer's step between the
-# two. **The same bytes travel, the numbers are the same, and only a quarter of the optimizer is left.** (Of these
-# bytes, 368 are flags.)
+# two. **The same bytes travel, the numbers are the same, and only a quarter of the optimizer is left.** (Only data
+# parallelism sends flags: 368 bytes.)
 
 # %% [markdown] tags=["half-day"]
 # ## Stages 2 and 3
@@ -247,7 +247,7 @@ assert row("communication", "mixed_adam")[1] < 0.1
 
 # %% [markdown] tags=["half-day"]
 # Count and formula agree in all lines with a formula. *Padding* makes shards equal. *Peak* is the most at any time; it
-# must fit. The bars end there:
+# must fit. The bars end at the peak:
 
 # %% tags=["half-day"]
 held, sizes = lab.values("lines_of")[0], lab.values("sizes_of")[0]
@@ -270,7 +270,7 @@ assert peaks[0] / peaks[3] < states[0] / states[3]
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## 64 ranks
 #
-# The paper's first figure has 7.5 billion parameters: bars are the formula, lines the published numbers.
+# The paper's first figure (7.5 billion parameters), redrawn: bars are the formula, lines the published numbers.
 
 # %% tags=["two-hours", "half-day"]
 P, rows = 7_500_000_000, lab.published("zero_figure1_7p5B_Nd64.csv")
@@ -310,7 +310,7 @@ from dtlib.parallel.zero.sharded import fully_shard
 
 
 def at_stage(stage):
-    """A model of the full classes, and the optimizer that belongs to it."""
+    """A fresh net in the library's full class for this stage, and its optimizer."""
     model = fresh_net()
     if stage == 0:
         model = DataParallel(model, comm, algorithm="ring")
@@ -387,7 +387,7 @@ assert [round(row(f"stage {stage}", "4 micro-batches")[-1]) for stage in (1, 2, 
 # So with many micro-batches stage 1 may be faster than stage 2.
 #
 # **Question 1.** A model has 70 billion parameters, in 16 bits on the wire. How many GB of states does each of 64 GPUs
-# hold at stage 3? How long does sending its three units take over a card of 50 GB/s?
+# hold at stage 3? How long does a card of 50 GB/s need for 3 P (N-1)/N?
 #
 # <details><summary>Answer 1</summary>16 x 70 / 64 = 17.5 GB. 3 x 140 GB x 63/64 = 413 GB take 8.3 s.</details>
 #
@@ -418,7 +418,7 @@ lab.predict("sent-across-machines", 0.5)
 # %%px
 from torch import distributed as dist
 
-mesh = dtlib.init().mesh(machine=2, card=2)  # ranks 0 and 1 are a machine, and 2 and 3
+mesh = dtlib.init().mesh(machine=2, card=2)  # ranks 0 and 1 are one machine, 2 and 3 the other
 across = mesh["machine"]
 
 
@@ -448,19 +448,20 @@ def kept_and_sent(kind, group):
 flat, hybrid = kept_and_sent(Stage3, comm.group), kept_and_sent(Hybrid, mesh["card"].group)
 
 # %%
-# Of rank 1, which sends to rank 2.
+# Of rank 1. In the ring of four ranks only rank 1 sends from its machine to the other;
+# in the hybrid both ranks do, hence 2 times.
 whole, parts = (lab.values(name)[1] for name in ("flat", "hybrid"))
 rows = [("stage 3", *whole, whole[1]), ("hybrid", *parts, 2 * parts[2])]
 headers = ("", "shards", "sent for units", "sent by all_reduce", "bytes that leave a machine")
 lab.table(rows, headers)
 
 # %% tags=["statement"]
-# "The losses are the same. A rank holds twice the shards, and less than half of the bytes leave its machine."
+# "The losses are the same. A rank holds twice the shards, and less than half as many bytes leave its machine."
 flat, hybrid = row("stage 3", "leave a machine"), row("hybrid", "leave a machine")
 assert hybrid[0] / flat[0] > 1.99 and hybrid[3] < flat[3] / 2 and hybrid[1] == 3 * hybrid[0]
 
 # %% [markdown]
-# The losses are the same. A rank holds twice the shards, and less than half of the bytes leave its machine.
+# The losses are the same. A rank holds twice the shards, and less than half as many bytes leave its machine.
 #
 # ## A step of stage 3, seen
 #
@@ -539,7 +540,7 @@ NETS = {
 
 
 def bought(net, bf16=False, micro_steps=1, again=False):
-    """Bytes that autograd stores, of states and at most, and operations of a step, at stage 3."""
+    """Return bytes (activations, model states, peak) and arithmetic of a step at stage 3."""
     make, inputs, targets, loss_fn = NETS[net]
     inputs = inputs.bfloat16() if bf16 and inputs.is_floating_point() else inputs
     config = {
@@ -581,7 +582,7 @@ for net in ("perceptron", "transformer"):
 # "Mixed precision does not make model states smaller"
 # "It halves activations and messages."
 # "Recomputation costs at most one more forward pass: a third more arithmetic."
-# "The transformer stores many times its states, the perceptron a few times: there recomputation gains most."
+# "The transformer gains most: it stores many times its states, the perceptron only a few times."
 kept = {}
 for at, net in enumerate(("perceptron", "transformer")):
     first, mixed, again = (rows(name, "transformer  ")[at] for name in ("float32", "mixed precision", "and recomputation"))
@@ -592,7 +593,7 @@ assert kept["transformer"][0] > 15 and kept["perceptron"][0] < 6 and kept["trans
 # %% [markdown]
 # **Mixed precision does not make model states smaller**: the master weights cost what 16 bits save. It halves
 # activations and messages. Recomputation costs at most one more forward pass: a third more arithmetic. The transformer
-# stores many times its states, the perceptron a few times: there recomputation gains most.
+# gains most: it stores many times its states, the perceptron only a few times.
 
 # %% [markdown]
 # ## Checkpoints
@@ -682,9 +683,9 @@ lab.table(rows, ("", "GiB on 64 ranks", "fewest ranks of 24 GiB"), align="lrr")
 assert found(r"You predicted (\d+), and it came out as (\d+)") == [2, 2]
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# A *config* describes the training with DeepSpeed's keys (Microsoft's library): `train_batch_size` counts all ranks,
-# `stage` is ZeRO's. `runtime="torch"` runs the same config on torch's own classes, here FSDP2 (*fully sharded data
-# parallel*).
+# A *config* describes the training with DeepSpeed's keys (Microsoft's library): `train_batch_size` counts all ranks'
+# samples, `stage` is ZeRO's. `runtime="torch"` runs the same config on torch's own classes, here FSDP2 (*fully sharded
+# data parallel*).
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -708,19 +709,18 @@ for runtime in ("dtlib", "torch"):
 assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-5  # float32
 
 # %% tags=["statement"]
-# "The same losses. Between steps, when we look, FSDP2 holds shards alone"
+# "The same losses. Between steps, FSDP2 holds only shards"
 (ours, held), (theirs, by_torch) = (found(f"{name} +last loss ([\\d.]+), ([\\d,]+) bytes") for name in ("dtlib", "torch"))
 assert ours == theirs and by_torch < held
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# The same losses. Between steps, when we look, FSDP2 holds shards alone.
+# The same losses. Between steps, FSDP2 holds only shards, ours whole parameters.
 
 # %% [markdown]
 # ## The same in torch: FSDP2
 #
-# torch's `fully_shard` sends through our collectives. Its timeline is drawn below ours. It has the same gathers. FSDP2
-# sends 1 % more: for equal shards, the last layer's ten rows become twelve. (Our `all_reduce` of 20 bytes compares the
-# ranks.)
+# torch's `fully_shard` sends through our collectives. Its timeline, below ours, has the same gathers. FSDP2 sends 1 %
+# more: for equal shards, the last layer's ten rows become twelve. (Our `all_reduce` of 20 bytes compares the ranks.)
 
 # %%
 # %%px
@@ -750,7 +750,7 @@ operations = [e.name for e in lab.values("fsdp2")[0].events if e.kind == "operat
 assert operations.count("all_gather") == 6 and operations.count("reduce_scatter") == 3
 
 # %% tags=["statement"]
-# "It has the same gathers"
+# "has the same gathers"
 # "FSDP2 sends 1 % more: for equal shards, the last layer's ten rows become twelve."
 assert rows("0  all_gather", "over")[0][0] == 6
 ours, theirs = (numbers[-1] for numbers in rows("0  reduce_scatter"))

@@ -39,8 +39,8 @@ from dtlib.schedule import draw, formulas, gpipe, parse, simulate, validate
 #     hidden = torch.tanh(self.net1(x.to("cuda:0")))
 #     return self.net2(hidden.to("cuda:1"))
 #
-# With a rank for each GPU, `.to()` becomes a send and a receive. autograd, torch's backward pass, cannot follow a
-# tensor across a message, so gradients have to be sent back.
+# With a rank for each GPU, `.to()` becomes a send and a receive. torch's autograd cannot follow a tensor across a
+# message, so gradients have to be sent back.
 #
 # **Predict.** The whole batch passes through two such ranks, forward and back. What percentage of the time does each
 # rank compute?
@@ -79,9 +79,8 @@ for rank, actions in enumerate(schedule):
 print(f"\n{draw(schedule)}")
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# `--` continues a backward pass; `..` is idle time, the *bubble*. With p ranks and m micro-batches a rank works m times
-# F and B. A rank waits for the first micro-batch and for the last gradient: p - 1 times F and B. Papers divide this by
-# one of two times:
+# `--` continues a backward pass; `..` is idle time, the *bubble*. With p ranks and m micro-batches a rank computes m
+# times F and B, and is idle for p - 1 times F and B. Papers divide the idle time in two ways:
 #
 # - idle time / **makespan** (the time of the step): (p-1) / (m+p-1);
 # - idle time / **ideal time** (the time without waiting): (p-1) / m.
@@ -148,13 +147,13 @@ for name, ranks in orders.items():
 assert count("A can run") == 1 and count("B: Ranks wait for each other in a circle") == 1
 
 # %% [markdown]
-# **Your turn.** Keep half of the activations in the same time:
-# [the puzzle](../exercises/07_schedule_puzzle_exercises.ipynb), levels 1 and 2 (fifteen minutes). Then continue here.
+# **Your turn.** Hold half as many activations, in the same time:
+# [the puzzle](../exercises/07_schedule_puzzle_exercises.ipynb), levels 1 and 2 (fifteen minutes).
 #
 # ## 1F1B: the same time, less memory
 #
-# The usual order of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021): backward passes begin as soon as possible, and
-# then each rank alternates *one forward, one backward*. **Predict** for 8 ranks and 32 micro-batches: for how many
+# The usual solution of level 2 is *1F1B* (PipeDream, 2019; DAPPLE, 2021): backward passes begin as soon as possible,
+# and then each rank alternates *one forward, one backward*. **Predict** for 8 ranks and 32 micro-batches: for how many
 # micro-batches does rank 0 hold activations at most? And rank 7?
 
 # %% tags=["stub"]
@@ -209,7 +208,8 @@ for rank in range(4):
     assert most["1F1B", 16][rank] < 1.3 * most["1F1B", 8][rank]
 
 # %% [markdown]
-# With GPipe live bytes grow with micro-batches. With 1F1B they stay the same. (1.78: messages in flight do not grow.)
+# With GPipe live bytes grow with micro-batches. With 1F1B they stay the same. (GPipe: 1.78, as messages in flight do
+# not grow.)
 
 # %% [markdown] tags=["half-day"]
 # ## The engine
@@ -258,7 +258,7 @@ assert count(one) == 4 and len({*rows(one)[0], *rows(four)[0]}) == 1
 # %% [markdown]
 # ## What runs
 #
-# This is the plain core, from its beginning. `order` lists each rank's actions:
+# The *plain core* is a short pipeline. Its `order` lists each rank's actions:
 
 # %%
 from dtlib.parallel.pipeline import plain
@@ -307,8 +307,8 @@ if comm.rank == 3:
     print(f"last loss: the pipeline {loss:.10f}, one process {loss_alone:.10f}")
 
 # %% [markdown]
-# The full classes have what the plain core leaves out. They have the names of torch's own classes, which run on the
-# same ranks and compute the same:
+# dtlib's `PipelineStage`, `ScheduleGPipe` and `Schedule1F1B` have what the plain core leaves out. torch's classes have
+# the same names, run on the same ranks, and compute the same:
 
 # %%
 # %%px
@@ -333,14 +333,14 @@ if comm.rank == 3:
 dist.destroy_process_group()
 
 # %% tags=["statement"]
-# "They have the names of torch's own classes, which run on the same ranks and compute the same:"
+# "torch's classes have the same names, run on the same ranks, and compute the same:"
 assert len(set(found(r"loss, torch: ([\d.]+), ours: ([\d.]+)"))) == 1
 
 # %% [markdown]
 # ## Bytes of two nets, and recomputation
 #
 # *Recomputation* keeps only the input of a layer or a stage, and runs its forward pass again. For a transformer's layer,
-# with batch b, s tokens, width h and a heads, V. Korthikanti et al. (2022) count in 16 bits
+# with batch b, s tokens, width h and a heads, V. Korthikanti et al. (2022) count, for 16 bits:
 #
 # - s b h (34 + 5 a s / h) bytes; the second term counts the attention scores;
 # - 2 s b h, the input, if the layer is recomputed.
@@ -350,9 +350,9 @@ assert len(set(found(r"loss, torch: ([\d.]+), ours: ([\d.]+)"))) == 1
 #
 # <details><summary>Answer 1</summary>12 layers of 8 micro-batches, 2.87 GB each: 275 GB. Recomputed: 50 MB each, 4.8 GB.</details>
 #
-# Now count the bytes of our perceptron, and of four transformer blocks (b = 8, s = h = 64, a = 4), one per rank. They
-# have no dropout (2 bytes less), torch's attention keeps no scores, and numbers have 32 bits. So a block keeps 64 s b
-# h, or 4 s b h.
+# Now count the bytes of our nine layers (a perceptron), and of four transformer blocks (b = 8, s = h = 64, a = 4), one
+# per rank. They have no dropout (34 - 2 bytes), torch's attention keeps no scores, and numbers have 32 bits. So a block
+# keeps 64 s b h, or 4 s b h if recomputed.
 
 # %% tags=["claim"]
 # "12 layers of 8 micro-batches, 2.87 GB each: 275 GB. Recomputed: 50 MB each, 4.8 GB"
@@ -384,7 +384,7 @@ KINDS = {
 # %%
 # %%px
 def kept_by(net, kind, recompute=False):
-    """Micro-batches in flight, and bytes of activations, at most in a step."""
+    """Return the most micro-batches in flight, and the most bytes of activations, in a step."""
     specs, cuts, inputs, target, loss_fn = NETS[net]
     inputs = inputs.clone()  # memory of its own
     gc.collect()  # tensors of earlier cells
@@ -408,7 +408,7 @@ for net, name in every[0]:
 
 # %% tags=["statement"]
 # "Rank 1 has one block, and keeps 64.5 s b h for each micro-batch in flight: 8 with GPipe, 3 with 1F1B."
-# "With recomputation it keeps an input for each of these, 4 s b h, and one block whole."
+# "With recomputation it keeps of each only the block's input, 4 s b h, except the one in its backward pass."
 gpipe, eager, again = (row(f"transformer, {name}", "bytes of activations")[1] / (64 * 8 * 64)
                        for name in ("GPipe", "1F1B", "GPipe, recomputing"))
 assert (gpipe, eager, again) == (8 * 64.5, 3 * 64.5, 8 * 4 + 64.5 - 4)
@@ -417,8 +417,9 @@ gpipe, again = (row(f"perceptron, {name}", "bytes of activations")[1] for name i
 assert again / gpipe > 1 / 2
 
 # %% [markdown]
-# Rank 1 has one block, and keeps 64.5 s b h for each micro-batch in flight: 8 with GPipe, 3 with 1F1B. With recomputation it
-# keeps an input for each of these, 4 s b h, and one block whole. The perceptron gains little by it.
+# Rank 1 has one block, and keeps 64.5 s b h for each micro-batch in flight: 8 with GPipe, 3 with 1F1B. (0.5: statistics
+# of norms and attention.) With recomputation it keeps of each only the block's input, 4 s b h, except the one in its
+# backward pass. The perceptron gains little by it.
 
 # %% [markdown]
 # ## Other orders

@@ -115,7 +115,7 @@ def judge_cost(observations) -> None:
             if rounded(got, wanted):
                 raise Wrong("rounded", None, f"{wanted!r} s for {form}: {case}", f"{got!r} s",
                             "The formula is right, but digits are missing. Do you use round(), int() or //?",
-                            "Only files and blocks of 512 bytes are whole numbers. Do not round the seconds.")
+                            "Only numbers of files and of 512-byte blocks are whole. Do not round the seconds.")
             wrong("other-cost", True, f"{got:.6g} s",
                   f"Opening takes {files / opens:.6g} s, and reading {wanted - files / opens:.6g} s. Which differs?",
                   f"{FORMULA}. Files: samples, or samples / per_shard rounded up. Bytes: see the list in the text.")

@@ -49,7 +49,7 @@ comm = world.comm
 # deliver batch x bytes / seconds. MLPerf Storage, a benchmark, publishes these three numbers for real models.
 #
 # **Predict.** UNet3D on an A100 takes 7 samples of 146.6 MB, and 0.636 s per step. How many GB/s does it need? And how
-# many times as much as BERT on a V100, which takes 48 samples of 2500 bytes in 0.968 s?
+# many times as much as BERT on a V100 (48 samples of 2500 bytes in 0.968 s)?
 
 # %% tags=["half-day", "stub"]
 lab.predict("demand-of-unet3d", None)
@@ -72,7 +72,7 @@ lab.table(rows, headers, "MLPerf Storage 0.5 to 3.0, github.com/mlcommons/storag
 
 # %% tags=["half-day", "statement"]
 # "UNet3D on an A100 takes 7 samples of 146.6 MB, and 0.636 s per step."
-# "BERT on a V100, which takes 48 samples of 2500 bytes in 0.968 s"
+# "BERT on a V100 (48 samples of 2500 bytes in 0.968 s)"
 assert row("unet3d", "MLPerf")[-4:-1] == [146_600_628, 7, 0.636] and row("bert", "MLPerf")[-4:-1] == [2500, 48, 0.968]
 
 # %% tags=["statement"]
@@ -82,9 +82,9 @@ assert rows("unet3d", "MLPerf")[2][-2] == 0.162
 assert round(row("dlrm", "MLPerf")[-1], 1) == 7.0 and round(761 * 16_384 / 0.000375 / 1e9) == 33
 
 # %% [markdown]
-# **Question the number.** At least one of these rows was not measured. UNet3D on a B200 has 0.162 s per step, and its
-# file gives the source: half of the H100's 0.323 s. Such a row is only an expectation, but people buy storage for it.
-# And DLRM reads 40 of its columns, 160 of 761 bytes per sample. That is 7.0 GB/s; whole rows would need 33.
+# **Question the number.** At least one of these rows was not measured. UNet3D on a B200 has 0.162 s per step, and
+# MLPerf's file gives the source: half of the H100's 0.323 s. Such a row is only an expectation, but people buy storage
+# for it. And DLRM reads 40 of its columns, 160 of 761 bytes per sample. That is 7.0 GB/s; whole rows would need 33.
 #
 # ## One set of samples, four formats
 #
@@ -153,10 +153,11 @@ lab.table(rows, headers)
 assert row("parquet", "reads that jump")[1] == 30 * 3 + 5 and row("files", "reads that jump")[-1] == 0 and row("files", "reads that jump")[0] == 1920
 
 # %% [markdown]
-# With one file per sample, no read jumps inside a file: the files are in random order. Parquet reads 30 groups of 3
-# columns and 5 footers. Its order shuffles whole groups, then rows of a few groups: a weaker shuffle. On a cluster's
-# file system an open is a request to a *metadata server*, which all users share. On Lustre, a common one, a shard can
-# also be striped over several disks; a small file gains nothing from that.
+# A read *jumps* if it does not continue its file's last read. With one file per sample, no read jumps inside a file:
+# only the files are in random order. Parquet reads 30 groups of 3 columns, and 5 *footers* (tables of positions). The
+# loader shuffles whole groups, then rows of a few groups: a weaker shuffle. On a cluster's file system an open is a
+# request to a *metadata server*, which all users share. On Lustre, a common one, a shard can also be striped over
+# several disks; a small file gains nothing from that.
 
 # %% [markdown] tags=["half-day"]
 # ## Utilisation
@@ -173,7 +174,7 @@ lab.read(utilisation.measure)
 
 # %% tags=["half-day"]
 def written(name, work, *forms):
-    """Write the samples in these formats; returns what they are."""
+    """Write the samples in these formats, and return a description of them."""
     for form in forms:
         where, per_shard = folder / name / form, work.samples // 4
         write(where, work.records(), work.dtype, form, per_shard)
@@ -195,7 +196,7 @@ written("large samples", large, "files", "tar")
 workloads = {"large samples": large, "small samples": small}
 
 # %% [markdown] tags=["half-day"]
-# An honest measurement begins *cold*. The operating system keeps files that were read in memory, its cache. From this
+# An honest measurement begins *cold*. The operating system's *page cache* keeps in memory what was read. From this
 # cache every format looks good. So we empty the cache before each measurement, and check that it is empty.
 
 # %% tags=["half-day"]
@@ -306,9 +307,9 @@ lab.pictures.timeline("trace")
 # %% [markdown]
 # ## Three ways to hide it
 #
-# **Prefetch**: a thread reads the next batch while this one computes. **Staging**: copy the files to the node's own
-# disk first. **Caching**: keep samples in memory after the first epoch. For staging and caching we imitate a busy
-# metadata server: every open waits 2 ms. This delay is INJECTED, and the lines of such a reader say so.
+# **Prefetch**: a thread reads the next batch while the accelerator uses this one. **Staging**: copy the files to the
+# node's own disk first. **Caching**: keep samples in memory after the first epoch. For staging and caching we imitate a
+# busy metadata server: every open waits 2 ms. This delay is INJECTED, and the lines of such a reader say so.
 
 # %% tags=["nbval-ignore-output"]
 for ahead, words in enumerate(("no batch ahead", "1 batch ahead", "2 batches ahead")):
@@ -331,7 +332,7 @@ for epoch in (1, 2):
     print(lab.fold(f"epoch {epoch}: {used.counters['hits']:,} samples from memory; {used}"))
 
 # %% tags=["statement"]
-# "Prefetch: a thread reads the next batch while this one computes."
+# "Prefetch: a thread reads the next batch while the accelerator uses this one."
 # "Staging: copy the files to the node's own disk first. Caching: keep samples in memory after the first epoch."
 far, near = found(r"far away: AU (\d+)%")[0], found(r"staged: +AU (\d+)%")[0]
 first, second = found(r"epoch 1: [\d,]+ samples from memory; AU (\d+)%")[0], found(r"epoch 2: .*? AU (\d+)%")[0]
@@ -379,15 +380,14 @@ part = bytes_of(["feature_3", "feature_7"]) / bytes_of(None)
 assert 2 / 40 < found(r"You predicted 0.05, and it came out as ([\d.]+)")[0] < 3 / 40
 
 # %% [markdown]
-# A little more than 2 / 40: the *footer*, a table of positions, is read as well. The drawback: Parquet stores rows in
-# groups, and to read one row you read its whole group. If several ranks need rows of one group, each rank reads the
-# whole group.
+# A little more than 2 / 40: the footer is read as well. The drawback: Parquet stores rows in groups, and to read one
+# row you read its whole group. If several ranks need rows of one group, each reads the whole group.
 #
 # ## More ranks, one storage
 #
 # Each rank adds an accelerator. The storage stays the same, and so do the cores. On paper AU is 100 % if reading a
-# batch takes less time than computing a step, here 16 ms. We let 1 to 4 ranks read three times: without computing, with
-# computing, and without computing from a *warm* cache. The third case needs no storage.
+# batch takes less time than computing a step, here 16 ms. We let 1 to 4 ranks read in three ways: without computing;
+# with computing; and from a *warm* cache, without computing. The third needs no storage.
 #
 # **Predict.** From a warm cache, do four ranks read a batch as fast as one rank does? "yes" or "no".
 
@@ -400,7 +400,7 @@ lab.predict("warm-on-four-ranks", "no")
 # %% tags=["nbval-ignore-output"]
 # %%px
 def step_of(ranks, seconds, cold=True):
-    """Seconds a step where the first ranks read, each its own samples: the fastest of three."""
+    """Return seconds per step of the fastest of three runs; the first ``ranks`` ranks read."""
     some, fastest = comm.split(int(world.rank >= ranks)), float("inf")
     for _ in range(3):
         if world.rank == 0 and cold:
@@ -520,7 +520,7 @@ lab.quiz("09")
 # - Prefetch, stage, cache; choose the number of workers by a measurement. Measure cold, or say that the cache was warm.
 # - AU = compute time / all time. A faster accelerator starves sooner; many on one storage may starve, too. A warm run
 #   distinguishes storage from cores.
-# - The order is made from seed, epoch and group size: each sample once, and one number to resume.
+# - The order is made from seed and epoch (and Parquet's group size): each sample once, and one number to resume.
 #
 # Now the [exercises](../exercises/09_data_input_exercises.ipynb).
 #

@@ -73,7 +73,7 @@ def _judge_evaluate(found: list) -> None:
                         "Use comm instead of world.comm.")
         if "odd" in one:
             raise Wrong("no-accuracy", rank, 'evaluate(model, comm) returns {"accuracy": ...}', one["odd"],
-                        "Return a dictionary, so that a workload may have several figures.",
+                        "Return a dictionary, so that a workload may have several metrics.",
                         'return {"accuracy": right / len(test_y)}')
         got, wanted = one["figures"], one["wanted"]
         if all(abs(got[name] - wanted[name]) < 1e-6 for name in KNOWN):

@@ -297,7 +297,7 @@ if world.rank == 0:
     print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last")
 
 # %% tags=["statement"]
-# "`train_batch_size` counts all ranks"
+# "`train_batch_size` counts all ranks' samples"
 assert found(r"(\d+) steps, (\d+) rows a rank, ZeRO stage (\d)") == [1280 / 64, 64 / 2, 2]
 first, last = found(r"loss ([\d.]+) at first, ([\d.]+) at last")
 assert last < first
@@ -370,7 +370,7 @@ lab.quiz("10")
 # - The stage changes memory and bytes sent, not the loss. At stage 3 runtimes send the same, but their peak memory
 #   differs.
 # - Compare a model's summaries with the lead, then read some.
-# - `train_batch_size` counts all ranks. A loss is one number. A pipeline is not called.
+# - `train_batch_size` counts all ranks' samples. A loss is one number. A pipeline is not called.
 #
 # Now the [exercises](../exercises/10_two_models_exercises.ipynb).
 #

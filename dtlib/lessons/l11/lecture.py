@@ -55,9 +55,9 @@ figures.machine()
 # %% [markdown]
 # (Speeds range from an A100 of 2020 to a B200 of 2024.) A program may *not* assume that
 #
-# - a file that one rank writes is visible to the others (only in a shared folder);
+# - a file that one rank writes is visible to the others: that needs a shared folder;
 # - the other ranks are on `localhost`; a port that is free here is free there;
-# - rank 5 has GPU 5: a rank chooses its GPU by `local_rank`, its number on the node.
+# - rank 5 has GPU 5 (choose by `local_rank`, a rank's number on the node).
 #
 # ## One script, started in many ways
 #
@@ -122,17 +122,17 @@ for _ in range(5):  # in turns: a disturbance affects all
 figures.scaling(lab.values("strong")[0], lab.values("weak")[0], usable_cores())
 
 # %% tags=["claim"]
-# "In seconds (*as text*) strong scaling gains little or nothing, weak scaling takes longer."
+# "strong scaling gains little or nothing, weak scaling takes longer."
 cores, alone, four = usable_cores(), *(lab.values("weak")[0][k] for k in (1, 4))
 shared, as_cores = (lab.values("strong")[0][k] for k in (4, min(4, cores)))
 assert cores >= 4 or sorted(four)[2] > 1.3 * sorted(alone)[2]
 assert cores >= 4 or sorted(shared)[2] > 0.6 * sorted(as_cores)[2]
 
 # %% [markdown]
-# Marks are medians of five runs, bars the range. Up to the dotted line the system promises each rank a core. If it
-# falls earlier, two cores share one physical core, or are busy. In seconds (*as text*) strong scaling gains little or
-# nothing, weak scaling takes longer. If bars overlap, five runs show no difference. A plot of scaling needs the number
-# of cores, and bars.
+# Marks are medians of five runs, bars the range. Up to the dotted line the system promises each rank a core. If
+# efficiency falls earlier, two cores share a physical core, or are busy. Beyond the line, in seconds (open *as text*),
+# strong scaling gains little or nothing, weak scaling takes longer. If bars overlap, five runs show no difference. A
+# plot of scaling needs the number of cores, and bars.
 #
 # ## Amdahl's law
 #
@@ -231,7 +231,8 @@ assert 100 > row("8", "A step of data")[1] > 50 > row("16", "A step of data")[1]
 #
 # ## What 90 % on 512 GPUs means
 #
-# Horovod's authors published Inception V3 and ResNet-101 at 90 %, VGG-16 at 68 %. Most people quote the first:
+# Horovod's authors published scaling efficiencies: 90 % for Inception V3 and ResNet-101, 68 % for VGG-16. Most people
+# quote the first:
 
 # %%
 with open(Path("..") / ".." / "data" / "horovod_scaling.csv") as file:
@@ -240,7 +241,7 @@ print(f"{published['model']} on {published['gpus']} GPUs: {published['scaling_ef
 print(published["source"])
 
 # %% tags=["statement"]
-# "Inception V3 and ResNet-101 at 90 %, VGG-16 at 68 %"
+# "90 % for Inception V3 and ResNet-101, 68 % for VGG-16"
 assert found(r"on (\d+) GPUs: (\d+) %") == [512, 90]
 
 # %% [markdown]
@@ -261,7 +262,7 @@ print(f"a step takes {1 / share - 1:.0%} longer than alone")
 # %% [markdown]
 # This is *weak* scaling, of *throughput*: each GPU keeps its batch. The number does not tell when the network is
 # trained (lesson 05), or how fast one GPU is: a slower program has a better efficiency. Few parameters and much
-# computing, as in Inception V3, is the easy case. Our model for 512 ranks, with more and more parameters for the same
+# computing, as in Inception V3, is the easy case. Our formula for 512 ranks, with more and more parameters for the same
 # computing:
 
 # %%
@@ -370,8 +371,8 @@ assert found(r"'ring': '(\d+) ms', 'recursive_doubling': '(\d+) ms'") == [330, 4
 # %% [markdown]
 # The ring sends the fewest bytes, but is not the fastest here: it uses the link between the hosts six times in a row.
 # Doubling uses it once. A round of the ring took 107 ms, not 55: over TCP a message costs more than α + n β. So measure
-# before you choose (`python -m benchmarks slow-network`, as root). Brackets are intervals of the ratio to the ring: if
-# two overlap, neither algorithm has won.
+# before you choose (`python -m benchmarks slow-network`, as root). Brackets hold the middle half of the ratios to the
+# ring: if two overlap, neither algorithm has won.
 #
 # ## Your first job: a checklist
 #

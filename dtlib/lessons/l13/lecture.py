@@ -39,7 +39,7 @@ def net():
 
 
 def gradients(model, step):
-    """Of this rank's 16 images of 64."""
+    """Compute the gradients of this rank's 16 of the 64 images of the step."""
     mine = slice(64 * step + 16 * world.rank, 64 * step + 16 * world.rank + 16)
     model.zero_grad()
     nn.functional.cross_entropy(model(images[mine]), labels[mine]).backward()
@@ -83,8 +83,8 @@ assert row("formula", "bytes of an epoch")[0] == 20 * 53820 and abs(20 * 53820 /
 
 # %% [markdown]
 # (*Flags* mark the parameters that a rank has used.) At 20 MB/s this takes 0.05 s for an epoch. With a billion
-# parameters it takes 300 s for a *step* (four ranks send 1.5 times 4 GB). There are two remedies: send rarely, or send
-# little.
+# parameters it takes 300 s for a *step* (each of four ranks sends 1.5 times 4 GB). There are two remedies: send rarely,
+# or send little.
 #
 # ## Seldom: local steps
 #
@@ -130,12 +130,12 @@ apart = (one - other).abs().max()
 print("furthest apart: " + ("less than 1e-12" if apart < 1e-12 else "not equal"))
 
 # %% tags=["statement"]
-# "It is data parallelism, with the product of the two rates: an identity, to the last digits."
+# "It is data parallelism with Nesterov momentum, at the product of the two rates: the same up to rounding (1e-12)."
 assert count("furthest apart: less than 1e-12") == 1 and not count("not equal")
 
 # %% [markdown]
-# It is data parallelism, with the product of the two rates: an identity, to the last digits. From H = 2 on it is
-# different: a rank computes its second gradient with parameters that only this rank has.
+# It is data parallelism with Nesterov momentum, at the product of the two rates: the same up to rounding (1e-12). From
+# H = 2 on it is different: a rank computes its second gradient with parameters that only this rank has.
 #
 # **Discuss.** Ranks train alone for 500 steps, and one rank dies at step 400. Which work is lost?
 #
@@ -143,7 +143,7 @@ assert count("furthest apart: less than 1e-12") == 1 and not count("not equal")
 #
 # `register_comm_hook`, here as in torch, replaces the all-reduce with a function. The simplest hook halves the bytes:
 # torch's `bf16_compress_hook` sends 16 bits per number (only on GPUs; in practice, try it first). To send still less, a
-# hook has to leave something out. **Top-k** sends the largest elements, with their places (A. F. Aji, K. Heafield,
+# hook has to leave something out. **Top-k** sends the largest elements, with their indices (A. F. Aji, K. Heafield,
 # 2017). The hook *keeps* the other elements, and adds them to the next gradient: **error feedback** (F. Seide et al.,
 # 2014; S. Stich et al., 2018).
 
@@ -170,7 +170,7 @@ lab.predict("errors-of-8-bits", {"top-k with feedback": "they cancel", "8 bits":
 # %%
 # %%px
 def sums(hook, state):
-    """Largest error of 20 steps' sum: of the sent values, and with the kept values."""
+    """Return the largest errors of 20 steps' sum: as sent, and with the kept values added."""
     model = DataParallel(net(), comm)
     model.register_comm_hook(state, hook)
     error = [torch.zeros_like(parameter) for parameter in model.parameters()]
@@ -205,16 +205,16 @@ assert top[0] > 10 * bits[0] > 0 and bits[0] == bits[1]
 
 # %% [markdown]
 # The sum that top-k has sent is far off; with the kept values, the sum is exact. The sum of 8 bits is much nearer, but
-# its errors stay. 8 bits round twice: a rank's own gradient, and then the mean of its part. Feedback would have to keep
-# both errors. PowerSGD keeps its errors, as top-k does. If the rank of the *averaged* gradient is at most the number of
-# P's columns, PowerSGD leaves nothing out.
+# its errors stay. The 8-bit hook rounds twice: each rank rounds its own gradient, and then the mean of the part that it
+# averages. Feedback would have to keep both errors. PowerSGD keeps its errors, as top-k does. If the averaged
+# gradient's *matrix rank* is at most the number of P's columns, PowerSGD leaves nothing out.
 #
 # ## Do 8 bits pay?
 #
 # Eight bits send about a quarter of the bytes, and round twice. Here we use a link with 5 ms and 20 MB/s, EMULATED.
 #
-# **Predict, by the model.** Which is faster on four ranks, for about 9,000 and for a million numbers: `"all_reduce"` or
-# `"8 bits"`?
+# **Predict, by the cost model** (latency x messages + bytes / bandwidth). Which is faster on four ranks, for about
+# 9,000 and for a million numbers: `"all_reduce"` or `"8 bits"`?
 
 # %% tags=["stub"]
 lab.predict("which-is-faster", {"9,000 numbers": None, "1,000,000 numbers": None})
@@ -263,7 +263,7 @@ lab.table(rows, ("numbers", "way", "messages", "bytes", "ms, model", "ms (EMULAT
 
 # %% tags=["statement"]
 # "Six messages against two: with few numbers latency decides, and 8 bits lose."
-# "With a million they win by the model."
+# "With a million they win by the cost model."
 few, few_8, many, many_8 = (
     found(rf"{numbers} +{way} +(\d+) +[\d,]+ +(\d+) +(\d+)")
     for numbers in ("9,025", "1,000,000") for way in ("all_reduce", "8 bits")
@@ -272,8 +272,8 @@ assert (few[0], few_8[0]) == (2, 6) and few[1] < few_8[1] and few[2] < few_8[2]
 assert many[1] > 2 * many_8[1]
 
 # %% [markdown]
-# Six messages against two: with few numbers latency decides, and 8 bits lose. With a million they win by the model. The
-# clock may show no difference, because it includes the rounding, and four ranks round on shared cores.
+# Six messages against two: with few numbers latency decides, and 8 bits lose. With a million they win by the cost
+# model. The clock may show no difference, because it includes the rounding, and four ranks round on shared cores.
 #
 # ## The race
 #
@@ -282,8 +282,8 @@ assert many[1] > 2 * many_8[1]
 # scales and padding count.
 #
 # Each method has its own best rate, so all are **tuned by one rule**. From the same five rates (0.02 to 0.32), choose
-# the rate with which most of four *other* seeds reach this loss. In a tie, choose the lowest final loss. Then run eight
-# new seeds.
+# the rate with which the largest number of four *other* seeds reach this loss. In a tie, choose the lowest final loss.
+# Then run eight new seeds.
 
 # %%
 # %%px
@@ -308,7 +308,8 @@ assert row("top 1 %, no feedback", "seeds that reached it")[1] <= 3
 assert row("PowerSGD, no feedback", "seeds that reached it")[1] <= 3
 
 # %% tags=["claim"]
-# "Five other methods reached the loss with every seed, and need fewer bytes than DDP: no interval reaches 1."
+# "Five other methods reached the loss with every seed, and need fewer bytes than DDP"
+# "no interval of the ratio of bytes reaches 1."
 ratios = {name: figures.against_ddp(raced, name) for name in raced if name != "DDP"}
 assert sorted(name for name, found in ratios.items() if found is None) == [
     "PowerSGD, no feedback",
@@ -317,17 +318,17 @@ assert sorted(name for name, found in ratios.items() if found is None) == [
 assert all(found[2] < 1 for found in ratios.values() if found)
 
 # %% [markdown]
-# Five other methods reached the loss with every seed, and need fewer bytes than DDP: no interval reaches 1. Without
-# feedback, top-k and PowerSGD reached it with few seeds, or with none. (Your last digits may differ: high rates magnify
-# rounding.)
+# Five other methods reached the loss with every seed, and need fewer bytes than DDP: no interval of the ratio of bytes
+# reaches 1. Without feedback, top-k and PowerSGD reached it with few seeds, or with none. (Your last digits may differ:
+# high rates magnify rounding.)
 #
 # **Discuss.** Which methods' intervals overlap? Which order of two methods would you not publish?
 #
-# ## A cheap task flatters
+# ## An easy task flatters a method
 #
-# Is DiLoCo better than local SGD? Here are both at three rates. The seeds are paired, and the number is the ratio of
-# their losses after equally many steps, with its interval. The last row is extreme: it compares DDP with ranks that
-# train alone for all 240 steps and are averaged *once*, at a low rate.
+# Is DiLoCo better than local SGD? Here are both at three rates. Both methods use the same seeds. The number is the
+# ratio of the two methods' losses after equally many steps, with its interval. The last row is extreme: it compares DDP
+# with ranks that train alone for all 240 steps and are averaged *once*, at a low rate.
 
 # %%
 # %%px

@@ -19,7 +19,7 @@ from dtlib.parallel.context import plain, plain_ulysses
 def _my_tokens(plainly, x, group: AnyCommunicator, order="zigzag", dim=1):
     group, comm = group_and_communicator(group)
     if x.shape[dim] % (2 * comm.size):
-        raise DtlibError(f"{x.shape[dim]} tokens make no {2 * comm.size} equal chunks: see ContextParallel for others.")
+        raise DtlibError(f"{x.shape[dim]} tokens make no {2 * comm.size} equal chunks: pad, or use ContextParallel.")
     return plainly(x, group, order, dim)
 
 

@@ -81,8 +81,8 @@ class ContextParallel(nn.Module):
             raise DtlibError(f"ContextParallel: ranks ask for (order, method) {asked}: give the same on all.")
         if order not in ORDERS or method not in METHODS:
             raise DtlibError(
-                f"ContextParallel(order={order!r}, method={method!r}): choose of {', '.join(ORDERS)}, and of "
-                f"{', '.join(METHODS)}."
+                f"ContextParallel(order={order!r}, method={method!r}): choose an order from {', '.join(ORDERS)}, and "
+                f"a method from {', '.join(METHODS)}."
             )
         for name, part in module.named_modules():
             if isinstance(part, MIX_TOKENS):

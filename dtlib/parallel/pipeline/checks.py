@@ -70,7 +70,8 @@ def check(comm: Communicator, batches: list, about: tuple, microbatches: int, sc
         raise DtlibError(f"Rank 0 needs inputs, and the last rank as many targets: they have {count} and {wanted}.")
     if any(note[1:3] != notes[0][1:3] for note in notes) or notes[0][2] not in plain.SCHEDULES:
         raise DtlibError(
-            f"All name one of {plain.SCHEDULES}, with as many micro-batches: here {schedule!r}, {microbatches}."
+            f"All ranks need the same schedule, one of {plain.SCHEDULES}, and the same number of micro-batches: this "
+            f"rank has {schedule!r} and {microbatches}."
         )
     if not all(isinstance(note[1], int) for note in notes) or microbatches < 1 or count % microbatches:
         raise DtlibError(f"{count} samples make no {microbatches} equal micro-batches: see Schedule1F1B for others.")

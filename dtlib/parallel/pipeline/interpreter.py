@@ -60,7 +60,7 @@ class _Schedule:
             if turns != sorted(turns):
                 raise DtlibError(
                     f"{type(self).__name__}: stage {stage} does {kind} of micro-batches {turns}; messages come in the "
-                    "order of micro-batches, so each stage does all its F in this order, and all its B, I and W."
+                    "order of micro-batches, so each stage must do all its F in this order, and all its B, I and W."
                 )
         # A separate communicator, so that no other message of the program can match these receives.
         self.comm = comm if getattr(comm, "simulated", False) else comm.split(0)

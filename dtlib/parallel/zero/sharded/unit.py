@@ -93,7 +93,7 @@ class Unit:
             raise DtlibError("This model computes within summon_full_params(): leave that context first.")
         self._uses += 1
         plan = plan_of(self)
-        if not _in_backward():  # otherwise activation checkpointing recomputes the unit
+        if not _in_backward():  # in a backward pass, activation checkpointing recomputes the unit
             plan.enter(self)
         self.gather()
         if self.prefetch and not _in_backward():
@@ -270,8 +270,8 @@ class Flat(GradientShard):
         """Store the average as the gradients of the shards. A shard that no rank has used keeps its gradient."""
         super().finish(factor, used)
         assert self.average is not None
-        for piece, view, ranks in zip(self.pieces, self.shards.views(self.average), used, strict=True):
-            if ranks:
+        for piece, view, is_used in zip(self.pieces, self.shards.views(self.average), used, strict=True):
+            if is_used:
                 piece.grad = view.as_subclass(ShardedGradient)
         self.forget()
 
@@ -291,7 +291,7 @@ class Plan:
         self._depth = 0
         self._in_backward = False
         self._background = ExitStack()  # the progress thread during a pass
-        # Gradients use a separate communicator, because ranks may run different all-gathers at the same time.
+        # Gradients use a separate communicator, because their order among the all-gathers may differ between ranks.
         self.comm = root.comm if getattr(root.comm, "simulated", False) else root.comm.split(0)
 
     def enter(self, unit: Unit) -> None:
@@ -398,7 +398,7 @@ def _check(names: dict, comm) -> None:
             )
         if parameter._backward_hooks or hooks_of_others(parameter):
             raise DtlibError(
-                f"{name} has a hook of its gradient, as of a user, DataParallel or ZeroOptimizer, and fully_shard puts "
-                "other parameters in its place: take a fresh model, or remove the hook."
+                f"{name} has a gradient hook, which you, DataParallel or ZeroOptimizer registered, and fully_shard "
+                "replaces the parameter: take a fresh model, or remove the hook."
             )
     check_same_model({name: parameter for parameter, name in names.items()}, comm, "fully_shard")
