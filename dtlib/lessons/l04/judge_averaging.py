@@ -114,7 +114,7 @@ def _judge_values(cases, moved: bool) -> None:
     if ratio in (size, size * EVEN):
         hints = weights
         if cases[0]["hooks"]:
-            hints = ("This is the sum, like a larger learning rate. Where is the mean computed, and is it written back?",
+            hints = ("This is the sum, like a larger learning rate. Where do you compute the mean, and write it back?",
                      'Average: op=dist.ReduceOp.AVG, or parameter.grad /= comm.size, in place.')
         wrong("not-divided", True, f"{where}: the mean over all samples", _times(ratio), *hints)
     wrong("divided-twice", ratio in (1 / size, 1 / size / EVEN, 1 / size**2), f"{where}: the mean over all samples",
