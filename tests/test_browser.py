@@ -220,7 +220,7 @@ def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, course_folder, tmp
         "%%px\nprint(lives_on",
     ]
     open_notebook(page, address, course_folder, sources)
-    assert "Run lab.engines(4) first" in Cell(page, 0).wait()
+    assert "Run the first cell" in Cell(page, 0).wait()
     assert "process id" in Cell(page, 1).wait()
     Cell(page, 2).wait()
 

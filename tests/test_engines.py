@@ -107,7 +107,7 @@ def engine_pids(folder) -> list[int]:
 
 def test_from_the_first_cell_to_the_last(shared, shared_folder):
     notebook, workshop_folder = shared, shared_folder
-    assert notebook.run("%%px\n1").startswith("DtlibError: Run lab.engines(4) first")
+    assert notebook.run("%%px\n1").startswith("DtlibError: Run the first cell")
     notebook.run(ENGINES.format(3))
     assert notebook.live[0].startswith("Starting 3 ranks ... 0 s") and "process id" in notebook.live[-1]
     table = notebook.run(ENGINES.format(3))

@@ -58,7 +58,7 @@ def test_a_learner_logs_in_finds_the_course_and_runs_ranks(running):
     settings = ada.asks("GET", "/user/ada/lab/api/settings/@jupyterlab/apputils-extension:notification").json()
     assert settings["schema"]["properties"]["fetchNews"]["default"] == "false", "those of dtlib lab"
     ada.opens()
-    assert "Run lab.engines(4) first" in ada.runs("%%px\n1"), "the kernel of dtlib lab"
+    assert "Run the first cell" in ada.runs("%%px\n1"), "the kernel of dtlib lab"
     shown = ada.runs(
         "import os; from dtlib import lab; lab.engines(4); print(os.getcwd(), os.environ['OMP_NUM_THREADS'])"
     )

@@ -15,8 +15,8 @@ from dtlib.lab import last_outputs
 def _px_without_ranks(line: str, cell: str | None = None) -> NoReturn:
     """Stand in for ``%px`` and ``%%px`` until ``lab.engines()`` replaces it."""
     raise DtlibError(
-        "Run lab.engines(4) first: this notebook has no ranks, or its kernel was restarted. The first cell of "
-        "each lesson is `from dtlib import lab; lab.engines(4)`."
+        "Run the first cell of this notebook first: it has no ranks yet, or its kernel was restarted. That cell is "
+        "`from dtlib import lab; lab.engines(4)`, or has another number of ranks."
     )
 
 

@@ -76,7 +76,7 @@ figures.collectives()
 before, after = row("all_to_all"), rows("after", under="all_to_all")[6]
 assert after == [before[4 * s + r] for r in range(4) for s in range(4)]
 
-# %% [markdown]
+# %% [markdown] tags=["half-day"]
 # White cells have no value, or it is unused. With `all_to_all` rank r sends its chunk s to rank s. Names elsewhere:
 #
 # | here | `torch.distributed` | mpi4py |
