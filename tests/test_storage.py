@@ -569,7 +569,7 @@ def test_an_index_names_files_of_its_folder_alone(folder_of, tmp_path, name):
     folder = folder_of("files")
     index = json.loads((folder / INDEX).read_text())
     (folder / INDEX).write_text(json.dumps({**index, "counts": {name: 1}}))
-    with pytest.raises(DtlibError, match=r"not by dtlib\.storage\.write"):
+    with pytest.raises(DtlibError, match=r"not made by dtlib\.storage\.write"):
         stage(folder, tmp_path / "local")
 
 
@@ -585,7 +585,7 @@ def test_what_is_no_ordinary_file_is_refused_at_once(folder_of, tmp_path):
         open_samples(folder).read([0])
     (folder / INDEX).unlink()
     os.mkfifo(folder / INDEX)
-    with pytest.raises(DtlibError, match=r"not by dtlib\.storage\.write"):
+    with pytest.raises(DtlibError, match=r"not made by dtlib\.storage\.write"):
         open_samples(folder)
 
 
@@ -628,7 +628,7 @@ def test_an_index_with_what_makes_no_sense_is_refused(folder_of, change):
     folder = folder_of("one-file")
     index = json.loads((folder / INDEX).read_text())
     (folder / INDEX).write_text(json.dumps({**index, **change}))
-    with pytest.raises(DtlibError, match=r"not by dtlib\.storage\.write"):
+    with pytest.raises(DtlibError, match=r"not made by dtlib\.storage\.write"):
         open_samples(folder)
 
 
