@@ -167,7 +167,7 @@ print(sorted({{"torch", "mpi4py.MPI", "ipyparallel"}} & set(sys.modules)))
 @on_ranks(2)
 def test_a_puzzle_that_is_defined_on_the_ranks_is_judged_there(world):
     verdict = judge_on_this_rank("schedule-puzzle", {"puzzle": wrong_puzzle.GPIPE})
-    assert verdict.passed and "So few ranks" not in verdict.text()
+    assert verdict.passed and "With few ranks" not in verdict.text()
     assert judge_on_this_rank("schedule-puzzle", {"puzzle": "F0"}).mistake == "ranks"
 
 

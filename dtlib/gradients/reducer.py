@@ -83,8 +83,8 @@ class Reducer:
         if self._launched:
             self._background.close()
             raise DtlibError(
-                "An earlier backward pass was interrupted while gradients travelled: call dtlib.reset() on all ranks "
-                "and wrap the model anew."
+                "An earlier backward pass was interrupted while gradients were in flight: call dtlib.reset() on all "
+                "ranks, and wrap the model again."
             )
         self._under_way = False
 
@@ -116,7 +116,7 @@ class Reducer:
             *_, last = [None, *hooks.values()]
             if last is not None and not getattr(last, "func", last).__module__.startswith("dtlib."):
                 raise DtlibError(
-                    f"{name} was given a hook after that which sends its gradient, and would change it too late: "
+                    f"{name} got a hook after the hook that sends its gradient, so the new hook runs too late: "
                     "register post-accumulate hooks before the model is wrapped."
                 )
         self._under_way = True
@@ -169,9 +169,9 @@ class Reducer:
         # In join() some ranks have no more batches and do not step, so their parameters may differ.
         if any(differs[2:]) and getattr(self.owner, "_join", None) is None:
             raise DtlibError(
-                "Values of the model's parameters differ between ranks, as after load_state_dict() or another "
-                "optimizer's step on one rank alone: load them on all ranks, or before the model is wrapped, which "
-                "gives all ranks those of rank 0, and make the same optimizer on all."
+                "Parameters differ between ranks, for example after load_state_dict() or another optimizer's step on "
+                "only one rank: load them on all ranks, or before you wrap the model (this broadcasts rank 0's "
+                "values), and create the same optimizer on all ranks."
             )
         self._compared += 1
         if any(differs[1:2]):
@@ -185,8 +185,8 @@ class Reducer:
             raise DtlibError("batch_size weights gradients, but a communication hook does not: use only one of them.")
         if differs[0]:
             raise DtlibError(
-                f"batch_size is {self._samples} here, and set on some ranks only: set it on all of them before the "
-                "backward pass, or on none."
+                f"batch_size is {self._samples} here, but is not set on all ranks: before the backward pass, set it on "
+                "all ranks or on none."
             )
 
     def _correction(self) -> float:
@@ -430,7 +430,7 @@ def _references(parameter) -> tuple[int, int]:
 def check_dense(gradient: torch.Tensor | None) -> None:
     """Raise an error if a gradient is sparse: a flat buffer contains every element."""
     if gradient is not None and gradient.is_sparse:
-        raise DtlibError("A gradient is sparse, and only dense ones are averaged: build embeddings with sparse=False.")
+        raise DtlibError("A gradient is sparse, but only dense ones are averaged: build embeddings with sparse=False.")
 
 
 def refuse_averaged(named: dict) -> None:
@@ -438,8 +438,8 @@ def refuse_averaged(named: dict) -> None:
     for name, parameter in named.items():
         if any(isinstance(getattr(hook, "__self__", None), Reducer) for hook in hooks_of_others(parameter)):
             raise DtlibError(
-                f"Gradients of {name} are averaged already, by a DataParallel, or by a ZeroOptimizer at stage 2: build "
-                "the model from scratch, and wrap it once."
+                f"Gradients of {name} are already averaged by a DataParallel, or by a ZeroOptimizer at stage 2: build "
+                "the model again, and wrap it once."
             )
 
 

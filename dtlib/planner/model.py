@@ -158,7 +158,7 @@ def from_transformers(config: dict, seq: int = 0) -> Model:
     kind, activation = str(config.get("model_type", "")), str(find("hidden_act", "activation_function", default="gelu"))
     for key in ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size"):
         if config.get(key):
-            raise PlanError(f"{kind or 'This model'} has {key}, which is not planned here: give sizes instead.")
+            raise PlanError(f"{kind or 'This model'} has {key}, which is not supported: pass sizes instead.")
     heads = find("num_attention_heads", "n_head")
     experts = find("num_local_experts", "num_experts", "n_routed_experts", default=0)
     return Model(

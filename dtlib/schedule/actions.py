@@ -41,7 +41,7 @@ def parse(text: str) -> Action:
     """Return the action that prints as ``text``; raises ``ScheduleError`` for any other text."""
     match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text.strip(), re.ASCII)
     if not match:
-        raise ScheduleError(f"{text!r} is no action; one is a stage, a kind of F, B, I, W, and a micro-batch: 0F1.")
+        raise ScheduleError(f"{text!r} is not an action, such as 0F1: stage, kind (F, B, I or W), micro-batch.")
     return Action(int(match[1]), match[2], int(match[3]))
 
 

@@ -130,8 +130,8 @@ class Loader:
         for name, ours in {"of": len(self.reader), **self._order}.items():
             if states[0].get(name) != ours:
                 raise DtlibError(
-                    f"The state has {name}={states[0].get(name)} and this loader {ours}, so that its order is another "
-                    "one and samples would come twice, or not at all: make the loader alike."
+                    f"The state has {name}={states[0].get(name)}, but this loader {ours}, so their orders differ, and "
+                    "samples would be repeated or lost: create the loader with the same arguments."
                 )
         self._epoch = int(number("epoch", states[0].get("epoch"), 0))
         self._taken = int(number("samples", states[0].get("samples"), 0, len(self.reader)))

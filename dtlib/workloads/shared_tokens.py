@@ -30,8 +30,8 @@ class Shared:
     def __init__(self, comm: Communicator, order: str = "zigzag", method: str = "ring"):
         if order not in ORDERS or method not in METHODS:
             raise DtlibError(
-                f"context_parallel has order {order!r} and method {method!r}: choose of {', '.join(ORDERS)}, and of "
-                f"{', '.join(METHODS)}."
+                f"context_parallel has order {order!r} and method {method!r}: order is one of {', '.join(ORDERS)}, and "
+                f"method one of {', '.join(METHODS)}."
             )
         self.comm, self.order, self.method = comm, order, method
 
@@ -40,10 +40,10 @@ class Shared:
         ranks = self.comm.size
         if seq % (2 * ranks):
             raise DtlibError(
-                f"seq is {seq}, and {ranks} context ranks take equal parts: give a multiple of {2 * ranks}."
+                f"seq is {seq}, but {ranks} context ranks need equal parts: use a multiple of {2 * ranks}."
             )
         if self.method == "ulysses" and heads % ranks:
-            raise DtlibError(f"{heads} heads make no {ranks} equal groups: take method 'ring' of context_parallel.")
+            raise DtlibError(f"{heads} heads do not divide into {ranks} groups: use method 'ring' of context_parallel.")
 
     def positions(self, seq: int, rank: int | None = None) -> Tensor:
         """Return the positions of the tokens that ``rank`` (by default this rank) has of each sequence."""

@@ -90,9 +90,9 @@ def _of_the_last_cell(exercise: Exercise, mistake: str) -> str:
             if failed:
                 return f"{newest} ended with an error{': this may still be an earlier one' * (mistake != 'missing')}."
             if exercise.needs_ranks and not on_ranks:
-                return f"{newest} ran in the notebook, and that of the ranks is judged: start that cell with %%px."
+                return f"{newest} ran in the notebook, but the check needs it on the ranks: start that cell with %%px."
             if on_ranks and not exercise.needs_ranks and "--local" not in code:
-                return f"{newest} ran on the ranks, and that of the notebook is judged: remove %%px there."
+                return f"{newest} ran on the ranks, but the check needs it in the notebook: remove %%px there."
             break
     return ""
 
@@ -319,7 +319,7 @@ def told(error: BaseException, thing: object) -> tuple[str, tuple]:
     got = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     place = _place(error, thing)
     if place is None and isinstance(error, TypeError) and "argument" in f"{error}":
-        asks = "It was not even called: do its parameters agree with the text, in number and in order?"
+        asks = "It was not called: do its parameters match the text, in number and order?"
         return got, (asks, ON_ITS_OWN)
     return got, (f"{place or 'It happens in a function that your code calls'}. {_advice(error)}", ON_ITS_OWN)
 
@@ -333,7 +333,7 @@ def _place(error: BaseException, thing) -> str | None:
 
 def _advice(error: BaseException) -> str:
     fits = [advice for signs, advice in _ADVICE if any(_has(error, sign) for sign in signs)]
-    return fits[0] if fits else "What do its arguments hold there?"
+    return fits[0] if fits else "What are the values of its arguments?"
 
 
 def _has(error: BaseException, sign: type | str) -> bool:
@@ -342,15 +342,15 @@ def _has(error: BaseException, sign: type | str) -> bool:
 
 # (types of errors or words in the message, advice): the first that fits is shown.
 _ADVICE: tuple = (
-    ((NameError,), "That name is not known there: has its cell run, on this side (with %%px: on the ranks)?"),
+    ((NameError,), "This name is not defined there. Did its cell run, in the same place (with %%px: on the ranks)?"),
     (("should return None",), "A function that must return nothing returns a value. A lambda always returns one."),
     (("incompatible function arguments",), "It needs arguments of other types: compare the call with the text."),
     (("non-iterator",), "__iter__ returns an iterator: iter(...), or it has a yield."),
     (("split_sizes",), "How many rows does each rank send to each other rank? Two lists contain the numbers."),
-    (("NoneType", " None"), "Something is None there: who should have made it, or returned it?"),
+    (("NoneType", " None"), "A value is None there. Which line should have created or returned it?"),
     ((TimeoutError,), "What ends the loop there, and when?"),
-    ((ZeroDivisionError,), "What is zero there, and in which case may it be?"),
-    ((IndexError, KeyError), "What is looked up there, and what is there to find?"),
+    ((ZeroDivisionError,), "Which value is zero there, and in which case can it be?"),
+    ((IndexError, KeyError), "Which key or index is used there, and which ones exist?"),
     (("empty sequence",), "What is empty there, and in which case can it be?"),
     ((ImportError,), "An imported module is not installed, or has another name."),
     (("shape", "size", "dimension", "elements", "bytes", "dtype", "float", "overflow"),

@@ -43,7 +43,7 @@ class Verdict:
     def outcome(self) -> str:
         """Return the line that says whether the answer passed."""
         if self.passed:
-            few = " So few ranks hide mistakes: check it with lab.engines(3) too." if 0 < self.ranks < 3 else ""
+            few = " With few ranks, mistakes may not show: use lab.engines(3) too." if 0 < self.ranks < 3 else ""
             return f"Passed: {self.exercise}.{few}{self.score and f' {self.score}'}"
         return f"Not yet: {self.exercise}{'' if self.rank is None else f', on rank {self.rank}'}."
 
