@@ -114,10 +114,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     train.add_argument("--stage", type=int, choices=range(4), help="of ZeRO, in place of the config's")
     train.add_number("--steps", "in place of the config's")
     train.add_argument("--save", metavar="DIR", help="save checkpoints there")
-    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save")
+    train.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --save")
     train.add_argument("--log", metavar="FILE", help="add a line of JSON per step")
     train.add_argument("--json", metavar="FILE", help="write the result")
-    plan = commands.add_parser("plan", help="say which meshes of GPUs a model fits on, and how long a step takes there")
+    plan = commands.add_parser("plan", help="print which meshes of GPUs a model fits on, and how long a step takes")
     plan.add_argument(
         "model", nargs="?", help="a name such as llama3-8b, a config.json, or layers=...,hidden=...,heads=..."
     )

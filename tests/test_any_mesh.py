@@ -80,19 +80,19 @@ def test_every_mesh_has_the_curve_of_one_rank(world, tmp_path):
     # What is refused, on all ranks.
     for wrong, says in (
         ({"tensor": 3}, "tensor_parallel.autotp_size is 3, and there are 4 ranks"),
-        ({"tensor": 4, "pipe": 2}, "2 stages of 4 tensor ranks are 8, and there are 4 ranks"),
+        ({"tensor": 4, "pipe": 2}, "2 stages of 4 tensor ranks are 8, but there are 4 ranks"),
         ({"run": {"steps": 2, "memory_limit": 10_000}}, "bytes of model states and buffers, and run.memory_limit"),
     ):
         refuses(says, train, "decoder", config_of(**wrong))
     for wrong, says in (
         ({"context": 3}, "context_parallel.size is 3, and there are 4 ranks"),
-        ({"context": 4, "tensor": 2}, "1 stages of 2 tensor ranks, 4 context ranks are 8, and there are 4 ranks"),
-        ({"context": 4, "workload": {**OWN, "seq": 12}}, "seq is 12, and 4 context ranks take equal parts"),
+        ({"context": 4, "tensor": 2}, "1 stages of 2 tensor ranks, 4 context ranks are 8, but there are 4 ranks"),
+        ({"context": 4, "workload": {**OWN, "seq": 12}}, "seq is 12, but 4 context ranks need equal parts"),
         ({"context": 2, "order": "spiral"}, "order 'spiral' and method 'ring': choose an order from contiguous"),
-        ({"context": 4, "method": "ulysses", "workload": {**OWN, "heads": 2}}, "2 heads make no 4 equal groups"),
+        ({"context": 4, "method": "ulysses", "workload": {**OWN, "heads": 2}}, "2 heads do not divide into 4 groups"),
         ({"context_parallel": {"sise": 2}}, "context_parallel.sise is no key of the config: did you mean 'size'"),
-        ({"expert": 2}, "expert_parallel.size is 2, and workload.experts is 0"),
-        ({"expert": 4, "workload": {**OWN, "experts": 6}}, "size is 4, and workload.experts is 6"),
+        ({"expert": 2}, "expert_parallel.size is 2, but workload.experts is 0"),
+        ({"expert": 4, "workload": {**OWN, "experts": 6}}, "size is 4, but workload.experts is 6"),
         ({"zero": 1, "workload": EXPERTS}, "workload.experts is 4, and zero_optimization.stage is set"),
         ({"pipe": 2, "workload": EXPERTS}, "and pipeline.stages is set"),
         ({"tensor": 2, "workload": EXPERTS}, "and tensor_parallel.autotp_size is set"),
@@ -100,7 +100,7 @@ def test_every_mesh_has_the_curve_of_one_rank(world, tmp_path):
         ({"workload": {**EXPERTS, "top": 3}}, "top of the decoder workload is 3, of 4 experts"),
     ):
         refuses(says, train, "decoder", config_of(**wrong))
-    refuses("are of `dtlib train decoder`", train, "vision", {**config_of(tensor=2), "workload": {}})
+    refuses("only layers of `dtlib train decoder`", train, "vision", {**config_of(tensor=2), "workload": {}})
     refuses("runtime=dtlib", train, "decoder", config_of(tensor=2), runtime="torch")
     told = []
     slow = {"steps": 2, "link_latency": 0.001, "link_bandwidth": 1e6, "memory_limit": 10**9}
@@ -155,7 +155,7 @@ def test_the_decoder_is_the_planners_model_and_its_plans_are_configs():
                 try:
                     made = for_dtlib(model, plan)
                 except PlanError as problem:
-                    refused[str(problem).split(". Give a")[-1].split(": ")[-1]] += 1
+                    refused[str(problem).split(". Use a")[-1].split(": ")[-1]] += 1
                     continue
                 made_by, _, rest, axes, sequences = read("decoder", made, SimpleNamespace(size=4), None, None, "dtlib")
                 assert made_by.keywords == {} and made_by.args == (made["workload"],)
@@ -169,7 +169,7 @@ def test_the_decoder_is_the_planners_model_and_its_plans_are_configs():
                 decoder.settings(made["workload"], decoder.DEFAULTS, "decoder")
                 refused["written"] += 1
     assert refused["written"] > 100 and len(refused) == 5, refused
-    with pytest.raises(PlanError, match="seq is 8, and 8 context ranks of dtlib train take equal parts"):
+    with pytest.raises(PlanError, match="seq is 8, but 8 context ranks of dtlib train need equal parts"):
         for_dtlib(SIZES, Plan(context=8, batch=8, micro_batch=8))
     with pytest.raises(PlanError, match="give a pipe axis that divides the 3 layers"):
         of_decoder(replace(SIZES, layers=3), Plan(pipe=2, batch=8), 0)

@@ -513,7 +513,7 @@ def test_torchs_ddp_is_stopped_and_goes_on(page, address, course_folder):
     picture(page, "ddp-stopped")
 
     Cell(page, 3).wait()
-    assert "wrap the model anew" in Cell(page, 4).wait()
+    assert "wrap the model again" in Cell(page, 4).wait()
     shown = Cell(page, 5).wait()
     assert "rank 0 | 10" in shown and "rank 1 | 11" in shown, shown
     shown = Cell(page, 6).wait()

@@ -778,8 +778,8 @@ def test_a_name_of_lab_with_a_slip_is_suggested():
 
 
 @pytest.mark.parametrize("error,words", [
-    ("no_such_name", "Has the cell that defines it run"), ("None + 1", "Something is None there"),
-    ("1 / 0", "What is zero there"), ("[][3]", "What is looked up there"), ("points.strip()", "Which values does"),
+    ("no_such_name", "Has the cell that defines it run"), ("None + 1", "A value is None there"),
+    ("1 / 0", "What is zero or empty there"), ("[][3]", "Which key or index"), ("points.strip()", "Has that object an attribute"),
     ("torch.zeros(2) + torch.zeros(3)", "Print shape and dtype"),
 ])  # fmt: skip
 def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):
@@ -801,4 +801,4 @@ def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):
     try:
         names["answer"]()
     except TypeError as problem:
-        assert "parameters agree" in told(problem, names["answer"])[1][0]
+        assert "parameters match" in told(problem, names["answer"])[1][0]

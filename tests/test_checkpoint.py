@@ -562,30 +562,30 @@ def odd_setting(path):
 
 
 DAMAGES = {
-    "no folder": (lambda path: (path / "index.json").unlink(), "give the folder"),
+    "no folder": (lambda path: (path / "index.json").unlink(), "pass the folder"),
     "not JSON": (lambda path: (path / "index.json").write_text('{"format": '), "is not JSON"),
     "a list": (lambda path: (path / "index.json").write_text("[]"), "no index of a dtlib checkpoint"),
     "another format": (lambda path: edit(path, format="something"), "no index of a dtlib checkpoint"),
     "newer": (lambda path: edit(path, version=2), "has version 2"),
-    "nonsense": (lambda path: edit(path, tensors={"a": 1}), "makes no sense"),
+    "nonsense": (lambda path: edit(path, tensors={"a": 1}), "is damaged"),
     "incomplete": (
         lambda path: (path / "index.json").write_text('{"format": "dtlib checkpoint", "version": 1}'),
         "lacks",
     ),
     "a file is missing": (lambda path: data_file(path).unlink(), "is missing"),
-    "truncated": (truncate, "bytes, and the index says"),
+    "truncated": (truncate, "bytes, but the index says"),
     "mangled": (mangle, "is damaged"),
     "of another checkpoint": (swap, "belongs to checkpoint 0000"),
-    "elements are missing": (lose_elements, "is not whole"),
-    "elements twice": (overlap, "is not whole"),
-    "a negative place": (before_the_start, "is not whole"),
+    "elements are missing": (lose_elements, "is incomplete"),
+    "elements twice": (overlap, "is incomplete"),
+    "a negative place": (before_the_start, "is incomplete"),
     "a piece elsewhere": (rename_a_piece, "not among its files"),
-    "an extra that was none": (lambda path: edit(path, extra={"__tuple__": 3}), "makes no sense"),
+    "an extra that was none": (lambda path: edit(path, extra={"__tuple__": 3}), "is damaged"),
 }
 WHERE_LOADED = {  # exported without
-    "an optimizer that is none": (lambda path: edit(path, optimizer=3), "makes no sense"),
-    "a setting of another kind": (odd_setting, "makes no sense"),
-    "a random state is missing": (lose_a_state, "makes no sense"),
+    "an optimizer that is none": (lambda path: edit(path, optimizer=3), "is damaged"),
+    "a setting of another kind": (odd_setting, "is damaged"),
+    "a random state is missing": (lose_a_state, "is damaged"),
 }
 
 
@@ -623,7 +623,7 @@ def test_a_pointer_that_cannot_be_read_is_refused(world, tmp_path):
         if world.rank == 0:
             damage(path)
         world.comm.barrier()
-        assert "makes no sense" in refusal(checkpoint.read_latest, path, world.comm)
+        assert "is damaged" in refusal(checkpoint.read_latest, path, world.comm)
     assert checkpoint.read_latest(tmp_path / "none", world.comm) is None
 
 
@@ -672,7 +672,7 @@ MISMATCHES = {
     "unexpected": ({"without": ["unused"]}, None, "The model lacks unused.bias (and 1 more)"),
     "shape": ({"width": 11}, None, "first.weight has shape (10, 6)"),
     "type": ({"count": torch.float32}, None, "count is int64"),
-    "optimizer": ({}, adam, "has the states of SGD, and the optimizer is Adam"),
+    "optimizer": ({}, adam, "has the states of SGD, not of Adam"),
     "number of groups": ({}, two_groups, "has 2 groups of parameters"),
     "groups": ({}, fewer, "differ in second.bias (and 3 more)"),
 }
@@ -704,21 +704,21 @@ def test_a_mistake_on_one_rank_is_refused_on_all(world, tmp_path):
     world.comm.barrier()
     refuses("first.weight is", Different(width=10 + world.rank))
     refuses("extra cannot be written as JSON", model, extra={"a": object()} if world.rank == 0 else None)
-    refuses("not the model's", model, plain_sgd(Different()))
+    refuses("that the model does not have", model, plain_sgd(Different()))
     half, optimizer = Different().bfloat16(), None
     optimizer = torch.optim.SGD(MasterWeights(half.parameters()).masters, lr=0.1)
-    refuses("pass the model that it was made for, and masters=", half, optimizer)
+    refuses("pass the optimizer's model, and masters=", half, optimizer)
     refuses("is complex128", nn.ParameterList([torch.zeros(2, dtype=torch.complex128)]))
     matrix = nn.Linear(3, 3)
     factored = torch.optim.Adafactor(matrix.parameters())
     matrix(torch.ones(1, 3)).sum().backward()
     factored.step()
-    refuses("works element by element", matrix, factored)
+    refuses("element-wise", matrix, factored)
     # Saved by one rank of two: half of each tensor is nowhere.
     with of_size(world.comm, 1) as alone:
         run = Run(3, world.comm, "plain", "sgd")
         if alone:
-            assert "is not whole" in refusal(save, tmp_path, run.model, comm=alone)
+            assert "is incomplete" in refusal(save, tmp_path, run.model, comm=alone)
     assert set(os.listdir(tmp_path)) == files
     load(tmp_path, model, comm=world.comm)
 

@@ -64,8 +64,8 @@ def test_what_a_scheduler_has_given(no_job, tmp_path):
             for name, value in {**SLURM, **told}.items():
                 inner.setenv(name, value)
             assert allocation() == expected and workshop.profile().name == profile
-            said = doctor._scheduler(), doctor._ports() if not expected.is_here else "encrypt nothing"
-            assert f"in its job 7: {expected.nodes} node" in said[0] and "encrypt nothing" in said[1]
+            said = doctor._scheduler(), doctor._ports() if not expected.is_here else "without encryption"
+            assert f"in its job 7: {expected.nodes} node" in said[0] and "without encryption" in said[1]
             assert expected.is_here or (starting.suitable_number(), starting.warning(64)) == (expected.ranks, None)
     nodefile = tmp_path / "nodes"
     nodefile.write_text("n1\nn1\nn2\nn2\n")

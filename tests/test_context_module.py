@@ -261,11 +261,11 @@ def test_wrong_axes_and_means_are_refused(world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses_of(model, model.split(x), model.split(target), model.positions(13)).mean().backward()
     optimizer.step()  # of gradients that nobody has averaged
-    refuses("parameters differ between ranks", model, model.split(x), model.positions(13))
+    refuses("Parameters differ between ranks", model, model.split(x), model.positions(13))
     model = DataParallel(made(), both)
     refuses("communicates in its forward", model.join().__enter__)
     model.batch_size = 3
-    with pytest.raises(DtlibError, match="no weight afterwards is right"):
+    with pytest.raises(DtlibError, match="is not possible where ranks share sequences"):
         losses_of(
             model, *(model.module.split(one) for one in (x, target)), model.module.positions(13)
         ).mean().backward()
@@ -317,9 +317,9 @@ def test_what_is_not_computed_over_ranks_is_refused(world):
         "dropout_p=0.5": lambda x: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
         "queries of": lambda x: sdpa(x, x[:, :, :2], x[:, :, :2]),
         "never called torch's": own,
-        "multi_head_attention_forward has an attention": lambda x: nn.MultiheadAttention(2, 1)(x[0], x[0], x[0])[0],
-        r"cut sequences by split\(\)": lambda x: sdpa(*[x[:, :, : 2 + 3 * (comm.rank == 0)]] * 3),
-        "give all the same batch": lambda x: sdpa(*[x[:, : 1 + (comm.rank == 0)]] * 3),
+        "attention_forward has its own attention": lambda x: nn.MultiheadAttention(2, 1)(x[0], x[0], x[0])[0],
+        r"cut sequences with split\(\)": lambda x: sdpa(*[x[:, :, : 2 + 3 * (comm.rank == 0)]] * 3),
+        "pass the same batch": lambda x: sdpa(*[x[:, : 1 + (comm.rank == 0)]] * 3),
     }.items():
         model = ContextParallel(Calls(how), comm)
         refuses(why, model, torch.ones(1, 6, 4, 2))
@@ -328,7 +328,7 @@ def test_what_is_not_computed_over_ranks_is_refused(world):
     for why, call in {
         "order='random'": lambda: ContextParallel(language(), comm, "random"),
         "method='tree'": lambda: ContextParallel(language(), comm, method="tree"),
-        "ranks ask for": lambda: ContextParallel(language(), comm, ORDERS[comm.rank > 0]),
+        "ranks pass": lambda: ContextParallel(language(), comm, ORDERS[comm.rank > 0]),
         "1 is Conv1d": lambda: ContextParallel(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 3)), comm),
         "is TransformerEncoderLayer": lambda: ContextParallel(nn.TransformerEncoderLayer(4, 2), comm),
         "0 is MultiheadAttention": lambda: ContextParallel(nn.Sequential(nn.MultiheadAttention(4, 2)), comm),

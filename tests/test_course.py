@@ -50,19 +50,19 @@ def test_a_course_laid_out_in_an_empty_folder_keeps_what_the_learner_did(tmp_pat
     assert (folder / "notebooks/lectures/03_collectives.ipynb").read_text() == "new"
     assert (folder / LECTURE).read_text() == "mine" and LECTURE in said and "dtlib fresh" in said
 
-    assert [said for said in course.fresh("4") if "yours is" in said] == [
-        f"{LECTURE} is new; yours is yours_04_data_parallel.ipynb beside it."
+    assert [said for said in course.fresh("4") if "your copy is" in said] == [
+        f"{LECTURE} is restored; your copy is yours_04_data_parallel.ipynb, in the same folder."
     ]
     assert (folder / LECTURE).read_text() == "new" and course.open_folder()[1] == ""
     (folder / LECTURE).write_text("mine again")
-    assert "yours is yours2_04_data_parallel.ipynb" in " ".join(course.fresh("04_data_parallel.ipynb"))
+    assert "your copy is yours2_04_data_parallel.ipynb" in " ".join(course.fresh("04_data_parallel.ipynb"))
     assert (folder / LECTURE).with_stem("yours_04_data_parallel").read_text() == "mine"
 
 
 def test_a_course_is_not_laid_out_between_other_things(tmp_path, monkeypatch):
     (tmp_path / "thesis.tex").write_text("")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DtlibError, match="has other things in it"):
+    with pytest.raises(DtlibError, match="contains other files"):
         course.open_folder()
     (tmp_path / "thesis.tex").rename(tmp_path / "data")  # a file where a folder must go
     with pytest.raises(DtlibError, match="cannot be written"):
@@ -191,7 +191,7 @@ def test_a_disk_that_is_full_takes_no_progress(tmp_path, monkeypatch):
     course.open_folder()
     (tmp_path / course.START_PAGE).write_text("")  # which alone would be too large
     ran = subprocess.run([sys.executable, "-c", FULL_DISK], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert ran.returncode == 0 and "This is not noted in your progress: " in ran.stdout, ran
+    assert ran.returncode == 0 and "Your progress cannot be saved: " in ran.stdout, ran
     done = course.kept()["done"]
     assert len(done) > 100 and done.keys() == {f"exercise-{number}" for number in range(len(done))}
     course.done("the-next")
@@ -259,7 +259,7 @@ def test_a_notebook_gives_itself_anew(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JPY_SESSION_NAME", str(tmp_path / LECTURE))
     lab.fresh()
     said = capsys.readouterr().out
-    assert "yours is yours_04_data_parallel.ipynb beside it" in said and "Reload Notebook from Disk" in said
+    assert "your copy is yours_04_data_parallel.ipynb beside it" in said and "Reload Notebook from Disk" in said
     assert (tmp_path / LECTURE).with_stem("yours_04_data_parallel").read_text() == "mine"
     assert (tmp_path / LECTURE).read_bytes() == (ROOT / LECTURE).read_bytes() and solved.read_text() == "mine too"
     for name, words in (("", "belongs in a notebook"), ("my.ipynb", "There is no lesson 'my")):

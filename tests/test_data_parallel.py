@@ -138,7 +138,7 @@ def test_what_cannot_be_averaged_is_refused_by_name(world):
     refuses("bucket_cap_mb=0", DataParallel, nn.Linear(2, 2), comm, bucket_cap_mb=0)
     refuses("choose 'inline' or 'thread'", DataParallel, nn.Linear(2, 2), comm, progress="often")
     for options in ({"device_ids": [world.rank]}, {"output_device": "cuda:1"}):
-        refuses("this rank's module is on cpu: move it there", DataParallel, nn.Linear(2, 2), **options)
+        refuses("this rank's module is on cpu: first move it", DataParallel, nn.Linear(2, 2), **options)
     model = DataParallel(nn.Linear(2, 2), device_ids=None, output_device=None, find_unused_parameters=True)
     assert model.comm is dtlib.init().comm
     DataParallel(nn.Linear(2, 2), comm, device_ids=["cpu"], output_device=torch.device("cpu"))
@@ -215,7 +215,7 @@ def test_batch_size_on_some_ranks_only_is_refused_on_all(world):
         x = torch.ones(1, 2, dtype=dtype)
         for _ in range(2):
             model.batch_size = 3 if world.rank else None
-            with pytest.raises(DtlibError, match="on some ranks only"):
+            with pytest.raises(DtlibError, match="not set on all ranks"):
                 model(x).sum().backward()
             model.zero_grad()
             for samples in (1000 * (world.rank + 1), 0.25, 0):  # a sum of samples times 200 is beyond float16
@@ -254,8 +254,8 @@ def test_options_of_batch_normalisation_are_those_of_torch(world):
 @on_ranks(2)
 def test_batch_normalisation_refuses_other_shapes_and_join(world):
     layer = SyncBatchNorm(3)
-    refuses("got 1 values a channel on all ranks together", layer, torch.ones(1 if world.rank else 0, 3))
-    refuses(r"takes inputs of shape \(N, 3, ...\) and got \(4, 2\)", layer, torch.ones(4, 2))
+    refuses("got 1 values per channel on all ranks together", layer, torch.ones(1 if world.rank else 0, 3))
+    refuses(r"needs inputs of shape \(N, 3, ...\), and got \(4, 2\)", layer, torch.ones(4, 2))
     model = DataParallel(nn.Sequential(SyncBatchNorm(3, world.comm)), world.comm)
     refuses("join", model.join().__enter__)
     world.comm.barrier()

@@ -151,9 +151,9 @@ def test_what_lies_outside_of_the_contract_is_refused_on_every_rank(world):
     for why, call in {
         "top=3 of": lambda: made(top=3),
         "capacity=0": lambda: made(capacity=0),
-        "Ranks ask for": lambda: made(experts=1 + comm.rank),
-        "give the same": lambda: made(top=1 + (comm.rank > 0)),
-        "take as many": lambda: made().double()(torch.ones(3 + comm.rank, WIDTH).double()),
+        "Ranks pass different": lambda: made(experts=1 + comm.rank),
+        "pass the same": lambda: made(top=1 + (comm.rank > 0)),
+        "use equal numbers": lambda: made().double()(torch.ones(3 + comm.rank, WIDTH).double()),
         r"Ranks have .*\{\(0, ": lambda: made().double()(torch.ones(0, WIDTH).double()),
     }.items():
         refuses(why, call)
@@ -161,7 +161,7 @@ def test_what_lies_outside_of_the_contract_is_refused_on_every_rank(world):
     optimizer = torch.optim.SGD(moe.parameters(), lr=0.1)
     moe(x).sum().backward()
     optimizer.step()  # of gradients of the gate that nobody has averaged
-    refuses("average the gate's gradients", moe, x)
+    refuses("average gate gradients", moe, x)
     comm.barrier()
 
 

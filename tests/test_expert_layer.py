@@ -103,7 +103,7 @@ def test_experts_are_saved_on_n_ranks_and_loaded_on_m(world):
     less = {name: value for name, value in state.items() if "gate" not in name}
     refuses("the state lacks", load_whole_state_dict, block, less)
     more = {name.replace("experts.0", "experts.4"): value for name, value in state.items()}
-    refuses(r"the state has 5 experts of moe, and it has 4", load_whole_state_dict, block, state | more)
+    refuses(r"the state has 5 experts of moe, but the model has 4", load_whole_state_dict, block, state | more)
 
 
 @on_ranks(1, 2, 4, slow=(1,))
@@ -170,7 +170,7 @@ def test_wrong_axes_and_norms_are_refused(world):
     block = Block(comm)
     x, _, mask = texts()
     # Names differ between ranks, and this is said first.
-    words = r"moe\.experts\..* is an expert's, and ranks \[0, 1\] have different ones"
+    words = r"moe\.experts\..* belongs to an expert, and ranks \[0, 1\] have different ones"
     refuses(words, DataParallelNaive, block, comm)
     refuses("have different ones", ZeroOptimizer, block.parameters(), torch.optim.SGD, comm, stage=1, lr=0.1)
     refuses("have different ones", Preconditions, "x", block, comm)
@@ -179,7 +179,7 @@ def test_wrong_axes_and_norms_are_refused(world):
     refuses(words, local_shards_of, plain_block, None, None, comm)
     refuses("has a gradient hook", fully_shard, block, comm)  # that divides it
     for kind in (DataParallel, DataParallelNaive):
-        words = "which share out experts, have others: average over both axes"
+        words = "which share experts, have others: average over both axes"
         refuses(words, kind, Block(comm), comm.split(comm.rank))
     DataParallel(Block(comm).moe.experts, comm.split(comm.rank))
     block(x, mask).sum().backward()
@@ -194,10 +194,10 @@ def test_wrong_axes_and_norms_are_refused(world):
     refuses("the gate differ between ranks", block, x, mask)
     one = [expert_of(0)]
     for why, call in {
-        "top is 1 or 2": lambda: MixtureOfExperts(WIDTH, one, comm, top=3),
+        "top is 1, or 2": lambda: MixtureOfExperts(WIDTH, one, comm, top=3),
         "capacity=0": lambda: MixtureOfExperts(WIDTH, one, comm, capacity=0),
         "jitter=1": lambda: MixtureOfExperts(WIDTH, one, comm, jitter=1),
-        "rank 0 asks for": lambda: MixtureOfExperts(WIDTH, one * (1 + comm.rank), comm),
+        "is .* on rank 0 and": lambda: MixtureOfExperts(WIDTH, one * (1 + comm.rank), comm),
         "mask is of": lambda: block.moe(x, mask[:2]),
     }.items():
         refuses(why, call)

@@ -142,19 +142,19 @@ def test_arguments_that_are_refused(world):
     refuses("complex64", hvd.allreduce, one.to(torch.complex64))
     refuses("bool", hvd.allreduce, one.bool(), op=hvd.Sum)
     refused = {
-        "carries a torch tensor and got float": lambda: hvd.allreduce_async(1.0),
+        "needs a torch tensor, and got float": lambda: hvd.allreduce_async(1.0),
         "average=False is deprecated in Horovod: write op=": lambda: hvd.allreduce(one, average=False),
         "op=17": lambda: hvd.allreduce(one, op=17),
         "allgather needs a first dimension": lambda: hvd.allgather(torch.tensor(1.0)),
         r"root_rank=2\): the ranks are 0 to 1": lambda: hvd.broadcast(one, 2),
         "pass the result of an asynchronous operation": lambda: hvd.synchronize(3),
         "invalid params of type": lambda: hvd.broadcast_parameters(one, 0),
-        "'epoch' is no tensor but int": lambda: hvd.broadcast_parameters({"epoch": 3}, 0),
+        "'epoch' is int, not a tensor": lambda: hvd.broadcast_parameters({"epoch": 3}, 0),
     }
     for words, call in refused.items():
         refuses(words, call, error=ValueError)
     left_out = {
-        r"init\(\[0, 1\]\): it is for all ranks together; .*split": lambda: hvd.init(comm=[0, 1]),
+        r"init\(\[0, 1\]\): it includes all ranks; .*split": lambda: hvd.init(comm=[0, 1]),
         r"init\('dynamic'\)": lambda: hvd.init(process_sets="dynamic"),
     }
     for call in (lambda: hvd.broadcast(one, 0.5), lambda: hvd.allreduce(one, process_set=hvd.size)):

@@ -120,7 +120,7 @@ def test_the_optimizer_is_still_one_of_its_class(world):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0005)
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.float64))]})
-    refuses("was frozen, or not there, when this", optimizer.step, error=ValueError)
+    refuses("was frozen or missing when this", optimizer.step, error=ValueError)
     everyones = world.comm.all_gather_object([parameter.tolist() for parameter in model.parameters()])
     assert all(one == everyones[0] for one in everyones)
 
@@ -176,9 +176,9 @@ def test_arguments_that_are_refused(world):
     }
     for words, options in refused.items():
         refuses(words, make, error=ValueError, **options)
-    words = "LBFGS computes as many gradients as each rank's own loss asks for"
+    words = "LBFGS computes more gradients on some ranks"
     refuses(words, hvd.DistributedOptimizer, torch.optim.LBFGS(model.parameters()), error=ValueError)
-    refuses("is one already", hvd.DistributedOptimizer, make(), error=ValueError)
+    refuses("is wrapped already", hvd.DistributedOptimizer, make(), error=ValueError)
 
 
 @on_ranks(2)
@@ -190,7 +190,7 @@ def test_calls_in_the_wrong_order_are_refused(world):
     refuses(r"was called after loss.backward.* but before", optimizer.zero_grad, error=AssertionError)
     words = "more than backward_passes_per_step times before call to step"
     refuses(words, loss_of(model, batch).backward, error=AssertionError)
-    refuses("was changed or set to another", optimizer.synchronize, error=hvd.HorovodInternalError)
+    refuses("was changed or replaced", optimizer.synchronize, error=hvd.HorovodInternalError)
     optimizer.zero_grad()
     loss_of(model, batch).backward()
     optimizer.synchronize()
@@ -227,7 +227,7 @@ def changed_while_they_travel(compression):
     ):
         loss_of(model, batch).backward()
         change()
-        refuses("was changed or set to another", optimizer.step, error=hvd.HorovodInternalError)
+        refuses("was changed or replaced", optimizer.step, error=hvd.HorovodInternalError)
         optimizer.zero_grad()
         loss_of(model, batch).backward()
         optimizer.step()

@@ -28,7 +28,7 @@ def test_without_jupyterhub_and_without_a_hub_one_sentence_each(monkeypatch, cap
     monkeypatch.setattr(server.importlib.util, "find_spec", lambda name: None)
     assert main(["lab", "--hub"]) == 2 and "pip install 'dtlib[hub]'" in capsys.readouterr().err
     monkeypatch.setattr(server.importlib.util, "find_spec", lambda name: name)
-    assert main(["lab", "--hub"]) == 2 and "leave --hub away" in capsys.readouterr().err
+    assert main(["lab", "--hub"]) == 2 and "leave --hub out" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

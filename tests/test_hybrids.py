@@ -133,8 +133,8 @@ def test_accumulation_costs_stage_2_a_reduce_scatter_a_micro_batch(world):
 def test_what_a_pipeline_cannot_be_combined_with_is_refused(world):
     untied, tied = (PipelineModule(specs, 2) for specs in (plain_layers(), layers(5)))
     for model, settings, words in (
-        (untied, config(3), "stage is 3, and a pipeline has cut the parameters already"),
-        (tied, config(1), "stage is 1, and tied layers of a pipeline need whole gradients"),
+        (untied, config(3), "stage is 3, but a pipeline divides the parameters already"),
+        (tied, config(1), "stage is 1, but tied layers of a pipeline need whole gradients"),
         (
             untied,
             config(0, "1b1f"),
@@ -146,7 +146,7 @@ def test_what_a_pipeline_cannot_be_combined_with_is_refused(world):
     engine, *_ = dtlib.initialize(model=untied, config=config(0))
     refuses(r"use train_batch\(\)", engine, torch.zeros(2, 6))
     interleaved = PipelineModule([*plain_layers(), nn.Tanh()], 4, stages_per_rank=2)
-    refuses(r"train_batch\(\) runs one stage a rank", dtlib.initialize, model=interleaved, config=config(0))
+    refuses(r"train_batch\(\) runs one stage per rank", dtlib.initialize, model=interleaved, config=config(0))
     refuses(r"num_stages=3\): there are 4 ranks", PipelineModule, plain_layers(), 3)
 
 

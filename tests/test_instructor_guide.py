@@ -54,7 +54,7 @@ def test_an_exercise_of_one_file_is_judged_as_the_guide_says(world):
 def test_a_file_that_has_no_exercise_is_refused_and_offers_no_solution(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.py").write_text("x = 1")
-    for name, sentence in (("none.py", "put the exercise beside the notebook"), ("empty.py", "EXERCISE = Exercise(")):
+    for name, sentence in (("none.py", "put the exercise in the"), ("empty.py", "EXERCISE = Exercise(")):
         with pytest.raises(DtlibError, match=re.escape(sentence)):
             judging.check(name)
     own = LISTINGS["largest.py"].replace("any_size=True", "needs_ranks=False").replace("comm.rank", "0")

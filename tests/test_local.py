@@ -115,7 +115,7 @@ def fragments_travel(world, progress):
     assert [[names[parameter] for parameter in part] for part in local.fragments] == parts
     equal(train(local, model, world.rank, range(steps)), expected)
 
-    # The same with a checkpoint while a fragment is under way, from which others go on.
+    # The same with a checkpoint while a fragment is in flight, from which others go on.
     model, inner, outer = begin()
     local = DiLoCo(comm, model, inner, outer, 6, **settings)
     train(local, model, world.rank, range(10))
@@ -127,7 +127,7 @@ def fragments_travel(world, progress):
     inner.load_state_dict(saved[2])
     local_2.load_state_dict(saved[0])
     equal(train(local_2, model, world.rank, range(10, steps)), expected)
-    refuses("under way", local.load_state_dict, saved[0])
+    refuses("in flight", local.load_state_dict, saved[0])
 
 
 @on_ranks(2, 3)
@@ -147,7 +147,7 @@ def test_buffers_are_averaged_gradients_stay_and_what_does_not_fit_is_refused(wo
         model = made()
         few = torch.optim.SGD(model[0].parameters(), lr=0.1)
         for pair in ((few, sgd(model, lr=0.1)), (sgd(model, lr=0.1), few)):
-            refuses("give it all", kind, comm, model, *pair, 2)
+            refuses("pass all of them", kind, comm, model, *pair, 2)
             comm.barrier()
     normed = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     refused("without buffers", plain.DiLoCo, 2, model=normed)

@@ -221,7 +221,7 @@ def test_without_the_library_ranks_start_all_the_same(monkeypatch, tmp_path, loo
     spaced = tmp_path / "with space"
     monkeypatch.setenv("XDG_CACHE_HOME", str(spaced))
     monkeypatch.setattr(compiled.tempfile, "gettempdir", lambda: str(spaced))
-    with pytest.raises(DtlibError, match="set XDG_CACHE_HOME to one without spaces"):
+    with pytest.raises(DtlibError, match="set XDG_CACHE_HOME to a folder without spaces"):
         loopback.library()
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -240,7 +240,7 @@ def test_without_the_library_ranks_start_all_the_same(monkeypatch, tmp_path, loo
     folder = tmp_path / "cache" / "dtlib"
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)  # anybody could put a library there
-    with pytest.raises(DtlibError, match="no folder for it is this user's alone"):
+    with pytest.raises(DtlibError, match="there is no private folder for it"):
         loopback.library()
 
 

@@ -37,20 +37,20 @@ def test_three_axes(world):
 
 @on_ranks(1, 2, 3, 4)
 def test_axes_that_do_not_fit_are_refused_on_every_rank(world):
-    with pytest.raises(DtlibError, match=rf"data=5.* has 5 places and there are {world.size} ranks"):
+    with pytest.raises(DtlibError, match=rf"data=5.* has 5 places, but there are {world.size} ranks"):
         world.mesh(data=5)
     with pytest.raises(DtlibError, match=rf"{world.size} ranks cannot be divided by 7"):
         world.mesh(data=-1, tensor=7)
     with pytest.raises(DtlibError, match=r"mesh\(\) has no axes"):
         world.mesh()
     for wrong in (0, -2, 1.0, "2", True, None):
-        with pytest.raises(DtlibError, match="data has to be a whole number"):
+        with pytest.raises(DtlibError, match="data must be a whole number"):
             world.mesh(data=wrong)
     with pytest.raises(DtlibError, match="only one axis can be -1"):
         world.mesh(data=-1, tensor=-1)
     if world.size > 1:
         for axes in ({"data": world.size, "tensor": 1}, {"tensor": 1, "data": world.size}):
-            with pytest.raises(DtlibError, match=r"Rank 0 makes a mesh of .* and rank 1 one of .*: all ranks give"):
+            with pytest.raises(DtlibError, match=r"Rank 0 creates a mesh of .* and rank 1 one of .*: pass the same"):
                 world.mesh(**({"data": 1, "tensor": world.size} if world.rank else axes))
     world.comm.barrier()  # nobody is left behind
 

@@ -43,7 +43,7 @@ def message(operation, rank, state="waits"):
     ([collective(1), collective(1), collective(1, operation="broadcast")],
      "they wait for one another: rank 0 in barrier (`line 1`), rank 1 in barrier (`line 1`), "
      "rank 2 in broadcast (`line 1`)"),
-    ([collective(3), collective(3), collective(4)], "all ranks have arrived, and the messages are under way"),
+    ([collective(3), collective(3), collective(4)], "all ranks have arrived, and messages are in flight"),
     # A sub-group waits for a rank that is elsewhere.
     ([collective(1, group="half"), collective(1, group="half"), collective(7, "finished")],
      "rank 2 has not arrived; it last finished barrier (`line 7`)"),

@@ -86,7 +86,7 @@ WRONG_AXIS = {
     "local": ("shard of a tensor-parallel",
               lambda world: LocalSGD(world.comm, model := tensor_parallel(world), sgd(model), 4)),
     "data in data": ("in a DataParallel", lambda world: DataParallel(DataParallel(net(), world.comm), world.comm)),
-    "data over stages": ("ranks of the pipeline", lambda world: PipelineStage(
+    "data over stages": ("stages of the pipeline", lambda world: PipelineStage(
         DataParallel(net(), world.comm), world.rank, 2, world.comm)),
     "stage 2 below": ("ZeroOptimizer", stage_two_below),
 }  # fmt: skip
@@ -245,8 +245,8 @@ def stage_3_then_1(world):
 
 
 TWICE = {
-    "experts": ("in a MixtureOfExperts already", experts_twice),
-    "data, then stage 2": ("averaged already", data_then_stage_2),
+    "experts": ("already in a MixtureOfExperts", experts_twice),
+    "data, then stage 2": ("already averaged", data_then_stage_2),
     "stage 3, then 1": ("has put shards", stage_3_then_1),
     "engine copied": ("copied", lambda world: copy.deepcopy(engine_of())),
     "experts copied": ("copied", lambda world: copy.deepcopy(MixtureOfExperts(6, [nn.Linear(6, 6)], world.comm))),
@@ -372,9 +372,9 @@ TOKENS = {
     "positions inside": (r"positions\(length\)",
                          lambda world: (m := context(world, Attention(inside=True)))(m.split(TEXT))),
     "the module itself": ("ContextParallel", lambda world: context(world).module(TEXT)),
-    **{type(layer).__name__: ("tokens alone", lambda world, layer=layer: context(world, Attention(layer)))
+    **{type(layer).__name__: ("only this rank's tokens", lambda world, layer=layer: context(world, Attention(layer)))
        for layer in (nn.GroupNorm(1, 2), nn.InstanceNorm1d(2), nn.AvgPool1d(1), nn.ConvTranspose1d(2, 2, 1))},
-    "jit": ("tokens alone", lambda world: context(world, Attention(torch.jit.script(nn.Linear(4, 4))))),
+    "jit": ("only this rank's tokens", lambda world: context(world, Attention(torch.jit.script(nn.Linear(4, 4))))),
     "scale": ("scale", lambda world: (m := context(world, Settings(scale=0.5 + world.rank)))(m.split(TEXT))),
     "causal": ("is_causal", lambda world: (m := context(world, Settings(is_causal=world.rank == 0)))(m.split(TEXT))),
     "batch of keys": ("queries of", lambda world: (m := context(world, Settings()))(m.split(TEXT), m.split(TEXT[:1]))),
@@ -465,7 +465,7 @@ def test_checkpoints_of_another_cut(world):
 
     trained(2, False)
     all_refuse(world, {
-        "other stages": ("2 stages", resumed),
+        "as in a pipeline": ("2 stages", resumed),
         "a stage by hand": ("stages", lambda world: checkpoint.save(f"{folder}/hand", module)),
         "tensor 2 to 1": ("tensor1of2|tensor0of2", lambda world: trained(1, True)),
     })  # fmt: skip

@@ -197,7 +197,7 @@ def test_only_what_runs_otherwise_is_run_before_the_night():
 @pytest.mark.lint
 def test_every_stored_verdict_on_a_solution_is_that_it_passed():
     for notebook in sorted((ROOT / "notebooks" / "solutions").glob("*.ipynb")):
-        assert "Not yet:" not in notebook.read_text(), f"{notebook.name}: build it anew"
+        assert "Not yet:" not in notebook.read_text(), f"{notebook.name}: build it again"
 
 
 def texts_of(output):

@@ -108,7 +108,7 @@ def test_what_it_cannot_do_is_refused(world):
     specs = [LayerSpec(nn.Linear, 2, 2) for _ in range(3)]
     for stages, method, words in (
         (3, "parameters", r"num_stages=3\): there are 2 ranks"),
-        (2, (0, 3), r"partition_method=\[0, 3\] does not cut 3 layers into 2 stages: give 3 rising numbers"),
+        (2, (0, 3), r"partition_method=\[0, 3\] does not cut 3 layers into 2 stages: pass 3 rising numbers"),
         (2, "by-eye", "partition_method='by-eye': choose 'parameters'"),
         (2, "time", "pass sample=x"),
         (0, "parameters", r"num_stages=0\): there are 2 ranks for stages, which need whole numbers"),
@@ -117,12 +117,12 @@ def test_what_it_cannot_do_is_refused(world):
     refuses(r"num_stages=3, stages_per_rank=2\): there are 2 ranks", PipelineModule, specs, 3, stages_per_rank=2)
     words = r"num_stages=2, stages_per_rank=0\): there are 2 ranks for stages, which need"
     refuses(words, PipelineModule, specs, 2, stages_per_rank=0)
-    words = "Layers 0 and 2 share the parameter weight, and are on stages 0 and 1, which"
+    words = "Layers 0 and 2 share the parameter weight, but are on stages 0 and 1, so each"
     refuses(words, PipelineModule, [linear, nn.Tanh(), linear], 2)
     several = PipelineModule([*specs, *specs], 4, stages_per_rank=2)
-    refuses("This rank has 2 stages: run them by a schedule", several, torch.zeros(1, 2))
+    refuses("This rank has 2 stages: run stages", several, torch.zeros(1, 2))
     refuses("1 layers cannot be cut into 2 stages", PipelineModule, specs[:1], 2)
-    refuses(r"Stage \d of 2 is on rank \d of 2", PipelineStage, linear, 1 - world.rank, 2, comm)
+    refuses(r"Stage \d of 2 belongs to rank \d of 2", PipelineStage, linear, 1 - world.rank, 2, comm)
     stage = PipelineStage(linear, world.rank, 2, comm)
     refuses("", ScheduleGPipe, stage, 0)
     words = r"stages 0, 2 of 4|stages 1, 3 of 4"
@@ -131,22 +131,22 @@ def test_what_it_cannot_do_is_refused(world):
     several = [PipelineStage(nn.Linear(2, 2), index, 4, comm) for index in (world.rank, world.rank + 2)]
     refuses(r"ScheduleGPipe runs stages .* several stages a rank are run by", ScheduleGPipe, several, 2)
     ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=torch_group(world))
-    words = r"DistributedDataParallel would not average .* wrap it in dtlib\.parallel\.data"
+    words = r"DistributedDataParallel would not average .* wrap the stage in dtlib\.parallel\.data"
     refuses(words, PipelineStage, ddp, world.rank, 2, comm)
     schedule, x = ScheduleGPipe(stage, 4), torch.zeros(4, 2)
     with torch.no_grad():
-        refuses(r"step\(\) has no gradients to compute under no_grad: call eval", schedule.step, x, target=x)
+        refuses(r"step\(\) cannot compute gradients under no_grad: call eval", schedule.step, x, target=x)
     if world.rank == 1:
         refuses(r"step\(\) on the last stage needs a loss: ScheduleGPipe\(\.\.\., loss_fn\)", schedule.step, target=x)
     else:
         refuses("3 samples cannot be cut into 4 micro-batches", schedule.step, torch.zeros(3, 2))
         refuses("needs the inputs", schedule.step)
         for inputs, words in (
-            ((torch.tensor(1.0),), r"tensors of shapes \(\): each has the samples in its first dimension"),
-            ((x, torch.zeros(2, 2)), r"shapes \(4, 2\), \(2, 2\): each has the samples"),
-            ((["a", "b"],), "tensors of shapes none: each has"),
-            ((x, {"y": torch.zeros(4).numpy()}), "have a ndarray, which is not cut"),
-            ((nn.utils.rnn.pack_sequence([torch.zeros(2)] * 4),), "have a PackedSequence, which is not cut"),
+            ((torch.tensor(1.0),), r"tensors of shapes \(\): the first dimension of each is the samples"),
+            ((x, torch.zeros(2, 2)), r"shapes \(4, 2\), \(2, 2\): the first dimension of each"),
+            ((["a", "b"],), "tensors of shapes none: the first"),
+            ((x, {"y": torch.zeros(4).numpy()}), "have a ndarray, which cannot be cut"),
+            ((nn.utils.rnn.pack_sequence([torch.zeros(2)] * 4),), "have a PackedSequence, which cannot be cut"),
         ):
             refuses(words, schedule.step, *inputs)
     comm.barrier()
@@ -157,7 +157,7 @@ def test_ranks_without_a_stage_are_refused_on_all_of_them(world):
     specs = [LayerSpec(nn.Linear, 2, 2) for _ in range(3)]
     words = r"num_stages=2\): there are 3 ranks for stages, which need 2: stages are on all"
     refuses(words, PipelineModule, specs, 2, comm=world.comm)
-    words = r"num_stages=2\): 3 ranks cannot have as many stages each"
+    words = r"num_stages=2\): stages cannot be divided equally among 3 ranks"
     refuses(words, PipelineStage, nn.Linear(2, 2), min(world.rank, 1), 2, world.comm)
 
 
@@ -237,7 +237,7 @@ def test_what_is_no_tensor_is_not_given_to_the_next_stage(world):
         schedule = ScheduleGPipe(stage, 2, nn.functional.mse_loss)
         if world.rank == 0:
             refuses(f"Stage 0 gave a {kind} to the next one: a stage gives a tensor, or", schedule.eval, x)
-            refuses(r"ended with DtlibError, and messages of it may .* make a new one", schedule.eval, x)
+            refuses(r"ended with DtlibError, and its messages may .* create a new one", schedule.eval, x)
     # The last one may give what it likes.
     output = ScheduleGPipe(PipelineStage(Gives("dict"), 0, 1, world.comm.split(world.rank)), 2).eval(x)
     assert output["a"].shape == (2, 2)
@@ -257,7 +257,7 @@ def test_a_stage_that_changes_what_it_has_given_is_refused(world):
     stage = PipelineStage(nn.Identity() if world.rank else Reuses(), world.rank, 2, world.comm)
     schedule = ScheduleGPipe(stage, 2)
     if world.rank == 0:
-        words = "Stage 0 changed in place what it had given for the micro-batch before"
+        words = "Stage 0 changed in place its output of the previous micro-batch"
         refuses(words, schedule.eval, torch.zeros(2, 2))
 
 
@@ -280,7 +280,7 @@ def test_a_step_that_was_cut_short_leaves_no_stale_messages_to_the_next(world):
         schedule.eval(torch.ones(4, 2))
     else:
         refuses("a mistake", schedule.eval, error=ValueError)
-        refuses("A step of this ScheduleGPipe ended with ValueError, and messages of it", schedule.eval)
+        refuses("A step of this ScheduleGPipe ended with ValueError, and its messages", schedule.eval)
     schedule = ScheduleGPipe(stage, 2)
     torch.manual_seed(0)
     whole, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.zeros(4, 2)
@@ -467,7 +467,7 @@ def test_what_a_header_cannot_say_is_refused(world):
     assert runs_of(list("aaabccb")) == [2, 1, 0, 0, 1, 0, 0]
     many, odd = kinds_of([torch.zeros(1, 1)] * 30), kinds_of([torch.zeros(1, dtype=torch.complex64)])
     refuses(r"30 tensors of together 60 dimensions .* room for 64 numbers: join some", header_of, many, 0)
-    refuses(r"gives torch\.complex64 to the next one: it may give float32, ", header_of, odd, 0)
+    refuses(r"returned torch\.complex64, but it may return float32, ", header_of, odd, 0)
     stage = PipelineStage(nn.Linear(2, 2), world.rank, 2, world.comm)
     schedule = ScheduleGPipe(stage, 2, lambda output, target: output)
     x = torch.zeros(2, 2)
@@ -475,7 +475,7 @@ def test_what_a_header_cannot_say_is_refused(world):
         schedule.comm.time_limit = 1
         refuses("", schedule.step, x)
     else:
-        refuses(r"loss_fn gave shape \(1, 2\): it gives one number", schedule.step, target=x)
+        refuses(r"loss_fn returned shape \(1, 2\): return one number", schedule.step, target=x)
 
 
 @on_ranks(2)

@@ -155,8 +155,8 @@ def test_what_cannot_run_is_said(runs, capsys):
     assert not shown.button.disabled and shown.button.description == "run it on the engines"
     capsys.readouterr()
     shown.name.value = "interleaved 1F1B"
-    assert "8 is no multiple of 3" in capsys.readouterr().out
+    assert "8 is not a multiple of 3" in capsys.readouterr().out
     shown.button.click()
-    assert "8 is no multiple of 3" in capsys.readouterr().out
+    assert "8 is not a multiple of 3" in capsys.readouterr().out
     shown.microbatches.value = 9
     assert "interleaved 1F1B, simulated" in capsys.readouterr().out

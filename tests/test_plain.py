@@ -153,7 +153,7 @@ def test_data_parallel_refuses_what_lies_outside_of_its_contract(world):
         def made(comm, kind=kind):
             return kind(net(), comm)
 
-        refused_by(comm, "equal ones", made, uneven)
+        refused_by(comm, "equal batches", made, uneven)
         refused_by(comm, r"0\.weight got .* gradients", made, unused)
         refused_by(comm, "got .* gradients", made, reentrant)
         refused_by(comm, "frozen, unfrozen or replaced", made, unfrozen)
@@ -161,7 +161,7 @@ def test_data_parallel_refuses_what_lies_outside_of_its_contract(world):
         refused_by(comm, "no tensor of samples", made, without_a_batch)
         model = net()
         kind(model, comm)
-        refused(comm, "earlier wrapper", kind, model, comm)
+        refused(comm, "another wrapper", kind, model, comm)
 
     def naive(*act):
         model = DataParallelNaive(net(), comm.split(0))
@@ -169,7 +169,7 @@ def test_data_parallel_refuses_what_lies_outside_of_its_contract(world):
             do(model)
         model.average_gradients()
 
-    refused(comm, "equal ones", naive, uneven)
+    refused(comm, "equal batches", naive, uneven)
     refused(comm, r"0\.weight got .* gradients", naive, unused)
     refused(comm, "requires a gradient", DataParallelNaive, nn.Tanh(), comm)
     refused(comm, "differ", DataParallelNaive, nn.Linear(2, 3 + comm.rank), comm)
@@ -210,7 +210,9 @@ def test_a_batch_that_is_passed_by_its_name(world):
         moved = (before - zero.units[0].shard)[: 21 - 11 * world.rank]  # weights, biases, padding
         assert ((moved - 4.5).abs() < 1e-5).sum() + ((moved - 3).abs() < 1e-5).sum() == len(moved)
         model.zero_grad()
-        refused_by(world.comm, "equal ones", lambda comm, kind=kind: named(kind, comm), lambda step: step(world.rank))
+        refused_by(
+            world.comm, "equal batches", lambda comm, kind=kind: named(kind, comm), lambda step: step(world.rank)
+        )
 
 
 def named(kind, comm):
@@ -301,10 +303,10 @@ def test_zero_refuses_what_lies_outside_of_its_contract(world):
         for why, act in {
             "batches of": uneven,
             r"6\.weight got \[0, 0": unused,
-            "no step\\(\\) followed": second_backward,
-            "got \\[2, 2|that is not here any more": twice_backward,
+            "a step\\(\\) is missing": second_backward,
+            "got \\[2, 2|that ZeRO sent and freed": twice_backward,
             "got \\[0, 0": no_backward,
-            "of this gradient would be that of this rank's batch|that is not here any more": clipped,
+            "of this gradient would be .* of this rank's batch|that ZeRO sent and freed": clipped,
             "takes no closure": with_closure,
             "frozen, unfrozen or replaced": frozen_later,
         }.items():
@@ -315,7 +317,7 @@ def test_zero_refuses_what_lies_outside_of_its_contract(world):
         refused(comm, "in 0 units", kind, comm, model, adamw, linears(model)[:2])
         refused(comm, "in 2 units", kind, comm, model, adamw, [model, model[0]])
         refused(comm, "one of float32 and float64", kind, comm, net().bfloat16(), adamw)
-        refused(comm, r"units are \['a'\]: give a list", kind, comm, model, adamw, {"a": model})
+        refused(comm, r"units are \['a'\]: pass a list", kind, comm, model, adamw, {"a": model})
         turned = net()
         turned[0].weight.data = turned[0].weight.detach().t().contiguous().t()
         refused(comm, r"set 0\.weight\.data = 0\.weight\.data\.cont", kind, comm, turned, adamw)
@@ -329,14 +331,14 @@ def test_zero_refuses_what_lies_outside_of_its_contract(world):
         frozen[0].bias.requires_grad_(False)
         refused(comm, "0.bias is frozen", kind, comm, frozen, adamw)
         kind(comm, model := net(), adamw)
-        refused(comm, "earlier wrapper", kind, comm, model, adamw)
+        refused(comm, "another wrapper", kind, comm, model, adamw)
 
     class Pair(nn.Linear):
         def forward(self, x):
             return super().forward(x), x
 
     zero = Stage3(comm, pair := Pair(6, 6).double(), adamw)
-    refused(comm, "has to give one tensor", pair, x)
+    refused(comm, "must return one tensor", pair, x)
     assert zero.units
 
 
@@ -372,17 +374,17 @@ def test_pipeline_refuses_what_lies_outside_of_its_contract(world):
     x, y, stage = torch.ones(6, 6).double(), torch.ones(6, 3).double(), stages_of(net(), comm)
     is_first, is_last = comm.rank == 0, comm.rank == comm.size - 1
     x, y = x if is_first else None, y if is_last else None
-    refused(comm, "no 4 equal micro-batches", step, comm, stage, x, y, mse_loss, 4)
-    refused(comm, "no 0 equal micro-batches", step, comm, stage, x, y, mse_loss, 0)
-    refused(comm, "no 2.0 equal micro-batches", step, comm, stage, x, y, mse_loss, 2.0)
+    refused(comm, "not divide into 4 micro-batches", step, comm, stage, x, y, mse_loss, 4)
+    refused(comm, "not divide into 0 micro-batches", step, comm, stage, x, y, mse_loss, 0)
+    refused(comm, "not divide into 2.0 micro-batches", step, comm, stage, x, y, mse_loss, 2.0)
     refused(comm, "one of .*gpipe", step, comm, stage, x, y, mse_loss, 2, "zb")
     refused(comm, "as many micro-batches", step, comm, stage, x, y, mse_loss, 2 + is_last)
     refused(comm, "have None and 6", step, comm, stage, None, y, mse_loss, 2)
     refused(comm, "have 6 and 3", step, comm, stage, x, y[:3] if is_last else None, mse_loss, 2)
-    refused(comm, "train no parameter", step, comm, nn.Tanh() if is_first else stage, x, y, mse_loss, 2)
-    refused(comm, "no 2.* equal micro-batches", step, comm, stage, x, y, mse_loss, 2.0 if is_first else 2)
+    refused(comm, "have no parameter to train", step, comm, nn.Tanh() if is_first else stage, x, y, mse_loss, 2)
+    refused(comm, "not divide into 2.* micro-batches", step, comm, stage, x, y, mse_loss, 2.0 if is_first else 2)
     for summed in (nn.MSELoss(reduction="sum"), partial(mse_loss, reduction="sum")):
-        refused(comm, "reduction='sum': take the mean", step, comm, stage, x, y, summed, 2)
+        refused(comm, "reduction='sum': use the mean", step, comm, stage, x, y, summed, 2)
     norm = nn.Sequential(stage, nn.BatchNorm1d(7)).double() if is_first else stage
     refused(comm, "1 of rank 0 is batch norm", step, comm, norm, x, y, mse_loss, 2)
     shared = seeded(lambda: nn.Linear(6, 6), seed=0 if is_first or is_last else 1)
@@ -395,7 +397,7 @@ def test_pipeline_refuses_what_lies_outside_of_its_contract(world):
     assert (step(comm, alike.eval(), x, y6, mse_loss, 2) is None) != is_last
     if is_first:
         for odd in (lambda x: (x, x), lambda x: x.half()):
-            refuses("gives one tensor", announce, comm, 1, odd(x))
+            refuses("returns one tensor", announce, comm, 1, odd(x))
     comm.barrier()
 
 

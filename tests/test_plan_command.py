@@ -70,7 +70,7 @@ def test_as_json(capsys):
 @pytest.mark.parametrize(
     "line,says",
     (
-        ("plan gpt5", "There is no model 'gpt5': give one of"),
+        ("plan gpt5", "There is no model 'gpt5': pass one of"),
         ("plan llama3-8b --device tpu", "There is no device 'tpu': choose one of"),
         ("plan llama3-8b --gpus 0", "--gpus is 0: give a whole number from 1"),
         ("plan llama3-8b --fixed zero=9", "zero is 9: choose one of 0, 1, 2, 3"),
@@ -100,7 +100,7 @@ def test_as_json(capsys):
         ("plan llama3-8b --best=--", "best is []: give a whole number"),
         (
             "plan layers=1e6,hidden=7207200,heads=720720,vocab=9,seq=65536,experts=720720 --gpus 720720",
-            "720720 GPUs have more than 40,000 plans: fix some, such as tensor=8,pipe=4.",
+            "720720 GPUs have more than 40,000 plans: fix some axes, such as tensor=8,pipe=4.",
         ),
         ("plan llama3-8b --best -1", "--best is -1: give a whole number"),
         ("plan llama3-8b --best inf", "--best is inf: give a whole number"),
@@ -131,7 +131,7 @@ def test_a_pipe_is_no_file_to_write_or_read(tmp_path, capsys):
     assert main(["plan", sizes, "--gpus=1", "--batch=1", f"--write={pipe}"]) == 2
     assert "cannot be written (No such device or address): name another file" in capsys.readouterr().err
     assert main(["plan", str(pipe)]) == 2
-    assert "is no config of a model" in capsys.readouterr().err
+    assert "is not a config of a model" in capsys.readouterr().err
 
 
 def test_a_model_from_a_file(tmp_path):
@@ -141,11 +141,11 @@ def test_a_model_from_a_file(tmp_path):
     assert model_of(str(path), seq=16).seq == 16
     for text in ("[1]", "[" * 100_000, "no JSON"):
         path.write_text(text)
-        with pytest.raises(PlanError, match="is no config of a model"):
+        with pytest.raises(PlanError, match="is not a config of a model"):
             model_of(str(path))
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(PlanError, match="is no config of a model"):
+    with pytest.raises(PlanError, match="is not a config of a model"):
         model_of(str(path))
     for wrong in ([64], -1, 1.5, True, 10**400):
         with pytest.raises(PlanError, match="vocab is"):
@@ -186,11 +186,11 @@ def test_in_a_notebook(capsys):
 
 def test_what_dtlib_train_cannot_do_is_refused():
     plan = Plan(data=2, tensor=2, pipe=2, batch=32)
-    with pytest.raises(PlanError, match="dtlib train cuts layers, sequences and experts of its own decoder"):
+    with pytest.raises(PlanError, match="dtlib train divides layers, sequences and experts only of its own decoder"):
         configs.for_dtlib(LLAMA, plan)
-    with pytest.raises(PlanError, match="dtlib train cuts layers, sequences and experts of its own decoder"):
+    with pytest.raises(PlanError, match="dtlib train divides layers, sequences and experts only of its own decoder"):
         configs.for_dtlib(LLAMA, replace(plan, tensor=1, context=2))
-    with pytest.raises(PlanError, match="dtlib train's pipelines take ZeRO stage 0, 1 or 2, not 3"):
+    with pytest.raises(PlanError, match="dtlib train's pipelines support ZeRO stages 0, 1 and 2, not 3"):
         configs.for_dtlib(LLAMA, replace(plan, tensor=1, zero=3))
 
 

@@ -290,8 +290,8 @@ def test_long_sequences_are_cut():
 @pytest.mark.parametrize(
     "change,says",
     (
-        ({"data": 3}, "= 3 GPUs, and there are 8"),
-        ({"data": 1, "tensor": 8, "batch": 3, "micro_batch": 2}, "A batch of 3 does not divide by data 1 x micro"),
+        ({"data": 3}, "= 3 GPUs, but there are 8"),
+        ({"data": 1, "tensor": 8, "batch": 3, "micro_batch": 2}, "A batch of 3 is not a multiple of data 1 x micro"),
         ({"tensor": 3}, "tensor is 3, and heads are 32"),
         ({"pipe": 64}, "64 stages are more than the 32 layers"),
         ({"context": 3}, "context is 3, and the sequence's tokens are 4096"),
@@ -301,7 +301,7 @@ def test_long_sequences_are_cut():
         ({"chunks": 2}, "chunks is 2"),
         ({"batch": 0}, "batch is 0"),
         ({"micro_batch": 1.5}, "micro_batch is 1.5"),
-        ({"schedule": "interleaved", "pipe": 8, "batch": 12, "chunks": 2}, "12 micro-batches are no multiple"),
+        ({"schedule": "interleaved", "pipe": 8, "batch": 12, "chunks": 2}, "12 micro-batches are not a multiple"),
         ({"context": 8, "tensor": 8, "context_algorithm": "ulysses"}, "tensor x context is 64, and heads are 32"),
     ),
 )  # fmt: skip
@@ -337,7 +337,7 @@ def test_it_says_what_was_never_measured():
     text = str(far)
     assert "about" in text and "pipe 16 is outside of what was measured (1 to 1)" in text
     other = estimate(LLAMA, Plan(data=8, batch=256), DEVICES["b200"])
-    assert any("Nothing was measured on b200" in each for each in other.outside)
+    assert any("There is no measurement for b200" in each for each in other.outside)
     assert other.high / other.low > known.high / known.low
 
 

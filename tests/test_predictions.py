@@ -142,7 +142,7 @@ def test_a_guess_is_compared_below_the_cell_that_brings_the_figure(shell, capsys
     assert said() == "", "a guess is compared once"
     shell.run("predict('count', 2)")
     shell.run("found = 4")
-    assert "waits: what ran gave no figure (TypeError" in said()
+    assert "is not judged yet, because the run gave no number (TypeError" in said()
     shell.run("found = [1, 2]")  # of the notebook
     assert said() == "You predicted 2, and it came out as 3: right.\n"
     shell.run("predict('times', 4)")

@@ -118,8 +118,8 @@ def test_text_shows_the_questions_and_a_choice_is_explained(capsys):
 
 
 @pytest.mark.parametrize("name,answers,words", [
-    ("3", None, "There is no quiz '3': choose one of '00', '01'"), ("03", "abca", "has 5 questions, and 'abca' has 4"),
-    ("03", "abcxa", "'x' in 'abcxa' is no answer: write one of abcd, or -"), ("03", "", "has 0 answers"),
+    ("3", None, "There is no quiz '3': choose one of '00', '01'"), ("03", "abca", "has 5 questions, but 'abca' has 4"),
+    ("03", "abcxa", "'x' in 'abcxa' is not an answer: write one of abcd, or -"), ("03", "", "has 0 answers"),
 ])  # fmt: skip
 def test_what_is_no_answer_is_refused(name, answers, words):
     with pytest.raises(DtlibError, match=re.escape(words)):
@@ -162,13 +162,13 @@ def test_lectures_ask_and_no_notebook_answers():
 
 
 def test_progress_and_scores_of_a_learner(learners_folder, capsys):
-    with pytest.raises(DtlibError, match="keeps no record"):
+    with pytest.raises(DtlibError, match="stores no progress"):
         (learners_folder / course.RECORD).rename(learners_folder / "aside")
         progress.progress()
     (learners_folder / "aside").rename(learners_folder / course.RECORD)
     progress.scores()
     assert "No score yet" in capsys.readouterr().out
-    with pytest.raises(DtlibError, match="Nothing is done yet"):
+    with pytest.raises(DtlibError, match="There is no result"):
         lab.certificate()
     progress.progress()
     assert "Next: predict 'sum-for-eight', in lectures/00_start_here.ipynb." in capsys.readouterr().out

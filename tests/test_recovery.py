@@ -136,7 +136,7 @@ def test_a_rank_that_is_stopped_is_named_and_counts_as_dead_once_it_is_killed(tm
     assert run.wait(SECONDS) == 0, run.output()
     check_outcome(tmp_path, run, {"steps": 20})
     late, stopped, died = run.said
-    assert late.startswith("Rank 2 computes ") and "all wait for it" in late
+    assert late.startswith("Rank 2 computes ") and "all ranks wait for it" in late
     assert stopped.startswith(f"Rank 1 (process {run.processes[1].pid}) is stopped") and "kill -CONT" in stopped
     assert died == "Rank 1 has died: 2 ranks are left, and go on."
 
@@ -175,7 +175,7 @@ def test_a_node_that_is_cut_off_is_named_although_mpiexec_ends_well(tmp_path):
     """Its words, and its status, as with two nodes of which one was ended; here a rank says them."""
     run = Run(["-c", f"print({PRTERUN_SAYS!r})"], 1, tmp_path).start()
     assert run.wait(SECONDS) == 1
-    assert run.said == ["Node there7 does not answer any more: it is down, or cut off from the network."]
+    assert run.said == ["Node there7 does not answer: it is down, or has no network."]
 
 
 RAISED = {"at": 0.0, "what": "raised", "rank": 0, "kind": "RuntimeError", "sentence": "Connection closed by peer"}

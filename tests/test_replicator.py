@@ -269,7 +269,7 @@ def take_inputs_of_all_kinds(replicator):
     assert (got == 66 + 2 * n + n * (n - 1)).all() and got.shape == (3, n)
     # The run ends with the first replica that has no more inputs.
     assert len(replicator.run(step_fn, lambda r: [torch.ones(2)] * (5 - r))) == 5 - (n - 1)
-    with pytest.raises(DtlibError, match=rf"input_fn\({n - 1}\) gave inputs for {6 - n} of 5 steps"):
+    with pytest.raises(DtlibError, match=rf"input_fn\({n - 1}\) returned inputs for {6 - n} of 5 steps"):
         replicator.run(step_fn, lambda r: [torch.ones(2)] * (5 - r), steps=5)
 
 
@@ -305,7 +305,7 @@ REFUSED = {
     "an input": (lambda x: x.view(-1).add_(1).sum(), "aten.add_.Tensor, which changes a tensor"),
     "an output": (lambda x: torch.add(x[0], 1, out=model[0].bias.data).sum(), "aten.add.out, which changes a tensor"),
     "backward": (lambda x: model[0](x).sum().backward(), "capture backward .*minimize"),
-    "a python result": (lambda x: 1.0, "step_fn gives tensors, and gave float 1.0"),
+    "a python result": (lambda x: 1.0, "step_fn must return tensors, but returned float 1.0"),
 }
 
 
@@ -377,7 +377,7 @@ def test_wrong_arguments_are_refused():
         lambda x: sparse.minimize(embedding(words).sum()): "a parameter of shape .3, 2. is sparse",
         lambda x: replicator.map_reduce(x, "prod"): "no op 'prod': choose one of sum, mean, max, min",
         lambda x: replicator.map_reduce(x.long(), "mean"): "does not take int64",
-        lambda x: replicator.map_gather(x.cfloat()): "does not carry complex64",
+        lambda x: replicator.map_gather(x.cfloat()): "does not support complex64",
         lambda x: replicator.map_reduce(3): "map_reduce takes a tensor, or a function of replica_id, and got int",
     }.items():
         refuses(sentence, replicator.run, step_fn, lambda r: [torch.ones(1, 2)])
@@ -445,12 +445,12 @@ def test_outputs_and_parameters_that_are_not_alike_are_refused(world):
         lambda step: None if step == 1 else a,
         lambda step: a if world.rank or step == 1 else torch.ones(1),
     ):
-        refuses(r"in another step or on another replica, .*: give the same each time", run, give)
+        refuses(r"in another step or on another replica, .*: return the same each time", run, give)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
     optimizer = replicator.wrap_optimizer(inner)
     inner.add_param_group({"params": list(model[1].parameters())})
-    with pytest.raises(DtlibError, match=r"has got 2 parameters since wrap_optimizer: call"):
+    with pytest.raises(DtlibError, match=r"has 2 new parameters since wrap_optimizer: call"):
         optimizer.minimize(model(torch.ones(1, 2)).sum())
     empty = nn.ParameterList([nn.Parameter(torch.zeros(0)), nn.Parameter(torch.ones(2))])
     replicator.wrap_optimizer(torch.optim.SGD(empty, lr=1.0)).minimize(empty[1].sum() * (world.rank + 1))

@@ -262,7 +262,7 @@ for step in sys.argv[1].split(","):
         world = dtlib.init()
     else:
         dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/store", rank=rank, world_size=size)
-print("printed before")
+print("output before")
 if rank == size - 1:
     raise ValueError("no data")
 world.comm.barrier()
@@ -292,7 +292,7 @@ def test_an_error_in_a_program_with_a_process_group_of_torch_is_shown(tmp_path, 
     assert started.wait(timeout=60) != 0
     said = output.decode()
     assert said.count("ValueError: no data") == 1 and "Traceback (most recent call last)" in said, said
-    assert "printed before" in said, said
+    assert "output before" in said, said
 
 
 def test_what_a_killed_mpiexec_leaves_behind_keeps_no_other_one_from_starting(tmp_path, monkeypatch):

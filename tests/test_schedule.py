@@ -68,7 +68,7 @@ def test_an_action_prints_as_torch_writes_it():
 
 @for_each(text=["", "F1", "0F", "0X1", "0f1", "-1F0", "0F1 0F2", "0SEND_F1", "²F1"])
 def test_what_is_no_action_is_refused(text):
-    with pytest.raises(ScheduleError, match="is no action"):
+    with pytest.raises(ScheduleError, match="is not an action"):
         parse(text)
 
 
@@ -218,17 +218,17 @@ def test_orders_are_those_of_torch():
 @pytest.mark.parametrize(
     "make,sentence",
     [
-        (lambda: gpipe(0, 4), "0 ranks make no schedule: it takes a whole number, at least 1."),
-        (lambda: gpipe(2, 0), "0 micro-batches make no schedule"),
-        (lambda: one_f_one_b(-1, 4), "-1 ranks make no schedule"),
-        (lambda: one_f_one_b(2, 1.5), "1.5 micro-batches make no schedule"),
-        (lambda: zero_bubble_h1(2, 0), "0 micro-batches make no schedule"),
-        (lambda: interleaved(2, 4, 0), "0 stages a rank make no schedule"),
+        (lambda: gpipe(0, 4), "0 ranks cannot form a schedule: pass a whole number, at least 1."),
+        (lambda: gpipe(2, 0), "0 micro-batches cannot form a schedule"),
+        (lambda: one_f_one_b(-1, 4), "-1 ranks cannot form a schedule"),
+        (lambda: one_f_one_b(2, 1.5), "1.5 micro-batches cannot form a schedule"),
+        (lambda: zero_bubble_h1(2, 0), "0 micro-batches cannot form a schedule"),
+        (lambda: interleaved(2, 4, 0), "0 stages a rank cannot form a schedule"),
         (
             lambda: interleaved(4, 6, 2),
-            "groups of 4, one a rank, and 6 is no multiple of 4: take 8 micro-batches",
+            "groups of 4, one per rank, but 6 is not a multiple of 4: use 8 micro-batches",
         ),
-        (lambda: interleaved(4, 3, 2), "3 is no multiple of 4: take 4 micro-batches"),
+        (lambda: interleaved(4, 3, 2), "3 is not a multiple of 4: use 4 micro-batches"),
     ],
 )
 def test_what_cannot_be_made_is_refused(make, sentence):
@@ -258,22 +258,22 @@ def test_why_interleaved_stages_take_whole_groups():
 WRONG = {
     "a forward pass is missing": (
         ["0F0 0B0 0F1 0B1", "1F0 1B0 1B1"],
-        "Of 2 stages and 2 micro-batches these are never done: 1F1.",
+        "With 2 stages and 2 micro-batches, the schedule lacks these actions: 1F1.",
     ),
-    "a backward pass is missing": (["0F0 0F1 0B0", "1F0 1F1 1B0 1B1"], "these are never done: 0B1."),
-    "half a backward pass is missing": (["0F0 0I0", "1F0 1B0"], "these are never done: 0W0."),
-    "a rank does nothing": (["0F0 0B0", ""], "these are never done: 1F0, 1B0."),
-    "much is missing": (["0F0 0F1 0F2 0F3", "1F0"], "these are never done: 0B0, 0B1, 0B2 and 8 more."),
+    "a backward pass is missing": (["0F0 0F1 0B0", "1F0 1F1 1B0 1B1"], "lacks these actions: 0B1."),
+    "half a backward pass is missing": (["0F0 0I0", "1F0 1B0"], "lacks these actions: 0W0."),
+    "a rank does nothing": (["0F0 0B0", ""], "lacks these actions: 1F0, 1B0."),
+    "much is missing": (["0F0 0F1 0F2 0F3", "1F0"], "lacks these actions: 0B0, 0B1, 0B2 and 8 more."),
     "twice": (["0F0 0F0 0B0", "1F0 1B0"], "Rank 0 does 0F0 2 times."),
     "whole and in halves": (["0F0 0B0 0W0", "1F0 1B0"], "Rank 0 does 0B0 and 0W0: a backward pass is whole, or in two"),
-    "the wrong rank": (["0F0 0B0 1F0 1B0", "1F0 1B0"], "Rank 0 does 1F0, but stage 1 lives on rank 1."),
-    "backward before forward": (["0F0 0B0", "1B0 1F0"], "Rank 1 does 1B0 before 1F0, whose result it needs."),
-    "W before I": (["0F0 0W0 0I0", "1F0 1B0"], "Rank 0 does 0W0 before 0I0, whose result it needs."),
+    "the wrong rank": (["0F0 0B0 1F0 1B0", "1F0 1B0"], "Rank 0 does 1F0, but stage 1 is on rank 1."),
+    "backward before forward": (["0F0 0B0", "1B0 1F0"], "Rank 1 does 1B0 before 1F0, but needs its result."),
+    "W before I": (["0F0 0W0 0I0", "1F0 1B0"], "Rank 0 does 0W0 before 0I0, but needs its result."),
     "stages of one rank": (
         ["2F0 0F0 2B0 0B0", "1F0 1B0"],
         "rank 0 has come to 2F0 and waits for 1F0 of rank 1; rank 1 has come to 1F0 and waits for 0F0 of rank 0.",
     ),
-    "two stages of the only rank": (["1F0 0F0 1B0 0B0"], "Rank 0 does 1F0 before 0F0, whose result it needs."),
+    "two stages of the only rank": (["1F0 0F0 1B0 0B0"], "Rank 0 does 1F0 before 0F0, but needs its result."),
     "each waits for the other first": (
         ["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"],
         "Ranks wait for each other in a circle: rank 0 has come to 0B0 and waits for 1B0 of rank 1; "
@@ -305,7 +305,7 @@ def test_a_circle_names_only_those_who_are_in_it():
 def test_what_is_missing_at_the_end_is_seen_where_numbers_are_given():
     schedule = gpipe(2, 3)
     for wanted in ({"stages": 4}, {"microbatches": 4}):
-        with pytest.raises(ScheduleError, match="never done"):
+        with pytest.raises(ScheduleError, match="lacks these actions"):
             validate(schedule, **wanted)
     with pytest.raises(ScheduleError, match="Rank 0 does 0F2, but there are 2 stages and 2 micro-batches"):
         validate(schedule, microbatches=2)
@@ -313,7 +313,7 @@ def test_what_is_missing_at_the_end_is_seen_where_numbers_are_given():
 
 @for_each(entry=["0F0", (0, "F", 0), Action(0, "SEND", 0), Action(0, "F", -1), None])
 def test_a_list_that_has_something_else_is_refused(entry):
-    with pytest.raises(ScheduleError, match=r"The list of rank 0 has .*, which is no action"):
+    with pytest.raises(ScheduleError, match=r"The list of rank 0 has .*, which is not an action"):
         validate([[entry]])
 
 
@@ -429,13 +429,13 @@ def test_halves_take_half_of_the_backward_pass_unless_told_otherwise():
 
 
 def test_wrong_times_and_schedules_are_refused():
-    with pytest.raises(ScheduleError, match="Stage 1 has no time; there are times for 0"):
+    with pytest.raises(ScheduleError, match="Stage 1 has no time: give one besides 0"):
         simulate(gpipe(2, 1), forward={0: 1})
     with pytest.raises(ScheduleError, match="An action of stage 0 takes -1; a time cannot be negative"):
         simulate(gpipe(2, 1), forward=-1)
     with pytest.raises(ScheduleError, match=r"A message takes -0.1"):
         simulate(gpipe(2, 1), message=-0.1)
-    with pytest.raises(ScheduleError, match="never done: 1B0"):
+    with pytest.raises(ScheduleError, match="lacks these actions: 1B0"):
         simulate(lists("0F0 0B0", "1F0"))
 
 

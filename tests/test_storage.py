@@ -133,16 +133,16 @@ def test_tar_files_are_those_that_others_read(folder_of):
 def test_what_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(DtlibError, match="'zip': choose one of files"):
         write(tmp_path / "a", numbered(), NUMBERED, "zip")
-    with pytest.raises(DtlibError, match="31 bytes, and its dtype 32"):
+    with pytest.raises(DtlibError, match="31 bytes, but the dtype 32"):
         write(tmp_path / "b", [b"x" * 31], NUMBERED, "shards")
-    with pytest.raises(DtlibError, match="per_shard=10 is no multiple of row_group=8"):
+    with pytest.raises(DtlibError, match="per_shard=10 must be a multiple of row_group=8"):
         write(tmp_path / "c", numbered(), NUMBERED, "parquet", per_shard=10, row_group=8)
     for sizes in ({"per_shard": 0}, {"row_group": -1}):
         with pytest.raises(DtlibError, match="give a whole number from 1 to"):
             write(tmp_path / "c", numbered(), NUMBERED, "shards", **sizes)
     for kind, form in ((">i4", "shards"), ("U3", "tar"), ("M8[s]", "files"), ("c8", "parquet"),
                        (("u1", (0,)), "shards"), ([("y", "u1")], "shards"), ("O", "shards")):  # fmt: skip
-        with pytest.raises(DtlibError, match=f"Field 'x' is .* which no reader of {form} reads"):
+        with pytest.raises(DtlibError, match=f"Field 'x' is .* which readers of {form} reads"):
             write(tmp_path / "c", [], [("x", kind)], form)
     for dtype, words in (
         ("<i4", "int32 has no fields"),
@@ -161,7 +161,7 @@ def test_what_cannot_be_written_is_refused(tmp_path):
         for use in (open_samples, lambda folder: stage(folder, tmp_path / "f")):
             with pytest.raises(DtlibError, match=r"index\.json is cut off, or not made by"):
                 use(tmp_path / "e")
-    with pytest.raises(DtlibError, match="has samples already"):
+    with pytest.raises(DtlibError, match="already has samples"):
         write(tmp_path / "d", numbered(), NUMBERED, "shards")
     with pytest.raises(DtlibError, match=r"has no index\.json"):
         open_samples(tmp_path)
@@ -482,11 +482,11 @@ DAMAGED = [  # format, file, damage, lost samples, the byte at which it is notic
     ("one-file", "samples.bin", truncated, range(64, SAMPLES), None, "ends at byte 2065"),
     ("shards", "shard-00002.bin", truncated, range(42, 48), None, "ends at byte 325"),
     ("shards", "shard-00002.bin", Path.unlink, THIRD, 0, "No such file"),
-    ("shards", "shard-00002.bin", longer_inside, THIRD, 520, "523 bytes, and 16 records of 32 need 520"),
-    ("shards", "shard-00002.bin", shorter_inside, THIRD, 517, "517 bytes, and 16 records of 32 need 520"),
+    ("shards", "shard-00002.bin", longer_inside, THIRD, 520, "523 bytes, but 16 records of 32 need 520"),
+    ("shards", "shard-00002.bin", shorter_inside, THIRD, 517, "517 bytes, but 16 records of 32 need 520"),
     ("tar", "shard-00002.tar", truncated, range(44, 48), None, "ends at byte 12800"),
     ("tar", "shard-00002.tar", Path.unlink, THIRD, 0, "No such file"),
-    ("tar", "shard-00002.tar", longer_number, range(33, 48), None, "or one before it, has another length"),
+    ("tar", "shard-00002.tar", longer_number, range(33, 48), None, "this or an earlier record has another length"),
     ("tar", "shard-00002.tar", shorter_member, [34], 2048, "no record 0000034 of 32 bytes"),
     ("parquet", "shard-00002.parquet", truncated, THIRD, None, "cannot be read as Parquet"),
     ("parquet", "shard-00002.parquet", Path.unlink, THIRD, 0, "No such file"),
@@ -602,7 +602,7 @@ def test_files_of_others_stay(folder_of, tmp_path):
     (tmp_path / "mine").mkdir()
     (mine := tmp_path / "mine" / "samples.bin").write_text("mine")
     folder = folder_of("one-file")
-    with pytest.raises(DtlibError, match=r"samples\.bin is no copy that was staged"):
+    with pytest.raises(DtlibError, match=r"samples\.bin is not a staged copy"):
         stage(folder, mine.parent)
     with pytest.raises(DtlibError, match="File exists"):
         write(mine.parent, numbered(), NUMBERED, "one-file")
@@ -664,7 +664,7 @@ def test_two_that_write_to_one_folder_do_not_mix(tmp_path):
     started = [subprocess.Popen([*command, each], stderr=subprocess.PIPE, text=True) for each in "12"]
     said = [process.communicate(timeout=100)[1] for process in started]
     assert sorted(process.returncode for process in started) == [0, 1], said
-    assert any("has samples already" in each for each in said)
+    assert any("already has samples" in each for each in said)
     samples, _ = open_samples(tmp_path / "samples").read(range(3000))
     assert len(set(samples["number"].tolist())) == 1
 
@@ -756,7 +756,7 @@ def test_staging_where_there_is_an_older_staging(folder_of, tmp_path, monkeypatc
     assert open_samples(again.folder)[range(40)]["number"].tolist() == expected
     others = folder_of("files")
     for where in (folder, folder_of("tar"), tmp_path / "again"):
-        with pytest.raises(DtlibError, match="has samples already, and not those of"):
+        with pytest.raises(DtlibError, match="already has samples, but not of"):
             stage(others, where)
     (tmp_path / "a file").write_text("")
     with pytest.raises(StorageError, match="a file cannot be written"):
@@ -778,7 +778,7 @@ def test_a_staged_folder_never_mixes_two_versions(folder_of, tmp_path, monkeypat
         return count
 
     monkeypatch.setattr(cache, "_copy_file", then_anew)
-    with pytest.raises(StorageError, match=r"shard-00000.bin was written anew while it was staged: stage once more"):
+    with pytest.raises(StorageError, match=r"shard-00000.bin was written again while it was staged: stage it again"):
         stage(folder, tmp_path / "local")
     assert not (tmp_path / "local" / "index.json").exists()
     monkeypatch.undo()
@@ -845,7 +845,7 @@ def test_the_cache_in_memory_is_read_once_and_shared_by_workers(folder_of):
     for number in (-1, SAMPLES):  # kept or not
         with pytest.raises(IndexError):
             reader[number]
-    with pytest.raises(DtlibError, match="3,296 bytes and the cache may keep 100"):
+    with pytest.raises(DtlibError, match="3,296 bytes, but the cache may keep 100"):
         Cached(open_samples(folder), most_bytes=100)
 
 

@@ -456,26 +456,26 @@ def test_what_it_cannot_do_is_refused_on_every_rank(world):
     shared = {"linear": nn.Linear(2 + world.rank, 8), "padded": nn.Embedding(8, 2, padding_idx=0)}
     with_dropout = nn.MultiheadAttention(12, 6, dropout=0.1, batch_first=True)
     for make, words in (
-        (lambda: ColumnParallelLinear(4, few, comm), f"{n} ranks cannot share out_features={few}"),
-        (lambda: RowParallelLinear(few, 4, comm), f"{n} ranks cannot share in_features={few}"),
-        (lambda: VocabParallelEmbedding(few, 4, comm), f"{n} ranks cannot share num_embeddings={few}"),
-        (lambda: ParallelAttention(20, 5, comm), f"5 heads cannot be shared among {n} ranks"),
+        (lambda: ColumnParallelLinear(4, few, comm), f"{n} ranks cannot divide out_features={few}"),
+        (lambda: RowParallelLinear(few, 4, comm), f"{n} ranks cannot divide in_features={few}"),
+        (lambda: VocabParallelEmbedding(few, 4, comm), f"{n} ranks cannot divide num_embeddings={few}"),
+        (lambda: ParallelAttention(20, 5, comm), f"5 heads cannot be divided equally among {n} ranks"),
         (lambda: ParallelAttention(20, 6 + world.rank, comm), "heads is 6 on rank 0 and 7 on rank 1"),
-        (lambda: ParallelAttention(20, 6, comm), "width=20 is no multiple of 6 heads"),
+        (lambda: ParallelAttention(20, 6, comm), "width=20 is not a multiple of 6 heads"),
         (lambda: ColumnParallelLinear.from_linear(shared["linear"], comm), r"shapes is .*\(8, 2\).* \(8, 3\)"),
         (lambda: RowParallelLinear(8, 2, comm, bias=world.rank == 0), "RowParallelLinear differs between ranks"),
         (lambda: VocabParallelEmbedding.from_embedding(shared["padded"], comm), "has no padding_idx"),
         (lambda: ParallelAttention.from_attention(with_dropout, comm), "dropout=0"),
         (lambda: ParallelAttention.from_attention(nn.MultiheadAttention(12, 6), comm), "with batch_first=True"),
-        (lambda: ColumnParallelLinear(4, 8, "gloo"), "comm='gloo' is no communicator"),
+        (lambda: ColumnParallelLinear(4, 8, "gloo"), "comm='gloo' is not a communicator"),
         (lambda: copy_to_ranks(torch.ones(1), comm.mpi), r"dtlib\.comm\.as_communicator"),
     ):
         refuses(words, make)
     refuses(r"shape \(1, 5\).* 4: in_features=4", ColumnParallelLinear(4, 8, comm), torch.ones(1, 5))
     refuses("this rank's slice", RowParallelLinear(12, 8, comm, input_is_parallel=True), torch.ones(1, 12))
-    refuses("has words 0 to 7 and got 3 to 8", VocabParallelEmbedding(8, 2, comm), torch.tensor([3, 8]))
+    refuses("has words 0 to 7, but got 3 to 8", VocabParallelEmbedding(8, 2, comm), torch.tensor([3, 8]))
     logits, targets, entropy = torch.zeros(2, 6), torch.tensor([0, 6 * n]), vocab_parallel_cross_entropy
-    refuses(f"words 0 to {6 * n - 1}, and some are 0 to {6 * n}", entropy, logits, targets, comm)
+    refuses(f"words 0 to {6 * n - 1}, but they are 0 to {6 * n}", entropy, logits, targets, comm)
     refuses("reduction='average'", entropy, logits, targets, comm, reduction="average")
     refuses(r"got \(2, 6\) with \(3,\)", entropy, logits, torch.zeros(3, dtype=torch.int64), comm)
     comm.barrier()  # nobody is left behind

@@ -97,20 +97,20 @@ def test_every_stage_and_the_pipeline_have_one_curve_on_dtlib_and_on_torch(world
 @on_ranks(2)
 def test_a_pipeline_beside_data_parallelism_is_told_apart_from_what_does_not_divide(world):
     for more, words in (
-        ({"pipeline": {"stages": 3}}, "pipeline.stages is 3, and there are 2 ranks"),
-        ({"run": {"gpus": 16}}, "run.gpus is 16, and there are . GPUs here and 2 ranks"),
-        ({"run": {"steps": 5, "epochs": 5}}, "run.steps and run.epochs are both given"),
+        ({"pipeline": {"stages": 3}}, "pipeline.stages is 3, but there are 2 ranks"),
+        ({"run": {"gpus": 16}}, "run.gpus is 16, but there are . GPUs here and 2 ranks"),
+        ({"run": {"steps": 5, "epochs": 5}}, "run.steps and run.epochs are both set"),
         ({"run": {"step": 5}}, "run.step is no key of the config: did you mean 'steps'"),
         ({"workload": {"modle": "mlp"}}, "did you mean 'model'"),
         ({"workload": {"data": "/nowhere"}}, "no folder '/nowhere'"),
         ({"pipeline": {"stages": 2, "schedule": "zero_bubble_h1"}}, "choose gpipe or 1f1b"),
-        ({"pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}}, "torch's pipelines take"),
+        ({"pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}}, "torch's pipelines support"),
     ):
         with pytest.raises(DtlibError, match=words):
             train("vision", {**config_of("vision"), **more}, "torch")
     for arguments, words in (
         ({"runtime": "jax"}, "runtime is 'jax': choose one of dtlib, torch, deepspeed"),
-        ({"resume": True}, "say where it is"),
+        ({"resume": True}, "set its folder"),
     ):
         with pytest.raises(DtlibError, match=words):
             train("vision", config_of("vision"), **arguments)
@@ -122,7 +122,7 @@ def test_a_pipeline_beside_data_parallelism_is_told_apart_from_what_does_not_div
             PipelineModule(layers, 2, partition_method="uniform"),
             {"train_batch_size": 2, "optimizer": EXACT["optimizer"]},
         )
-    with pytest.raises(DtlibError, match=r"pipeline.stages is 2, and the model is no PipelineModule"):
+    with pytest.raises(DtlibError, match=r"pipeline.stages is 2, but the model is not a PipelineModule"):
         dtlib.initialize(model=nn.Linear(1, 1), config={"train_batch_size": 2, "pipeline": {"stages": 2}})
 
 
@@ -193,7 +193,7 @@ def test_torchs_shards_are_saved_behind_a_forward_pass_and_other_shards_refused(
     net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), mesh, [Shard(1)]))
     scale = nn.Linear(4, 4)
     scale.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(DtlibError, match=r"scale is a parameter without a dimension, .* give it the shape \(1,\)"):
+    with pytest.raises(DtlibError, match=r"scale is a parameter without a dimension, .* use the shape \(1,\)"):
         dtlib.initialize(model=scale, config=config, runtime="torch")
     with pytest.raises(DtlibError, match=r"weight is sharded as .* whole rows over all 2"):
         dtlib.checkpoint.save(tmp_path / "other", net)
@@ -304,16 +304,16 @@ def test_a_file_that_cannot_be_written_or_would_wait_is_refused_on_all_ranks(wor
     refuses(r"/no/l cannot be written \(No such file or directory\): name another", train, "vision", EXACT, log="/no/l")
     refuses(r"pipe cannot be written \(No such device or address\): name another", train, "vision", EXACT, log=pipe)
     refuses(r"pipe cannot be written \(File exists\): name another folder", train, "vision", EXACT, save=pipe)
-    refuses(r"pipe' cannot be read \(it is no ordinary file\): give the path", train, "vision", pipe)
+    refuses(r"pipe' cannot be read \(it is no ordinary file\): pass the path", train, "vision", pipe)
 
 
 @on_ranks(1)
 def test_numbers_that_make_no_sense_are_refused_by_name(world):
     for config, words in (
-        ({"pipeline": [2]}, r"pipeline is \[2\]: give a dictionary"),
-        ({"zero_optimization": 2}, "zero_optimization is 2: give a dictionary"),
-        ({"tensor_parallel": "two"}, "tensor_parallel is 'two': give a dictionary"),
-        ({"workload": [1]}, r"workload is \[1\]: give a dictionary"),
+        ({"pipeline": [2]}, r"pipeline is \[2\]: pass a dictionary"),
+        ({"zero_optimization": 2}, "zero_optimization is 2: pass a dictionary"),
+        ({"tensor_parallel": "two"}, "tensor_parallel is 'two': pass a dictionary"),
+        ({"workload": [1]}, r"workload is \[1\]: pass a dictionary"),
         ({"pipeline": {"stages": 1.5}}, "pipeline.stages is 1.5: give a whole number from 1"),
         ({"pipeline": {"stages": [2]}}, r"pipeline.stages is \[2\]: give a whole number from 1"),
         ({"tensor_parallel": {"autotp_size": -1}}, "tensor_parallel.autotp_size is -1: give a whole number"),

@@ -210,7 +210,7 @@ MISTAKES = [
     ({**WHOLE, "train_batch_size": True}, "train_batch_size is True: give a whole number"),
     ({**WHOLE, "gradient_clipping": -1}, "gradient_clipping is -1: give a number from 0"),
     ({**WHOLE, "bf16": {"enabled": 1}}, "bf16.enabled is 1: give true or false"),
-    ({**WHOLE, "bf16": True}, "bf16 is True: give a dictionary"),
+    ({**WHOLE, "bf16": True}, "bf16 is True: pass a dictionary"),
     ({**WHOLE, "bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled and fp16.enabled are both true"),
     ({**WHOLE, "optimizer": {"params": {}}}, "optimizer.type is missing"),
     ({**WHOLE, "zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4: choose one of 0, 1, 2, 3"),
@@ -219,7 +219,7 @@ MISTAKES = [
     ({**WHOLE, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
      "needs shards: set zero_optimization.stage to 1, 2 or 3"),
     ({**WHOLE, "zero_optimization": {"overlap_comm": 1}}, "zero_optimization.overlap_comm is 1: give true or false"),
-    ({"optimizer": SGD}, "train_batch_size is missing: give it, or train_micro_batch_size_per_gpu"),
+    ({"optimizer": SGD}, "train_batch_size is missing: set it, or train_micro_batch_size_per_gpu"),
     ({**WHOLE, "train_micro_batch_size_per_gpu": 3},
      "train_batch_size is 8, but train_micro_batch_size_per_gpu 3 x gradient_accumulation_steps 1 x 2 ranks is 6: "
      "make train_batch_size a multiple of 6"),
@@ -231,18 +231,18 @@ MISTAKES = [
     ({**WHOLE, ZERO: {"reduce_buckets_size": 5}}, "did you mean 'reduce_bucket_size'"),
     ({**WHOLE, "optimizer": {"type": "SGD", "lr": 0.1}}, "optimizer.lr is no key of the config: known are"),
     ({**WHOLE, ZERO: {"offload_param": {"device": "nvme"}}}, "offload_param.device is 'nvme': choose one of none, cpu"),
-    ({**WHOLE, ZERO: {"cpu_offload": True, "offload_optimizer": {"device": "none"}}}, "both are given"),
+    ({**WHOLE, ZERO: {"cpu_offload": True, "offload_optimizer": {"device": "none"}}}, "both are set"),
     ({**WHOLE, ZERO: {"cpu_offload": True}}, "needs shards: set zero_optimization.stage to 1, 2 or 3"),
     ({**WHOLE, ZERO: None}, "zero_optimization is null: give a dictionary"),
-    ({**WHOLE, ZERO: {"zero_quantized_weights": True}}, "there is nothing like it here: leave it out"),
-    ({**WHOLE, "bf16": {}, "bfloat16": {}}, "bfloat16 is the old name of bf16, and both are given"),
-    ({**WHOLE, "amp": {"enabled": True}}, "amp is {'enabled': True}, and there is nothing like it here"),
-    ({**WHOLE, "fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast is True, and there is nothing like it"),
-    ({**WHOLE, "fp16": {"initial_scale_power": 128}}, "float32 ends at 2 ** 127: give less, such as 16"),
+    ({**WHOLE, ZERO: {"zero_quantized_weights": True}}, "which dtlib does not support: leave it out"),
+    ({**WHOLE, "bf16": {}, "bfloat16": {}}, "bfloat16 is the old name of bf16, and both are set"),
+    ({**WHOLE, "amp": {"enabled": True}}, "amp is {'enabled': True}, which dtlib does not support here"),
+    ({**WHOLE, "fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast is True, which dtlib does not support"),
+    ({**WHOLE, "fp16": {"initial_scale_power": 128}}, "float32 ends at 2 ** 127: use less, such as 16"),
     ({**WHOLE, "gradient_clipping": None}, "gradient_clipping is null: give a number"),
     ({**WHOLE, "gradient_clipping": math.nan}, "gradient_clipping is nan: give a number from"),
     ({**WHOLE, "train_batch_size": math.inf}, "train_batch_size is inf: give a number from"),
-    ({**WHOLE, "train_batch_size": "auto"}, "train_batch_size is 'auto', which Hugging Face's Trainer fills in"),
+    ({**WHOLE, "train_batch_size": "auto"}, "train_batch_size is 'auto', which only Hugging Face's Trainer supports"),
     ({**WHOLE, "optimizer": {"type": "SGD", "params": {"lr": "auto"}}}, "optimizer.params.lr is 'auto'"),
     ({**WHOLE, "optimizer": {"type": "AdamW", "params": {"betas": [0.9, math.inf]}}}, "params.betas.1 is inf"),
     ({**WHOLE, "train_batch_size": [8]}, "train_batch_size is [8]: give a whole number from 1"),
@@ -265,7 +265,7 @@ def test_a_mistake_in_the_config_names_the_key_the_value_and_what_is_right():
 
 def test_a_key_that_stands_twice_in_a_file_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"fp16": {"hysteresis": 1, "enabled": true, "hysteresis": 2}}')
-    with pytest.raises(ConfigError, match="hysteresis stands twice in the same section"):
+    with pytest.raises(ConfigError, match="hysteresis occurs twice in the same section"):
         configuration.read(tmp_path / "config.json", ranks=2)
 
 
@@ -277,7 +277,7 @@ def test_unknown_optimizers_and_their_parameters_are_refused(world):
 
     wrong = {"learning_rate": 1}
     refused("optimizer.type is 'Sophia': choose one of Adam, AdamW, SGD", optimizer={"type": "Sophia", "params": wrong})
-    refused("optimizer.params .*learning_rate.* do not suit SGD", optimizer={"type": "SGD", "params": wrong})
+    refused("optimizer.params .*learning_rate.* do not match SGD", optimizer={"type": "SGD", "params": wrong})
     refused(r"scheduler.type is 'Cosine': choose one of WarmupLR, WarmupDecayLR", scheduler={"type": "Cosine"})
     for kind, name, value, words in (
         ("WarmupLR", "warmup_type", "cosine", "warmup_type is 'cosine': choose one of log, linear"),
@@ -413,11 +413,11 @@ def test_checkpoints_that_cannot_be_are_refused(world, tmp_path):
     dtlib.checkpoint.save(tmp_path / "mine", engine.module, engine.optimizer)
     refuses("was not saved by an engine", engine.load_checkpoint, tmp_path, "mine")
     for arguments, words in (
-        (("a/b",), "tag is 'a/b': give the name of a folder"),
+        (("a/b",), "tag is 'a/b': pass the name of a folder"),
         (("latest",), "tag is 'latest'"),
         (((),), r"tag is \(\)"),
         ((f"rank {world.rank}",), "tag differs between ranks: rank 0 has 'rank 0'"),
-        ((None, 3), "client_state is 3: give a dictionary"),
+        ((None, 3), "client_state is 3: pass a dictionary"),
         ((None, {"a": {1, 2}}), "cannot be written as JSON"),
     ):
         refuses(words, engine.save_checkpoint, tmp_path, *arguments)
@@ -469,10 +469,10 @@ def test_a_scheduler_and_an_optimizer_made_before_change_the_rates_that_count(wo
     for batch in data:
         rates.append(train(engine, [batch], world.rank, 2).get_lr()[0])
     assert rates == pytest.approx([0.05, 0.1, 0.01, 0.001]) and engine.lr_scheduler is ready
-    words = "StepLR was made for another optimizer than the one that trains"
+    words = "StepLR was created for another optimizer"
     refuses(words, engine_of, control, stage, lr_scheduler=schedules.StepLR(optimizer, 1))
     plateau = schedules.ReduceLROnPlateau
-    refuses("ReduceLROnPlateau waits for a figure", engine_of, build("plain"), stage, lr_scheduler=plateau)
+    refuses("ReduceLROnPlateau needs a loss", engine_of, build("plain"), stage, lr_scheduler=plateau)
     # What it does not train counts in no norm; what it has learnt would be lost with shards.
     norms = []
     for other in (stage, 0):
@@ -513,8 +513,8 @@ def test_groups_of_parameters_keep_their_settings(world, stage):
     assert engine.get_lr() == [0.1, 0.01]
     stranger = nn.Linear(3, 1)
     for parameters, words in (
-        ([*build("plain").parameters(), *stranger.parameters()], "8 parameters to train are not the model's"),
-        ([], "No parameter is to be trained"),
+        ([*build("plain").parameters(), *stranger.parameters()], "8 parameters to train do not belong to the model"),
+        ([], "There is no parameter to train"),
     ):
         refuses(words, engine_of, build("plain"), stage, model_parameters=parameters)
     given = {"model_parameters": groups(model := build("plain")), "optimizer": lambda p: torch.optim.SGD(p, lr=1)}
@@ -546,7 +546,7 @@ def test_a_step_that_raised_leaves_nothing_behind(world, stage, tmp_path):
 
     with pytest.raises(ZeroDivisionError):
         engine.train_batch(iter([three, three]), raises)
-    refuses("takes 2 micro-batches, and data_iter ended after 1", engine.train_batch, iter([three]))
+    refuses("needs 2 micro-batches, but data_iter ended after 1", engine.train_batch, iter([three]))
     refuses("a list, which is no iterator: pass data_iter", engine.train_batch, [one, two])
     engine.train_batch(iter([one, two]))
     control = engine_of(build("plain"), stage, accumulate=2)
@@ -628,7 +628,7 @@ def test_a_pass_that_was_left_is_over_and_positions_survive_being_loaded_twice()
     fewer = loader(0, 1)
     fewer.load_state_dict(state)
     assert len(list(fewer)) == 8 and fewer.epoch == 1
-    refuses("training_data has 3 samples, and 2 ranks take 4 at a time", loader, samples=3)
+    refuses("training_data has 3 samples, but 2 ranks need 4 per step", loader, samples=3)
     refuses("training_data is a generator", RankLoader, (i for i in range(8)), 2, 0, 1)
 
 
@@ -652,7 +652,7 @@ def test_the_engine_says_what_would_not_train(world):
     refuses("takes this model's gradients as they come: build the model anew", engine_of, model, 0)
     engine = engine_of(build("plain"), settings={"fp16": {"enabled": True, "initial_scale_power": 0}})
     x, y = slice_of(data[0], world.rank, 2)
-    words = "overflow at the smallest loss scale, 1, so no step is made"
+    words = "overflow at the smallest loss scale, 1, so training stops"
     refuses(words, train, engine, [(x.half() * math.inf, y)])
 
 

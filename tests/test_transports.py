@@ -138,7 +138,7 @@ def test_a_process_group_gives_right_values_for_views_that_overlap_and_keeps_nan
     whole = torch.arange(2.0 * size)
     out = whole[2:4] if rank == 0 else torch.zeros(2)
     assert comm.scatter(out, whole if rank == 0 else None).tolist() == [2.0 * rank, 2.0 * rank + 1]
-    refuses("share memory, as expand", comm.all_reduce, torch.ones(1).expand(3))
+    refuses("share memory, as after expand", comm.all_reduce, torch.ones(1).expand(3))
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         for op in ("max", "min"):
             for bad in range(size):
@@ -212,7 +212,7 @@ def test_what_a_process_group_cannot_carry_is_refused_before_anything_is_sent(wo
         (lambda: comm.all_reduce(ints, "average")): "no op 'average'",
         (lambda: comm.all_reduce(ints, "mean")): "would round",
         (lambda: comm.all_reduce(torch.ones(2, dtype=torch.bool))): "does not take bool",
-        (lambda: comm.broadcast(torch.ones(2, dtype=torch.complex64))): "does not carry complex64",
+        (lambda: comm.broadcast(torch.ones(2, dtype=torch.complex64))): "does not support complex64",
         (lambda: comm.all_reduce(ints, algorithm="ring")): "chooses for itself",
         (lambda: comm.all_reduce(3)): "torch.tensor",
         (lambda: comm.all_reduce(np.frombuffer(b"12345678", dtype=np.int64))): "read-only",
@@ -266,7 +266,7 @@ def test_any_communicator_is_taken(world):
     assert wrapped.all_reduce(torch.ones(1)).item() == 2
     assert wrapped.split(0, key=-world.rank).rank == 1 - world.rank
     for wrong in (None, "world", 3, MPI.COMM_NULL):
-        refuses("is no communicator: pass", as_communicator, wrong)
+        refuses("is not a communicator: pass", as_communicator, wrong)
 
 
 class Elsewhere(torch.Tensor):

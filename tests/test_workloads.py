@@ -119,7 +119,7 @@ def test_mnist_and_cifar_from_a_folder(tmp_path):
         path.write_bytes(gzip.compress(wrong))
         assert f"promises {promise}" in refusal(images.read_folder, str(tmp_path))
     path.write_bytes(gzip.compress(idx(pixels)[:-5]))
-    assert f"{path} promises 6 x 28 x 28 = 4704 bytes and has 4699" in refusal(images.read_folder, str(tmp_path))
+    assert f"{path} should have 6 x 28 x 28 = 4704 bytes, but has 4699" in refusal(images.read_folder, str(tmp_path))
     path.write_bytes(gzip.compress(idx(pixels))[:-5])
     assert f"{path} is a broken gzip file" in refusal(images.read_folder, str(tmp_path))
 
@@ -143,7 +143,7 @@ def test_mnist_and_cifar_from_a_folder(tmp_path):
     (cifar / "data_batch_2.bin").unlink()
     assert "data_batch_2.bin is missing" in refusal(images.read_folder, str(cifar))
     (tmp_path / "empty").mkdir()
-    assert "has neither MNIST nor CIFAR-10 in it. MNIST is four" in refusal(images.read_folder, str(tmp_path / "empty"))
+    assert "contains neither MNIST nor CIFAR-10. MNIST is four" in refusal(images.read_folder, str(tmp_path / "empty"))
 
 
 def test_unknown_keys_and_values_are_refused():
@@ -152,7 +152,7 @@ def test_unknown_keys_and_values_are_refused():
     assert "give a whole number" in refusal(vision.workload, {"seed": "3"})
     assert "There is no folder" in refusal(vision.workload, {"data": "/nowhere"})
     assert "choose 'scratch' or 'pretrained'" in refusal(summarization.workload, {"start": "warm"})
-    assert "that of model 'small'" in refusal(summarization.workload, {"start": "pretrained", "model": "tiny"})
+    assert "for model 'small'" in refusal(summarization.workload, {"start": "pretrained", "model": "tiny"})
     assert "beams of the summarization workload is 0: give a whole number from 1" in refusal(
         summarization.workload, {"beams": 0}
     )

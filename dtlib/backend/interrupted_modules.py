@@ -87,13 +87,13 @@ def _refuse_from_now_on(module) -> None:
 
 def _refuse(module, _inputs):
     raise DtlibError(
-        "A step of this DistributedDataParallel was stopped in the middle, and gradients of it are lost: wrap the "
-        "model anew on all ranks, model = DistributedDataParallel(model.module)."
+        "A step of this DistributedDataParallel was interrupted, and its gradients are lost: on all ranks wrap the "
+        "model again, model = DistributedDataParallel(model.module)."
     )
 
 
 def _refuse_sharded(module, _inputs):
     raise DtlibError(
-        "A step of this model was stopped in the middle, and gradients of it are lost: build the model and its "
-        "optimizer anew on all ranks, call fully_shard, and load the last checkpoint."
+        "A step of this model was interrupted, and its gradients are lost: on all ranks build the model and its "
+        "optimizer again, call fully_shard, and load the last checkpoint."
     )

@@ -42,7 +42,7 @@ def rendezvous(url: str) -> tuple[dist.Store, int, int]:
     for name, asked in parse_qsl(urlsplit(url).query):
         if name in there and int(asked) != there[name]:
             raise CommunicationError(
-                f"{name} is {asked}, and MPI started this process as rank {world.rank} of {world.size}: leave rank and "
+                f"{name} is {asked}, but this process is rank {world.rank} of {world.size} in MPI: leave rank and "
                 "world_size out of init_process_group."
             )
     if _store is None:
@@ -106,8 +106,8 @@ def emulate_network(latency: float, bandwidth: float, group: dist.ProcessGroup |
     """
     if not (latency >= 0 and bandwidth > 0):
         raise CommunicationError(
-            f"emulate_network(latency={latency!r}, bandwidth={bandwidth!r}): seconds from 0 on, and bytes a second "
-            "above 0."
+            f"emulate_network(latency={latency!r}, bandwidth={bandwidth!r}): pass seconds from 0 on, and bytes per "
+            "second above 0."
         )
     global network
     group = group or dist.group.WORLD

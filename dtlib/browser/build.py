@@ -72,7 +72,7 @@ def write(folder: Path, course: str = "") -> tuple[Path, Path]:
     for taken, page in ((folder, folder / "index.html"), (single, single)):
         if os.path.lexists(taken) and not _is_replaceable(taken, page):
             raise DtlibError(
-                f"{taken} is not empty and no page of dtlib browser, so it stays as it is: name a new folder."
+                f"{taken} is not empty and not made by dtlib browser, so it is not changed: name a new folder."
             )
     package = _package(folder.parent)
     (folder / "pyodide").mkdir(parents=True, exist_ok=True)

@@ -132,7 +132,7 @@ def _commit(folder: Path, index: dict) -> None:
     for name, size in index["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != size:
             raise CheckpointError(
-                f"Rank 0 does not see {folder / name}: save in a folder that all ranks share, and no other run."
+                f"Rank 0 does not see {folder / name}: save to a folder that all ranks, and no other run, use."
             )
     contents = {"format": FORMAT, "version": VERSION, **index}
     _replace(folder / INDEX, json.dumps(contents, indent=1))
@@ -189,7 +189,7 @@ def read_index(folder: Path) -> dict:
         index = read_json(path, object)
     except OSError as problem:
         raise CheckpointError(
-            f"{path} cannot be read ({problem.strerror}): give the folder in which dtlib.checkpoint.save() has saved."
+            f"{path} cannot be read ({problem.strerror}): pass the folder that dtlib.checkpoint.save() wrote."
         ) from None
     except ValueError as problem:
         raise CheckpointError(f"{path} is not JSON ({problem}): it is damaged, so use another checkpoint.") from None
@@ -222,7 +222,7 @@ def corruption_as_checkpoint_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (AttributeError, LookupError, OSError, TypeError, ValueError, SafetensorError) as problem:
-        raise CheckpointError(f"{path} makes no sense ({problem!r}): it is damaged, take another checkpoint.") from None
+        raise CheckpointError(f"{path} is damaged ({problem!r}): use another checkpoint.") from None
 
 
 def bounds(piece: str) -> tuple[int, int]:
@@ -240,7 +240,7 @@ def check_pieces(key: str, shape: Sequence[int], entry: dict) -> None:
         at = stop
     if not follows or at != math.prod(shape) or entry["dtype"] not in TYPES:
         raise CheckpointError(
-            f"{key} of shape {tuple(shape)} and type {entry['dtype']} is not whole: ranks have elements "
+            f"{key} of shape {tuple(shape)} and type {entry['dtype']} is incomplete: ranks have elements "
             f"{', '.join(entry['pieces'].values()) or 'none'}; save with the communicator of the model's strategy."
         )
 
@@ -253,11 +253,11 @@ def check_file(folder: Path, index: dict, name: str) -> None:
     path, size = folder / name, index["files"][name]
     if not OURS.fullmatch(name) or not path.is_file():
         raise CheckpointError(
-            f"{path} is missing: the checkpoint is not whole, so copy that file too, or take another."
+            f"{path} is missing, so the checkpoint is incomplete: copy this file too, or use another checkpoint."
         )
     if path.stat().st_size != size:
         raise CheckpointError(
-            f"{path} has {path.stat().st_size} bytes, and the index says {size}: it is damaged, so take another "
+            f"{path} has {path.stat().st_size} bytes, but the index says {size}: it is damaged, so use another "
             "checkpoint."
         )
     try:
@@ -265,7 +265,7 @@ def check_file(folder: Path, index: dict, name: str) -> None:
             mark, keys = (file.metadata() or {}).get("checkpoint"), set(file.keys())
             lengths = {key: file.get_slice(key).get_shape() for key in keys}
     except (OSError, SafetensorError) as problem:
-        raise CheckpointError(f"{path} is damaged ({problem}): take another checkpoint.") from None
+        raise CheckpointError(f"{path} is damaged ({problem}): use another checkpoint.") from None
     if mark != index["id"]:
         raise CheckpointError(
             f"{path} belongs to checkpoint {mark}, but the index belongs to {index['id']}: copy whole folders."

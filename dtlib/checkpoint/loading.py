@@ -206,10 +206,10 @@ def _check_optimizer(folder, saved: dict | None, optimizer, held: list[LocalShar
         raise CheckpointError(
             f"{folder} was saved without an optimizer: load without optimizer=, and create the optimizer afterwards."
         )
-    here, without = type(local(optimizer)).__name__, "or load without optimizer=, and make a new one afterwards"
+    here, without = type(local(optimizer)).__name__, "or load without optimizer=, and create a new one afterwards"
     if here != saved["class"]:
         raise CheckpointError(
-            f"{folder} has the states of {saved['class']}, and the optimizer is {here}: make the other one, {without}."
+            f"{folder} has the states of {saved['class']}, not of {here}: create a {saved['class']}, {without}."
         )
     groups = names_of_groups(optimizer, held)
     if len(groups) != len(saved["groups"]):

@@ -225,8 +225,8 @@ def as_json(value: object, name: str) -> object:
         return value
     what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     raise CheckpointError(
-        f"The optimizer's {name} is {what}, and a checkpoint takes tensors of the parameter's shape, and single "
-        "numbers: save without the optimizer, or use one that works element by element."
+        f"The optimizer's {name} is {what}, but a checkpoint stores only tensors of the parameter's shape and single "
+        "numbers: save without the optimizer, or use an element-wise one."
     )
 
 
@@ -257,6 +257,6 @@ def _check_trained(optimizer, shards) -> None:
         for key in group["params"]:
             if key not in known:
                 raise CheckpointError(
-                    f"Group {number} of the optimizer has a parameter of shape {tuple(key.shape)} that is not the "
-                    "model's: pass the model that it was made for, and masters= if it trains master weights."
+                    f"Group {number} of the optimizer has a parameter of shape {tuple(key.shape)} that the model does "
+                    "not have: pass the optimizer's model, and masters= if it trains master weights."
                 )

@@ -157,14 +157,14 @@ def _index(everyones: list[dict], mark: str) -> dict:
     for rank, summary in enumerate(everyones):
         if lacking := sorted(first["digests"].keys() ^ summary["digests"].keys()):
             raise CheckpointError(
-                f"{lacking[0]} is on rank {0 if lacking[0] in first['digests'] else rank} and not on rank "
-                f"{rank if lacking[0] in first['digests'] else 0}, as if ranks had other stages of a pipeline: save "
-                "each stage in a folder of its own, with comm= the ranks that have it, or by engine.save_checkpoint()."
+                f"{lacking[0]} is on rank {0 if lacking[0] in first['digests'] else rank} but not on rank "
+                f"{rank if lacking[0] in first['digests'] else 0}, as in a pipeline: save each stage to its own "
+                "folder, with comm= the ranks of this stage, or use engine.save_checkpoint()."
             )
         if apart := [name for name, digest in first["digests"].items() if summary["digests"][name] != digest]:
             raise CheckpointError(
                 f"Values or optimizer states of {apart[0]} differ between ranks 0 and {rank}: average them before you "
-                "save, for example with LocalSGD.finish(), or save on each rank with comm.split(rank)."
+                "save, for example with LocalSGD.finish(), or let each rank save its own, with comm.split(rank)."
             )
     for name, tensor in tensors.items():
         for role, entry in tensor["roles"].items():

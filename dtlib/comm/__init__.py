@@ -75,6 +75,6 @@ def as_communicator(comm: AnyCommunicator) -> Communicator:
                 return own
             return ProcessGroupCommunicator(comm)  # type: ignore[return-value]
     raise CommunicationError(
-        f"comm={comm!r:.60} is no communicator: pass dtlib.init().comm, an mpi4py communicator such as MPI.COMM_WORLD, "
-        "or a torch ProcessGroup."
+        f"comm={comm!r:.60} is not a communicator: pass dtlib.init().comm, an mpi4py communicator such as "
+        "MPI.COMM_WORLD, or a torch ProcessGroup."
     )

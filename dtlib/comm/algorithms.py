@@ -1,11 +1,12 @@
-"""Collective algorithms built from sends and receives: lessons teach the code that runs.
+"""Collective algorithms built from sends and receives. The lessons show this code, and dtlib runs it.
 
 Each algorithm is a generator. It starts non-blocking sends and receives, yields a list of requests, and continues once
 all of these requests are complete. waiting.py drives the generators, so this file contains no waiting.
 
-``link`` sends and receives. ``combine(a, b, out)`` reduces two arrays element by element. ``chunks`` are ``size``
-pieces of one flat array; their lengths differ by at most one element, so a remainder needs no padding. An array is a
-numpy array, or plain numbers (numbers.py): it has a length, slices that are views, and ``array[...] = values``.
+N is the number of ranks, and n the bytes of an array. ``link`` sends and receives. ``combine(a, b, out)`` reduces two
+arrays element by element. ``chunks`` are ``size`` pieces of one flat array; their lengths differ by at most one
+element, so a remainder needs no padding. An array is a numpy array, or a ``Numbers`` in plain Python (numbers.py): it
+has a length, slices that are views, and ``array[...] = values``.
 
 The algorithms and their costs follow R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective
 communication operations in MPICH", IJHPCA 19(1), 2005.
@@ -78,7 +79,7 @@ def tree_reduce(link: Link[Array], array: Array, root: int, combine: Combine[Arr
         bit *= 2
 
 
-# All to all: small arrays, where the number of messages counts
+# From all ranks to all ranks: small arrays, where the number of messages counts
 
 
 def naive_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) -> Steps:
@@ -105,8 +106,8 @@ def recursive_doubling_all_reduce(link: Link[Array], array: Array, combine: Comb
 
         0 <-> 1, 2 <-> 3        0 <-> 2, 1 <-> 3
 
-    If N is not a power of two, the ranks beyond it first send their values to a partner and receive the result at the
-    end.
+    If N is not a power of two, ranks from the largest power of two on first send their values to a partner, and
+    receive the result at the end.
     """
     whole = largest_power_of_two(link.size)
     received = link.scratch(array)
@@ -147,7 +148,7 @@ def unfold(link: Link[Array], array: Array, whole: int) -> Steps:
         yield [link.send(array, link.rank + whole)]
 
 
-# All to all: large arrays, where the number of bytes counts
+# From all ranks to all ranks: large arrays, where the number of bytes counts
 
 
 def ring_reduce_scatter_in_place(
@@ -158,7 +159,7 @@ def ring_reduce_scatter_in_place(
     Four ranks; rank 1 sends to rank 2 and receives from rank 0:
 
         step 0   send chunk 0, receive chunk 3, add it        chunk p starts at rank p+1,
-        step 1   send chunk 3, receive chunk 2, add it        is added to at every rank,
+        step 1   send chunk 3, receive chunk 2, add it        grows at every rank,
         step 2   send chunk 2, receive chunk 1, add it        and ends at rank p
 
     Every rank sends (N-1)/N of the array, for every N. Chunks are received into ``room``, or into scratch memory.
@@ -196,10 +197,10 @@ def ring_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) ->
 def rabenseifner_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) -> Steps:
     """Halve the summed part in every round, then double it: as many bytes as a ring, but 2 log2 N rounds, not 2 (N-1).
 
-    Eight ranks, n elements; rank 0's partners and the part of the array that it sends to each:
+    Eight ranks; what rank 0 sends, and to whom:
 
-        4: upper n/2    2: n/4, the upper half of the rest    1: n/8, the same again    rank 0 holds the sum of its n/8
-        1: that n/8     2: the n/4 summed so far              4: its n/2                every rank holds all
+        to 4: upper n/2   to 2: upper half of the rest, n/4   to 1: n/8 likewise   then it holds the sum of its n/8
+        to 1: that n/8    to 2: the n/4 summed so far         to 4: its n/2        then every rank holds all
 
     R. Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, LNCS 3036.
     """
@@ -248,7 +249,7 @@ def ring_reduce_scatter(link: Link[Array], out: Array, chunks: list[Array], comb
 def ring_reduce_scatter_over_input(
     link: Link[Array], out: Array, chunks: list[Array], combine: Combine[Array]
 ) -> Steps:
-    """Reduce-scatter round the ring and overwrite the input; no memory is needed beside the input and ``out``."""
+    """Reduce-scatter round the ring and overwrite the input; no memory is needed besides the input and ``out``."""
     yield from ring_reduce_scatter_in_place(link, chunks, combine, out)
     out[...] = chunks[link.rank]
 

@@ -359,8 +359,8 @@ class Communicator(ObjectOperations):
         for name, number, lowest in (("color", 0 if color is None else color, 0), ("key", key, -(2**31))):
             if not isinstance(number, int) or not lowest <= number < 2**31:
                 raise CommunicationError(
-                    f"split({name}={number!r}): color is a whole number from 0 on, or None; key a whole number; both "
-                    "of 32 bits."
+                    f"split({name}={number!r}): pass a color from 0 on, or None, and a key. Both are whole numbers of "
+                    "32 bits."
                 )
         # MPI's split blocks and cannot be interrupted, so first wait, interruptibly, until all ranks are here.
         asked = self.gather_and_free("split", (color, lifetime.draw(self.world_rank)))
@@ -381,8 +381,8 @@ class Communicator(ObjectOperations):
         """
         if not (latency >= 0 and bandwidth > 0):
             raise CommunicationError(
-                f"emulate_network(latency={latency!r}, bandwidth={bandwidth!r}): seconds from 0 on, and bytes a second "
-                "above 0."
+                f"emulate_network(latency={latency!r}, bandwidth={bandwidth!r}): pass seconds from 0 on, and bytes per "
+                "second above 0."
             )
         slow = self.split(0)
         slow.wire = Wire(latency, bandwidth)

@@ -71,28 +71,28 @@ class ObjectOperations:
             count = prod(tensor.shape)
             if prod(out.shape) != count or count % self.size:
                 raise CommunicationError(
-                    f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal chunks, or "
-                    f"counts: out is {shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
+                    f"all_to_all on {self.size} ranks needs an out of the shape of tensor, in {self.size} equal "
+                    f"chunks, or counts: out is {shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
                 )
             return [count // self.size] * self.size, [count // self.size] * self.size, False
         if not len(out.shape) or tuple(out.shape[1:]) != tuple(tensor.shape[1:]):
             raise CommunicationError(
-                f"all_to_all with counts moves rows, which are alike in out and tensor: out is {shape_and_type(out)}, "
-                f"tensor is {shape_and_type(tensor)}."
+                "all_to_all with counts moves rows, which must have the same shape in out and tensor: out is "
+                f"{shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
             )
         row, sizes = prod(tensor.shape[1:]), []
         for name, rows, counts in (("output", len(out), received), ("input", len(tensor), sent)):
             counts = [rows // self.size] * self.size if counts is None else [index(count) for count in counts]
             if len(counts) != self.size or sum(counts) != rows or min(counts) < 0:
                 raise CommunicationError(
-                    f"all_to_all: {name}_split_sizes={counts} are to be {self.size} numbers from 0 on whose sum is "
-                    f"{rows}, the rows of {'out' if name == 'output' else 'tensor'}; without lists, equal pieces."
+                    f"all_to_all: {name}_split_sizes={counts} must be {self.size} numbers from 0 on with the sum "
+                    f"{rows}, the rows of {'out' if name == 'output' else 'tensor'}; without lists, pieces are equal."
                 )
             sizes.append([row * count for count in counts])
         if sizes[0][self.rank] != sizes[1][self.rank]:
             raise CommunicationError(
-                f"all_to_all: rank {self.rank} sends itself input_split_sizes[{self.rank}] rows and expects another "
-                f"number, output_split_sizes[{self.rank}]: give the same."
+                f"all_to_all: on rank {self.rank}, input_split_sizes[{self.rank}] and output_split_sizes[{self.rank}] "
+                "differ: both are the rows for the rank itself, so pass the same number."
             )
         return sizes[0], sizes[1], True
 

@@ -115,7 +115,7 @@ def _increment_version():
 def check_name(name: str, operation: str) -> None:
     """Raise CommunicationError for a dtype that is not in the table."""
     if name not in ALLOWED:
-        raise CommunicationError(f"{operation} does not carry {name}: it carries {', '.join(ALLOWED)}.")
+        raise CommunicationError(f"{operation} does not support {name}: use one of {', '.join(ALLOWED)}.")
 
 
 def host_memory(tensor: torch.Tensor, name: str, operation: str) -> np.ndarray:
@@ -177,7 +177,7 @@ def payload(tensor: AnyTensor, operation: str, writes: bool) -> Payload:
     if not is_array and not it.is_cpu:
         return staged(it, name, operation)
     if is_array and isinstance(tensor, np.ma.MaskedArray):
-        raise CommunicationError(f"{operation} does not know of masks: pass array.filled(...).")
+        raise CommunicationError(f"{operation} does not support masks: pass array.filled(...).")
     memory = it.view(np.ndarray) if is_array else host_memory(it, name, operation)
     if not writes or memory.flags.carray:  # contiguous and writeable
         return Payload(tensor, memory)
@@ -185,8 +185,8 @@ def payload(tensor: AnyTensor, operation: str, writes: bool) -> Payload:
         raise CommunicationError(f"{operation} writes into its argument, but this array is read-only: pass a copy.")
     if _overlaps_itself(memory):
         raise CommunicationError(
-            f"{operation} writes into its argument, and elements of this one share memory, as expand() makes them: "
-            "pass tensor.clone()."
+            f"{operation} writes into its argument, but elements of this one share memory, as after expand(): pass "
+            "tensor.clone()."
         )
     return Payload(tensor, memory)
 

@@ -73,8 +73,8 @@ def check_counts(call: Call, counts: np.ndarray) -> None:
         row = max(1, prod(call.tensor.shape[1:]))
         source, dest = np.argwhere(sent != come)[0]
         raise CommunicationError(
-            f"{call.operation}: rank {source} sends rank {dest} {sent[source, dest] // row} rows, and rank {dest} "
-            f"expects {come[source, dest] // row}: input_split_sizes here are output_split_sizes there. {RESET}"
+            f"{call.operation}: rank {source} sends {sent[source, dest] // row} rows to rank {dest}, which expects "
+            f"{come[source, dest] // row}: input_split_sizes of one must equal output_split_sizes of the other. {RESET}"
         )
 
 

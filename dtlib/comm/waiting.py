@@ -430,7 +430,7 @@ class Queue:
             for task in [*self._tasks, *(task for task, queue in _posted.items() if queue is self)]:
                 _posted.pop(task, None)
                 if not task.complete:
-                    task.fail(CommunicationError(f"{task.call} was given up, as this communicator {why}. {RESET}"))
+                    task.fail(CommunicationError(f"{task.call} was cancelled: this communicator {why}. {RESET}"))
             self._tasks.clear()
             _active.pop(self, None)
             self.broken = self.broken or why

@@ -35,13 +35,13 @@ class ShardedGradient(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name == OVERFLOW:
             raise DtlibError(
-                "GradScaler would look for overflows in this rank's gradients alone, and ranks would skip different "
-                "steps: train in bfloat16, or with fp16 in the config of dtlib.initialize, which asks all ranks."
+                "GradScaler checks only the gradients of this rank for overflows, so ranks would skip different steps: "
+                "train in bfloat16, or with fp16 in the config of dtlib.initialize, which checks all ranks."
             )
         if name in cls.refused:
             raise DtlibError(
-                f"{name} of this gradient would be that of {cls.what}, as torch.nn.utils.clip_grad_norm_ would take "
-                f"it: {CLIP}, or look at gradient.clone()."
+                f"{name} of this gradient would be {name} of {cls.what}, as in torch.nn.utils.clip_grad_norm_: {CLIP}, "
+                "or use gradient.clone()."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))

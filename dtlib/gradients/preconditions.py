@@ -62,7 +62,7 @@ class Preconditions:
             if getattr(module, "sparse", False):
                 self._refuse(f"{name} gives sparse gradients: build it with sparse=False")
         if any(map(hooks_of_others, self.names)):
-            self._refuse("this model has hooks, of an earlier wrapper: build it anew")
+            self._refuse("this model still has hooks of another wrapper: build it again")
         self.averaged_later = units is not None
         if units is not None:
             self._check_units(units)
@@ -120,17 +120,17 @@ class Preconditions:
                 )
         if len(set(samples)) > 1 and not divided:
             self._refuse(
-                f"ranks had batches of {samples} (shapes, and how many count in masks): take equal ones, the loss of "
-                "mean_over_tokens, or batch_size of the full class"
+                f"ranks had batches of {samples} (shapes, and samples counted by masks): use equal batches, the loss "
+                "of mean_over_tokens, or batch_size of the full class"
             )
         if self.in_order and any(others != ready[0] for others in ready):
-            self._refuse("layers ran in another order on another rank: let all ranks compute the same")
+            self._refuse("layers ran in different orders on different ranks: compute the same on all ranks")
 
     def _forward_begins(self, model, inputs, named) -> None:
         if not torch.is_grad_enabled():
             return
         if self.ready:
-            self._refuse("a backward pass was interrupted, or no step() followed it: build all of it anew")
+            self._refuse("a backward pass was interrupted, or a step() is missing: build model and optimizer again")
         if {parameter for parameter in model.parameters() if parameter.requires_grad} != set(self.names):
             self._refuse("a parameter was frozen, unfrozen or replaced after construction: build all again")
         tensors = [one for one in (*inputs, *named.values()) if isinstance(one, torch.Tensor) and one.dim()]
@@ -143,7 +143,7 @@ class Preconditions:
 
     def _check_units(self, units) -> None:
         if not all(isinstance(unit, nn.Module) for unit in units):
-            self._refuse(f"units are {units}: give a list of modules")
+            self._refuse(f"units are {units}: pass a list of modules")
         owned = [id(parameter) for unit in units for parameter in unit.parameters()]
         kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in self.model.parameters()}
         for name, parameter in self.model.named_parameters():

@@ -84,8 +84,8 @@ class Reducer:
         if self._launched:
             self._background.close()
             raise DtlibError(
-                "An earlier backward pass was interrupted while gradients travelled: call dtlib.reset() on all ranks "
-                "and wrap the model anew."
+                "An earlier backward pass was interrupted while gradients were in flight: call dtlib.reset() on all "
+                "ranks, and wrap the model again."
             )
         self._under_way = False
 
@@ -186,8 +186,8 @@ class Reducer:
             raise DtlibError("batch_size weights gradients, but a communication hook does not: use only one of them.")
         if differs[0]:
             raise DtlibError(
-                f"batch_size is {self._samples} here, and set on some ranks only: set it on all of them before the "
-                "backward pass, or on none."
+                f"batch_size is {self._samples} here, but is not set on all ranks: before the backward pass, set it on "
+                "all ranks or on none."
             )
 
     def _correction(self) -> float:
@@ -431,7 +431,7 @@ def _references(parameter) -> tuple[int, int]:
 def check_dense(gradient: torch.Tensor | None) -> None:
     """Raise an error if a gradient is sparse: a flat buffer contains every element."""
     if gradient is not None and gradient.is_sparse:
-        raise DtlibError("A gradient is sparse, and only dense ones are averaged: build embeddings with sparse=False.")
+        raise DtlibError("A gradient is sparse, but only dense ones are averaged: build embeddings with sparse=False.")
 
 
 def refuse_averaged(named: dict) -> None:
@@ -439,8 +439,8 @@ def refuse_averaged(named: dict) -> None:
     for name, parameter in named.items():
         if any(isinstance(getattr(hook, "__self__", None), Reducer) for hook in hooks_of_others(parameter)):
             raise DtlibError(
-                f"Gradients of {name} are averaged already, by a DataParallel, or by a ZeroOptimizer at stage 2: build "
-                "the model from scratch, and wrap it once."
+                f"Gradients of {name} are already averaged by a DataParallel, or by a ZeroOptimizer at stage 2: build "
+                "the model again, and wrap it once."
             )
 
 

@@ -56,23 +56,23 @@ def check_axis(parameters: dict, comm: Communicator, who: str) -> None:
         info = info_of(parameter)
         if len(here.intersection(info.tensor)) > 1:
             raise DtlibError(
-                f"{who}: {name} is a shard of a tensor-parallel layer, and ranks {list(info.tensor)} have the others: "
-                "average over the data axis alone, as by mesh['data']."
+                f"{who}: {name} is a shard of a tensor-parallel layer, and ranks {list(info.tensor)} have the other "
+                "shards: average over the data axis only, with mesh['data']."
             )
         if len(here.intersection(info.experts)) > 1:
             raise DtlibError(
-                f"{who}: {name} is an expert's, and ranks {list(info.experts)} have different ones: leave "
-                "experts' parameters to MixtureOfExperts(..., data=mesh['data']), and average the others here."
+                f"{who}: {name} belongs to an expert, and ranks {list(info.experts)} have different ones: average "
+                "experts with MixtureOfExperts(..., data=mesh['data']), and only other parameters here."
             )
         if not here.issuperset(info.sequences):
             raise DtlibError(
-                f"{who}: gradients of {name} are of this rank's tokens, and ranks {list(info.sequences)} share each "
-                "sequence: average over both axes, as by mesh['data', 'context']."
+                f"{who}: gradients of {name} include only this rank's tokens, and ranks {list(info.sequences)} share "
+                "each sequence: average over both axes, with mesh['data', 'context']."
             )
         if not info.experts and not here.issuperset(experts):
             raise DtlibError(
-                f"{who}: gradients of {name} are of this rank's tokens, and ranks {sorted(experts)}, which share out "
-                "experts, have others: average over both axes, as by mesh['data', 'expert']."
+                f"{who}: gradients of {name} include only this rank's tokens, and ranks {sorted(experts)}, which share "
+                "experts, have others: average over both axes, with mesh['data', 'expert']."
             )
 
 

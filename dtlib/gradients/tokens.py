@@ -48,6 +48,6 @@ def refuse_weights(parameters: Iterable[torch.Tensor], batch_size: float | None)
     """
     if batch_size is not None and any(len(info_of(one).sequences) > 1 for one in parameters):
         raise DtlibError(
-            f"batch_size is {batch_size}, and ranks share sequences: gradients of keys and values carry other ranks' "
-            "losses, and no weight afterwards is right. Leave it out, and take the loss of mean_over_tokens."
+            f"batch_size={batch_size} is not possible where ranks share sequences: gradients of keys and values "
+            "contain losses of other ranks. Leave batch_size out, and compute the loss with mean_over_tokens."
         )

@@ -37,8 +37,8 @@ def init(comm: object = None, process_sets: object = None) -> None:
     global _state, _initialized
     if comm is not None or process_sets:
         raise NotOffered(
-            f"hvd.init({comm if process_sets is None else process_sets!r:.40}): it is for all ranks together; use the "
-            "operations of dtlib.init().comm.split(color) for some of them."
+            f"hvd.init({comm if process_sets is None else process_sets!r:.40}): it includes all ranks; for a subset, "
+            "use the operations of dtlib.init().comm.split(color)."
         )
     world = dtlib.init()
     # dtlib.reset() replaces the world's communicator, so a copy of the old one must not be used any more.

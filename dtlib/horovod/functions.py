@@ -24,7 +24,7 @@ def broadcast_parameters(params: Iterable, root_rank: int) -> None:
         raise ValueError(f"invalid params of type: {type(params)}; pass model.state_dict() or named_parameters().")
     for name, tensor in params:
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"broadcast_parameters: {name!r} is no tensor but {type(tensor).__name__}: leave it out.")
+            raise ValueError(f"broadcast_parameters: {name!r} is {type(tensor).__name__}, not a tensor: leave it out.")
         broadcast_(tensor.detach(), root_rank, name)
 
 

@@ -227,7 +227,7 @@ def _start(tensor, operation: str, name) -> Tensor:
     """Return ``tensor`` without its graph, after checking the call. In notebooks ranks compare operation and name."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(
-            f"{operation} carries a torch tensor and got {type(tensor).__name__}: wrap it in torch.tensor()."
+            f"{operation} needs a torch tensor, and got {type(tensor).__name__}: wrap it in torch.tensor()."
         )
     comm = communicator()
     if comm.verify:

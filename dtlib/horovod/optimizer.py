@@ -130,8 +130,8 @@ class _Distributed(Optimizer):
         for parameter in self._parameters() if size() > 1 else []:
             if parameter.requires_grad and parameter not in self._delay:
                 raise ValueError(
-                    f"A parameter of shape {tuple(parameter.shape)} was frozen, or not there, when this "
-                    "DistributedOptimizer was made: make it again."
+                    f"A parameter of shape {tuple(parameter.shape)} was frozen or missing when this "
+                    "DistributedOptimizer was created: create it again."
                 )
         self._delay = dict.fromkeys(self._delay, self.backward_passes_per_step)
         ready, self._ready = self._ready, {}
@@ -139,9 +139,9 @@ class _Distributed(Optimizer):
         self._reducer.end()
         if changed:
             raise HorovodInternalError(
-                f"The gradient of {self._parameter_names[changed[0]]!r} was changed or set to another between "
-                "backward() and step(), when it may have been sent: call optimizer.synchronize() first, then "
-                "`with optimizer.skip_synchronize(): optimizer.step()`."
+                f"The gradient of {self._parameter_names[changed[0]]!r} was changed or replaced between backward() and "
+                "step(), perhaps after it was sent: call optimizer.synchronize() first, then `with "
+                "optimizer.skip_synchronize(): optimizer.step()`."
             )
         self._synchronized = True
 
@@ -226,10 +226,9 @@ def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[
     """
     check_op(op, "DistributedOptimizer")
     if isinstance(optimizer, _Distributed):
-        raise ValueError("DistributedOptimizer: this optimizer is one already; wrap the torch optimizer once.")
+        raise ValueError("DistributedOptimizer: this optimizer is wrapped already; wrap the torch optimizer once.")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("DistributedOptimizer: LBFGS computes as many gradients as each rank's own loss asks for, so "
-                         "ranks would come apart: use SGD or Adam.")  # fmt: skip
+        raise ValueError("DistributedOptimizer: LBFGS computes more gradients on some ranks: use SGD or Adam.")
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step <= 0:
         raise ValueError(
             f"backward_passes_per_step must be > 0, a whole number, and is {backward_passes_per_step!r:.40}"

@@ -98,7 +98,7 @@ def open_folder() -> tuple[Path, str]:
     folder = working_folder()
     if folder == current_folder() and not (folder / PROFILE).exists() and not _is_empty(folder):
         raise DtlibError(
-            f"{folder} has other things in it, so the course is not laid out here: change to an empty folder (mkdir "
+            f"{folder} contains other files, so the course is not copied to it: change to an empty folder (mkdir "
             "course && cd course) or to a clone of the repository."
         )
     return folder, lay_out(folder)
@@ -129,7 +129,7 @@ def lay_out(folder: Path) -> str:
     if newer:
         said.append(f"You have changed these, so they stay, although newer versions exist: {', '.join(newer)}.")
         if any(name.endswith(".ipynb") for name in newer):
-            said.append("`dtlib fresh` and the number of a lesson, such as 04, renews it, and keeps yours beside it.")
+            said.append("`dtlib fresh` with a lesson's number, such as 04, updates it, and keeps a copy of yours.")
     return " ".join(said)
 
 
@@ -165,7 +165,7 @@ def fresh(lesson: str) -> list[str]:
         _copy(copy, kept)
         _copy(books[name], copy)
         record[name] = digest
-        said.append(f"{name} is new; yours is {kept.name} beside it.")
+        said.append(f"{name} is restored; your copy is {kept.name}, in the same folder.")
     _write_record(folder, record)
     return said
 
@@ -331,7 +331,7 @@ def _note(change) -> None:
                 _write(here / DONE, text)
                 write_start_page(here)
     except (DtlibError, OSError) as problem:
-        print(f"This is not noted in your progress: {problem}")
+        print(f"Your progress cannot be saved: {problem}")
 
 
 def kept() -> dict:
@@ -345,9 +345,7 @@ def kept() -> dict:
     """
     here = folder()
     if not (here / RECORD).is_file():
-        raise DtlibError(
-            f"{here} keeps no record of what is done: a folder does in which `dtlib lab` has laid out the course."
-        )
+        raise DtlibError(f"{here} stores no progress: use a folder in which `dtlib lab` has copied the course.")
     return _read_done(here)
 
 

@@ -99,8 +99,8 @@ def _ports() -> str:
     job = allocation()
     if job and not job.is_here:
         return (
-            f"the {job.nodes} nodes of this job have to reach one another: ranks and mpiexec listen on every interface "
-            "and encrypt nothing; the notebook's controller listens on one, encrypted, and asks for keys"
+            f"the {job.nodes} nodes of this job must reach each other: ranks and mpiexec listen on every interface "
+            "without encryption; the notebook's controller listens on one, encrypted, and requires keys"
         )
     try:
         ranks = start_ranks(["-c", _WAIT], 2, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -125,7 +125,7 @@ def _ports() -> str:
         except DtlibError as problem:
             reasons.append(f"mpiexec ({problem})")
     if not reasons:
-        return "ranks and mpiexec listen to this machine alone"
+        return "ranks and mpiexec listen only to this machine"
     return f"other machines can reach {' and '.join(reasons)} while ranks run"
 
 
@@ -226,7 +226,7 @@ def _bytecode() -> str:
     cure = shlex.join([sys.executable, "-m", "compileall", "-q", *map(str, missing)])
     cure = f"export PYTHONPYCACHEPREFIX=~/.cache/pycache; {cure}" if closed else cure
     names = " and ".join(folder.name for folder in missing)
-    return f"missing, and {why}: every kernel and rank compiles {names} again. Once for all: {cure}"
+    return f"missing, and {why}: every kernel and rank compiles {names} again. To compile once: {cure}"
 
 
 def _is_compiled(source: Path) -> bool:

@@ -106,6 +106,6 @@ def report(codes: list[str], checks: list[str], version: str) -> str:
     others = sorted({row[0] for row in rows} - {version})
     if others:
         problems.append(
-            f"Here is dtlib {version}, and of dtlib {', '.join(others)} only the checks' numbers are known."
+            f"This is dtlib {version}; for dtlib {', '.join(others)} only the numbers of the checks are known."
         )
     return "\n\n".join(filter(None, [table, *problems]))

@@ -84,7 +84,7 @@ def last(number: int | None = None) -> None:
         kept = [ran for ran in kept if ran.number == number]
     if not kept:
         which = "No cell" if number is None else f"Cell [{number}]"
-        raise DtlibError(f"{which} is kept here: the kernel keeps the {MOST_CELLS} latest cells since it was started.")
+        raise DtlibError(f"{which} is stored: the kernel stores the outputs of its last {MOST_CELLS} cells.")
     _show(kept[-1])
 
 

@@ -95,7 +95,7 @@ class Memory:
 
     def __enter__(self) -> Memory:
         if Memory._running:
-            raise DtlibError("A dtlib.memory() counts already: end that one first.")
+            raise DtlibError("Another dtlib.memory() is active: end it first.")
         comms = self._held()["communicators"]
         self.simulated = any(getattr(comm, "simulated", False) for comm in comms)
         self.ranks = max((comm.size for comm in comms), default=1)

@@ -1,4 +1,4 @@
-"""Monte Carlo pi with five implementations ("rungs"), which all count exactly the same points.
+"""Monte Carlo pi in six ways, from a loop to ranks that read a file, which all count exactly the same points.
 
 Throw points at the unit square and count the points inside the quarter circle: pi is four times their fraction.
 Point number i is made by a counter-based generator, a function of i alone. So any rank can compute any point
@@ -55,7 +55,7 @@ class Estimate:
         return 4 * math.sqrt(fraction * (1 - fraction) / self.points)
 
 
-# Rung 1: a plain Python loop
+# 1: a plain Python loop
 
 
 def point(i: int, seed: int = 0) -> tuple[int, int]:
@@ -76,7 +76,7 @@ def count_loop(start: int, stop: int, seed: int = 0) -> int:
     return inside
 
 
-# Rung 2: numpy, block by block
+# 2: numpy, block by block
 
 
 def points_numpy(start: int, stop: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -110,7 +110,7 @@ def count_numpy(start: int, stop: int, seed: int = 0, block: int = BLOCK) -> int
     return sum(inside_numpy(*points_numpy(a, min(a + block, stop), seed)) for a in range(start, stop, block))
 
 
-# Rung 3: the loop again, compiled
+# 3: the loop again, compiled
 
 
 @lru_cache
@@ -139,6 +139,9 @@ def count_compiled(start: int, stop: int, seed: int = 0) -> int:
     return _compiled_kernel()(start, stop, seed & MASK_64)
 
 
+# 4: a GPU
+
+
 def count_gpu(start: int, stop: int, seed: int = 0) -> int:
     """Count with thousands of threads on this rank's GPU."""
     from dtlib.pi.gpu import count
@@ -149,7 +152,7 @@ def count_gpu(start: int, stop: int, seed: int = 0) -> int:
 KERNELS = {"loop": count_loop, "numpy": count_numpy, "compiled": count_compiled, "gpu": count_gpu}
 
 
-# Rung 4: ranks that each count a slice, and reduce
+# 5: ranks that each count a slice, and reduce
 
 
 def slice_of(points: int, rank: int, size: int) -> tuple[int, int]:
@@ -168,8 +171,8 @@ def count_on_ranks(
 ) -> int:  # fmt: skip
     """Count on all ranks of ``comm``; every rank returns the total.
 
-    Each rank counts in bursts of about half a second. After each burst it calls ``progress(done)`` with an estimate of
-    the points that all ranks counted in it: its own points times the number of ranks.
+    With ``progress``, each rank counts in pieces of about half a second, and after each calls ``progress(done)`` with
+    an estimate of the points that all ranks counted meanwhile: its own points times the number of ranks.
     """
     start, stop = slice_of(points, comm.rank, comm.size)
     inside = np.zeros(1, dtype=np.int64)
@@ -180,14 +183,14 @@ def count_on_ranks(
         inside += kernel(start, end, seed)
         if progress is not None:
             progress((end - start) * comm.size)
-            # Aim at half a second per burst, but grow at most fourfold, because a short burst is timed badly.
+            # Aim at half a second per piece, but grow at most fourfold, because a short piece is timed badly.
             elapsed = max(time.perf_counter() - began, 1e-6)
             burst = max(1, min(int(burst * 0.5 / elapsed), 4 * burst))
         start = end
     return int(comm.all_reduce(inside)[0])
 
 
-# Rung 5: ranks that each read a slice of a file
+# 6: ranks that each read a slice of a file
 
 
 def write_points(path: str | PathLike[str], points: int, seed: int = 0) -> Path:

@@ -42,10 +42,10 @@ def model_of(asked: Model | str | dict, seq: int = 0) -> Model:
     try:
         return from_transformers(read_json(Path(asked), dict), seq)
     except ValueError:
-        raise PlanError(f"{asked!r} is no config of a model: give the config.json that transformers saves.") from None
+        raise PlanError(f"{asked!r} is not a config of a model: pass a config.json of transformers.") from None
     except OSError:
         raise PlanError(
-            f"There is no model {asked!r}: give one of {', '.join(MODELS)}, a config.json, or layers=...,hidden=..."
+            f"There is no model {asked!r}: pass one of {', '.join(MODELS)}, a config.json, or layers=...,hidden=..."
         ) from None
 
 
@@ -140,7 +140,7 @@ def _fields(text: str, kind, what: str) -> dict:
             raise PlanError(f"{name} is in {text!r} twice: give it once.")
         wanted = type(known[name].default)  # required sizes have no default, so this is neither str nor bool
         if wanted is bool and value.lower() not in ("true", "false"):
-            raise PlanError(f"{name} is {value!r}: give true or false.")
+            raise PlanError(f"{name} is {value!r}: pass true or false.")
         words = {str: value, bool: value.lower() == "true"}
         made[name] = words[wanted] if wanted in words else whole(name, read_number(value), known[name].default != 0)
     return made

@@ -20,11 +20,11 @@ def for_dtlib(model: Model | None, plan: Plan) -> dict:
     own = model if model and is_decoder(model) else None
     if not own and plan.tensor * plan.context * plan.expert > 1:
         raise PlanError(
-            "dtlib train cuts layers, sequences and experts of its own decoder alone over ranks: a model of 256 words, "
-            "untied, with MLPs of four times its width."
+            "dtlib train divides layers, sequences and experts only of its own decoder: a model of 256 words, untied, "
+            "with MLPs of four times its width."
         )
     if plan.pipe > 1 and plan.zero == 3:
-        raise PlanError("dtlib train's pipelines take ZeRO stage 0, 1 or 2, not 3: they have cut the parameters.")
+        raise PlanError("dtlib train's pipelines support ZeRO stages 0, 1 and 2, not 3: they divide the parameters.")
     if own and own.experts and (plan.zero or plan.pipe * plan.tensor > 1):
         raise PlanError(
             f"{plan}: dtlib train has experts on axes of data, context and experts, without ZeRO. Plan with zero=0, "
@@ -32,12 +32,12 @@ def for_dtlib(model: Model | None, plan: Plan) -> dict:
         )
     if plan.micro_batch % plan.context:
         raise PlanError(
-            f"A micro-batch of {plan.micro_batch} does not divide by context {plan.context}: in dtlib train each of "
-            f"these ranks reads samples of its own. Give a multiple of {plan.context}."
+            f"A micro-batch of {plan.micro_batch} is not a multiple of context {plan.context}: in dtlib train each of "
+            f"these ranks reads its own samples. Use a multiple of {plan.context}."
         )
     if own and plan.context > 1 and own.seq % (2 * plan.context):
         raise PlanError(
-            f"seq is {own.seq}, and {plan.context} context ranks of dtlib train take equal parts: give a multiple of "
+            f"seq is {own.seq}, but {plan.context} context ranks of dtlib train need equal parts: use a multiple of "
             f"{2 * plan.context}."
         )
     # In dtlib train each context rank reads its own samples: the micro-batch is smaller, and the data axis is longer.

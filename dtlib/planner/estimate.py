@@ -126,7 +126,7 @@ def outside_of(known: Calibration, model: Model, plan: Plan, device: Device) -> 
     said = []
     if device.name != known.device:
         said.append(
-            f"Nothing was measured on {device.name}: the times are scaled from {known.device} by the data sheet."
+            f"There is no measurement for {device.name}: the times are scaled from {known.device} with the data sheet."
         )
     asked = {"gpus": plan.gpus, "hidden": model.hidden, "seq": model.seq} | {
         name: getattr(plan, name) for name in ("data", "tensor", "pipe", "context", "expert", "zero", "micro_batch")
@@ -188,7 +188,7 @@ def search(
     refused: Counter[str] = Counter()
     for number, plan in enumerate(plans(model, gpus, device, batch, refused, **fixed)):
         if number == MOST_PLANS:
-            raise PlanError(f"{gpus} GPUs have more than {MOST_PLANS:,} plans: fix some, such as tensor=8,pipe=4.")
+            raise PlanError(f"{gpus} GPUs have more than {MOST_PLANS:,} plans: fix some axes, such as tensor=8,pipe=4.")
         each = estimate(model, plan, device)
         # Keep the best plan of each mesh.
         mesh = (plan.data, plan.tensor, plan.pipe, plan.context, plan.expert)

@@ -90,7 +90,7 @@ def check(model: Model, plan: Plan, gpus: int | None = None) -> Plan:
             raise PlanError(f"{name} is {getattr(plan, name)!r}: choose one of {', '.join(map(str, known))}.")
     if gpus is not None and plan.gpus != gpus:
         axes = f"data {plan.data} x tensor {plan.tensor} x pipe {plan.pipe} x context {plan.context}"
-        raise PlanError(f"{axes} = {plan.gpus} GPUs, and there are {gpus}: the axes multiply to the GPUs.")
+        raise PlanError(f"{axes} = {plan.gpus} GPUs, but there are {gpus}: the product of the axes must be {gpus}.")
     _divides("tensor", plan.tensor, "heads", model.heads)
     _divides("tensor", plan.tensor, "hidden", model.hidden)
     if plan.tensor > 1:
@@ -110,12 +110,12 @@ def check(model: Model, plan: Plan, gpus: int | None = None) -> Plan:
         _divides("expert", plan.expert, "the data axis", plan.data)
     if plan.batch % (plan.data * plan.micro_batch):
         raise PlanError(
-            f"A batch of {plan.batch} does not divide by data {plan.data} x micro_batch {plan.micro_batch}: "
-            f"give a multiple of {plan.data * plan.micro_batch}."
+            f"A batch of {plan.batch} is not a multiple of data {plan.data} x micro_batch {plan.micro_batch}: use a "
+            f"multiple of {plan.data * plan.micro_batch}."
         )
     if plan.schedule == "interleaved" and plan.pipe > 1 and plan.micro_batches % plan.pipe:
         raise PlanError(
-            f"{plan.micro_batches} micro-batches are no multiple of pipe {plan.pipe}: interleaving needs one."
+            f"{plan.micro_batches} micro-batches are not a multiple of pipe {plan.pipe}, which interleaving needs."
         )
     return plan
 

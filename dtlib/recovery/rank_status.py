@@ -93,8 +93,8 @@ class Signs:
         if len(self.seconds[slowest]) == LOOK_BACK and usual[slowest] > max(LEAST_SECONDS, TIMES * others):
             self.late = (
                 f"Rank {slowest} computes {usual[slowest] / others:.1f} times as long as the others "
-                f"({1e3 * usual[slowest]:.0f} ms a step, they {1e3 * others:.0f} ms), and all wait for it: look at "
-                "what else runs there, and at its data."
+                f"({1e3 * usual[slowest]:.0f} ms per step instead of {1e3 * others:.0f} ms), and all ranks wait for "
+                "it: check its data, and other programs on its cores."
             )
 
 

@@ -32,7 +32,7 @@ CAUSES: dict[int, str] = {
     signal.SIGTERM: "another program asked it to end, such as a scheduler at the time limit",
     signal.SIGSEGV: "it accessed memory that does not belong to it: a bug in a library",
     signal.SIGBUS: "a mapped file was removed, or /dev/shm is full",
-    signal.SIGABRT: "it gave up by itself; what it printed before says why",
+    signal.SIGABRT: "it aborted; its output before says why",
 }
 BY_SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node\s+(\S+)\s+exited\s+on\s+signal\s+(\d+)")
 BY_STATUS = re.compile(r"Process name: \[\S+,(\d+)\]\s+Exit code:\s+(\d+)")
@@ -202,6 +202,6 @@ class Run:
             self.lost.add(int(found[1]))
             return f"Rank {found[1]} ended with status {found[2]} and no message: look at its output."
         if found := BY_NODE.search(said):
-            return f"Node {found[1]} does not answer any more: it is down, or cut off from the network."
+            return f"Node {found[1]} does not answer: it is down, or has no network."
         last = next((line for line in reversed(said.splitlines()) if line.strip(" -")), "it said nothing")
         return f"mpiexec ended with status {self.status}: {last.rstrip('.')}."

@@ -130,7 +130,7 @@ def _refuse_what_is_no_action(schedule) -> None:
         for action in actions:
             if not isinstance(action, Action) or action.kind not in KINDS or min(action.stage, action.microbatch) < 0:
                 raise ScheduleError(
-                    f"The list of rank {rank} has {action!r}, which is no action: write Action(0, 'F', 1), or "
+                    f"The list of rank {rank} has {action!r}, which is not an action: write Action(0, 'F', 1), or "
                     f"parse('0F1'); kinds are {', '.join(KINDS)}."
                 )
 
@@ -147,7 +147,7 @@ def _refuse_incomplete(schedule, stages: int, microbatches: int) -> None:
                 )
             if action.stage % ranks != rank:
                 raise ScheduleError(
-                    f"Rank {rank} does {action}, but stage {action.stage} lives on rank {action.stage % ranks}."
+                    f"Rank {rank} does {action}, but stage {action.stage} is on rank {action.stage % ranks}."
                 )
         for action, times in Counter(actions).items():
             if times > 1:
@@ -169,7 +169,7 @@ def _refuse_incomplete(schedule, stages: int, microbatches: int) -> None:
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ScheduleError(
-            f"Of {stages} stages and {microbatches} micro-batches these are never done: "
+            f"With {stages} stages and {microbatches} micro-batches, the schedule lacks these actions: "
             f"{', '.join(map(str, missing[:3]))}{more}."
         )
 
@@ -182,4 +182,4 @@ def _refuse_out_of_order(schedule) -> None:
         for action in actions:
             for need in needed[action]:
                 if index_of.get(need, -1) > index_of[action]:
-                    raise ScheduleError(f"Rank {rank} does {action} before {need}, whose result it needs.")
+                    raise ScheduleError(f"Rank {rank} does {action} before {need}, but needs its result.")

@@ -66,8 +66,8 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
         return one_f_one_b(p, m)
     if m % p:
         raise ScheduleError(
-            f"Interleaved stages take micro-batches in groups of {p}, one a rank, and {m} is no multiple of {p}: "
-            f"take {m + -m % p} micro-batches, or one_f_one_b."
+            f"Interleaved stages process micro-batches in groups of {p}, one per rank, but {m} is not a multiple of "
+            f"{p}: use {m + -m % p} micro-batches, or one_f_one_b."
         )
     groups = [range(first, first + p) for first in range(0, m, p)]
     schedule = []
@@ -121,4 +121,4 @@ def _of(stage: int, kind: str, microbatches) -> list[Action]:
 def _refuse_fewer_than_one(p: int, m: int, v: int = 1) -> None:
     for count, what in ((p, "ranks"), (m, "micro-batches"), (v, "stages a rank")):
         if not isinstance(count, int) or count < 1:
-            raise ScheduleError(f"{count!r} {what} make no schedule: it takes a whole number, at least 1.")
+            raise ScheduleError(f"{count!r} {what} cannot form a schedule: pass a whole number, at least 1.")

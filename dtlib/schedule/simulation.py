@@ -124,7 +124,7 @@ def peak_activations(schedule: Sequence[Sequence[Action]]) -> list[int]:
 
 def _at(time: Time, stage: int) -> float:
     if isinstance(time, dict) and stage not in time:
-        raise ScheduleError(f"Stage {stage} has no time; there are times for {', '.join(map(str, time)) or 'none'}.")
+        raise ScheduleError(f"Stage {stage} has no time: give one besides {', '.join(map(str, time)) or 'none'}.")
     value = time[stage] if isinstance(time, dict) else time(stage) if callable(time) else time
     if value < 0:
         raise ScheduleError(f"An action of stage {stage} takes {value!r}; a time cannot be negative.")

@@ -40,7 +40,7 @@ class Cached(Samples):
         size = reader.sample_bytes * len(reader)
         if size > most_bytes:
             raise DtlibError(
-                f"The samples have {size:,} bytes and the cache may keep {most_bytes:,}: give a larger most_bytes, or "
+                f"The samples have {size:,} bytes, but the cache may keep {most_bytes:,}: pass a larger most_bytes, or "
                 "stage them in a local folder."
             )
         self.reader, self.files, self.block, self.window = reader, reader.files, reader.block, reader.window
@@ -118,13 +118,13 @@ def _copy(folder: Path, local: Path) -> Staged:
         with locked(local):
             there = read_index(local) if (local / INDEX).exists() else None
             if there and there.get("source") != index["source"]:
-                raise DtlibError(f"{local} has samples already, and not those of {folder}: name a new folder.")
+                raise DtlibError(f"{local} already has samples, but not of {folder}: choose a new folder.")
             old = [name for name in index["counts"] if not _alike(folder / name, local / name)]
             if not old and there == index:
                 return Staged(local, 0)
             others = [local / name for name in old if (local / name).exists()]
             if others and there is None and not (local / MARK).exists():
-                raise DtlibError(f"{others[0]} is no copy that was staged: name a new folder, or delete it first.")
+                raise DtlibError(f"{others[0]} is not a staged copy: choose a new folder, or delete it first.")
             (local / MARK).touch()
             # Delete the index before copying, so that it never describes a mixture of two versions.
             (local / INDEX).unlink(missing_ok=True)
@@ -133,7 +133,7 @@ def _copy(folder: Path, local: Path) -> Staged:
             for name in index["counts"]:
                 if not _alike(folder / name, local / name):
                     raise StorageError(
-                        folder / name, 0, f"{folder / name} was written anew while it was staged: stage once more."
+                        folder / name, 0, f"{folder / name} was written again while it was staged: stage it again."
                     )
             write_index(local, index)
             (local / MARK).unlink()

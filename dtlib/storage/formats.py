@@ -56,7 +56,7 @@ def write(
     number("row_group", row_group)
     _check_dtype(dtype, form)
     if form == "parquet" and per_shard % row_group:
-        raise DtlibError(f"per_shard={per_shard} is no multiple of row_group={row_group}: files have whole row groups.")
+        raise DtlibError(f"per_shard={per_shard} must be a multiple of row_group={row_group}: row groups are whole.")
     records = (_bytes_of(record, dtype) for record in records)
     named: Iterable[tuple[str, Iterable[bytes]]]
     if form == "files":
@@ -72,7 +72,7 @@ def write(
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             if (folder / INDEX).exists():
-                raise DtlibError(f"{folder} has samples already: name a new folder, or delete it first.")
+                raise DtlibError(f"{folder} already has samples: choose a new folder, or delete it first.")
             try:
                 for name, piece in named:
                     with open(folder / name, "xb") as file:  # "x": do not overwrite a file that we did not write
@@ -130,7 +130,7 @@ def _check_dtype(dtype: np.dtype, form: str) -> None:
             np.lib.format.dtype_to_descr(dtype)
         except (TypeError, ValueError, NotImplementedError):
             raise DtlibError(
-                f"Field {name!r} is {dtype[name]}, which no reader of {form} reads: choose numbers in this machine's "
+                f"Field {name!r} is {dtype[name]}, which readers of {form} do not support: use numbers in this "
                 "byte order, or bool, or arrays of these that are not empty, and fields in order, without overlap."
             ) from None
 
@@ -138,10 +138,10 @@ def _check_dtype(dtype: np.dtype, form: str) -> None:
 def _bytes_of(record, dtype: np.dtype) -> bytes:
     fields = getattr(record, "dtype", None)
     if isinstance(record, int) or (getattr(fields, "names", None) and fields != dtype):
-        raise DtlibError(f"A record is {record!r:.60} (dtype {fields}), and the samples are to be {dtype}: convert it.")
+        raise DtlibError(f"A record is {record!r:.60} (dtype {fields}), but the samples must be {dtype}: convert it.")
     data = record.tobytes() if hasattr(record, "tobytes") else bytes(record)
     if len(data) != dtype.itemsize:
-        raise DtlibError(f"A record has {len(data)} bytes, and its dtype {dtype.itemsize}: all have the same length.")
+        raise DtlibError(f"A record has {len(data)} bytes, but the dtype {dtype.itemsize}: all must have this length.")
     return data
 
 

@@ -69,7 +69,7 @@ class Samples(Dataset):
         """
         number = operator.index(number)
         if not 0 <= number < len(self):
-            raise IndexError(f"sample {number} of {len(self)}: numbers start at 0")
+            raise IndexError(f"there is no sample {number}: the {len(self)} samples are numbered from 0")
         return number
 
 
@@ -208,8 +208,8 @@ class RawReader(_Pieces):
             path = self.files.path(name)
             raise StorageError(
                 path, min(size, wanted),
-                f"{path} has {size} bytes, and {count} records of {self.stride} need {wanted}: "
-                f"one has another length, so none of its samples can be believed; {CURE}",
+                f"{path} has {size} bytes, but {count} records of {self.stride} need {wanted}: one has another "
+                f"length, so none of its samples are reliable; {CURE}",
             )  # fmt: skip
 
 
@@ -229,8 +229,8 @@ class TarReader(_Pieces):
             path = self.files.path(name)
             raise StorageError(
                 path, offset,
-                f"{path} has at byte {offset} no record {number:07} of {len(memory)} bytes: it, or one before it, has "
-                f"another length; {CURE}",
+                f"{path} has no record {number:07} of {len(memory)} bytes at byte {offset}: this or an earlier record "
+                f"has another length; {CURE}",
             )  # fmt: skip
 
     def _is_followed(self, file: int, at: int, number: int) -> bool:

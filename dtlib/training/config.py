@@ -157,8 +157,8 @@ def read(config: AnyConfig, ranks: int, rank: int = 0) -> Config:
         raise ConfigError("bf16.enabled and fp16.enabled are both true, but a model has one type: disable one of them.")
     if made.fp16.initial_scale_power > MOST_POWERS_OF_TWO:
         raise ConfigError(
-            f"fp16.initial_scale_power is {made.fp16.initial_scale_power}, and float32 ends at 2 ** "
-            f"{MOST_POWERS_OF_TWO}: give less, such as 16."
+            f"fp16.initial_scale_power is {made.fp16.initial_scale_power}, but float32 ends at 2 ** "
+            f"{MOST_POWERS_OF_TWO}: use less, such as 16."
         )
     if made.zero_optimization.stage not in STAGES:
         known = ", ".join(map(str, STAGES))
@@ -207,7 +207,7 @@ def complete(config: Config, ranks: int) -> None:
     )  # fmt: skip
     if micro is None:
         if whole is None:
-            raise ConfigError("train_batch_size is missing: give it, or train_micro_batch_size_per_gpu.")
+            raise ConfigError("train_batch_size is missing: set it, or train_micro_batch_size_per_gpu.")
         micro = whole // ((steps or 1) * ranks)
     if whole is None:
         whole = micro * (steps or 1) * ranks
@@ -234,7 +234,7 @@ def _from_file(path: Path) -> dict:
         return json.loads(read_text(path), object_pairs_hook=_without_repetition)
     except OSError as problem:
         raise ConfigError(
-            f"config={str(path)!r} cannot be read ({problem.strerror}): give the path of a JSON file."
+            f"config={str(path)!r} cannot be read ({problem.strerror}): pass the path of a JSON file."
         ) from None
     except ValueError as problem:
         raise ConfigError(f"{path.name} is not a config ({problem}): pass the path of a JSON file.") from None
@@ -243,7 +243,7 @@ def _from_file(path: Path) -> dict:
 def _without_repetition(pairs) -> dict:
     keys = [key for key, _ in pairs]
     if repeated := {key for key in keys if keys.count(key) > 1}:
-        raise ConfigError(f"{', '.join(sorted(repeated))} stands twice in the same section: leave one of them out.")
+        raise ConfigError(f"{', '.join(sorted(repeated))} occurs twice in the same section: leave one of them out.")
     return dict(pairs)
 
 
@@ -255,14 +255,14 @@ def _check_values(value, name: str = "") -> None:
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         number(name, value, -MOST, whole=False, error=ConfigError)
     elif isinstance(value, str) and value == "auto":
-        raise ConfigError(f"{name} is 'auto', which Hugging Face's Trainer fills in: give the value, or leave it out.")
+        raise ConfigError(f"{name} is 'auto', which only Hugging Face's Trainer supports: set it, or leave it out.")
 
 
 def _with_new_names(config: dict) -> dict:
     """Return the config with old key names replaced by new ones."""
     config, zero = dict(config), config.get("zero_optimization")
     if "bfloat16" in config and "bf16" in config:
-        raise ConfigError("bfloat16 is the old name of bf16, and both are given: leave bfloat16 out.")
+        raise ConfigError("bfloat16 is the old name of bf16, and both are set: leave bfloat16 out.")
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
     if isinstance(zero, dict) and "cpu_offload" in zero:
@@ -270,7 +270,7 @@ def _with_new_names(config: dict) -> dict:
         offload = _checked("zero_optimization.cpu_offload", "cpu_offload", zero.pop("cpu_offload"), bool | None)
         if offload and zero.setdefault("offload_optimizer", {"device": "cpu"}) != {"device": "cpu"}:
             raise ConfigError(
-                "zero_optimization.cpu_offload is the old name of offload_optimizer, and both are given: leave "
+                "zero_optimization.cpu_offload is the old name of offload_optimizer, and both are set: leave "
                 "cpu_offload out."
             )
     return config
@@ -282,7 +282,7 @@ def section(kind: type[S], values: object, prefix: str, inert: list[str] | None 
     Keys without an effect are appended to ``inert``. If ``inert`` is None, every unknown key is refused.
     """
     if not isinstance(values, dict):
-        raise ConfigError(f"{prefix.rstrip('.')} is {_shown(values)}: give a dictionary.")
+        raise ConfigError(f"{prefix.rstrip('.')} is {_shown(values)}: pass a dictionary.")
     known, made = get_type_hints(kind), {}
     ignored = inert if prefix in _IGNORED_IN else None
     for key, value in values.items():
@@ -294,7 +294,7 @@ def section(kind: type[S], values: object, prefix: str, inert: list[str] | None 
                 made[key] = section(_SECTIONS[name], value, f"{name}.", inert)
         elif inert is not None and key in _MUST_BE_OFF:
             if not _is_off(value):
-                raise ConfigError(f"{name} is {_shown(value)}, and there is nothing like it here: leave it out.")
+                raise ConfigError(f"{name} is {_shown(value)}, which dtlib does not support: leave it out.")
             inert.append(name)
         else:
             # DeepSpeed's sections ignore unknown keys, so only very similar ones count as typing errors there.

@@ -42,8 +42,8 @@ class RankLoader(Loader):
             )
         if len(dataset) < together:
             raise DtlibError(
-                f"training_data has {len(dataset)} samples, and {ranks} ranks take {together} at a time: give more, or "
-                "a smaller train_micro_batch_size_per_gpu."
+                f"training_data has {len(dataset)} samples, but {ranks} ranks need {together} per step: use more, or a "
+                "smaller train_micro_batch_size_per_gpu."
             )
         reader = dataset if isinstance(dataset, Source) else _Items(dataset, collate_fn)
         self._stored, self._fresh = reader is dataset, True

@@ -187,7 +187,7 @@ def deepspeed_engine(
     """Return ``engine, optimizer, dataloader, scheduler`` like ``initialize``, with DeepSpeed inside."""
     stages = getattr(model, "num_stages", 1) if production.is_pipeline(model) else 1
     if settings.pipeline.stages not in (None, stages):
-        raise DtlibError(f"pipeline.stages is {settings.pipeline.stages}, and the module has {stages}: give the same.")
+        raise DtlibError(f"pipeline.stages is {settings.pipeline.stages}, but the module has {stages}: set the same.")
     if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
         raise DtlibError("DeepSpeed does not average float64: train in float32 (run.float64 of a config is false).")
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name in groups]

@@ -124,16 +124,16 @@ class Engine:
         overflow = self.config.fp16.enabled and not all_finite(gradients, strategy.shards_on)
         if overflow and self._scale.dynamic and self._scale.scale <= self._scale.smallest:
             raise DtlibError(
-                f"Gradients overflow at the smallest loss scale, {self._scale.scale:g}, so no step is made any more: "
-                "use bf16, a lower rate, or a lower fp16.min_loss_scale."
+                f"Gradients overflow at the smallest loss scale, {self._scale.scale:g}, so training stops: use bf16, a "
+                "lower rate, or a lower fp16.min_loss_scale."
             )
         self._scale.update(overflow)
         if overflow:
             self.skipped_steps += 1
             if not self._scale.dynamic and self.comm.rank == 0:
                 warnings.warn(
-                    f"Gradients overflow in float16, and the step is skipped: fp16.loss_scale is "
-                    f"{self._scale.scale:g}, a fixed number. Give a lower one, or 0 for one that adapts.", stacklevel=3,
+                    "Gradients overflow in float16, so this step is skipped: fp16.loss_scale is fixed at "
+                    f"{self._scale.scale:g}. Set a lower one, or 0 for a scale that adapts.", stacklevel=3,
                 )  # fmt: skip
         else:
             if self.config.gradient_clipping:
@@ -183,7 +183,7 @@ class Engine:
         try:
             for number in range(steps):
                 if (batch := next(batches, None)) is None:
-                    raise DtlibError(f"train_batch() takes {steps} micro-batches, and data_iter ended after {number}.")
+                    raise DtlibError(f"train_batch() needs {steps} micro-batches, but data_iter ended after {number}.")
                 x, y = batch
                 loss = self.backward(loss_fn(self(x), y))
                 total += loss.detach().double().cpu() / steps
@@ -259,7 +259,7 @@ class Engine:
         tag = _name_of(f"global_step{self.global_steps}" if tag is None else tag, self._everyone)
         client_state = {} if client_state is None else client_state
         if not isinstance(client_state, dict):
-            raise DtlibError(f"client_state is {client_state!r:.60}: give a dictionary.")
+            raise DtlibError(f"client_state is {client_state!r:.60}: pass a dictionary.")
         # load_checkpoint() uses "kinds" to refuse the state of another scheduler.
         others = {"scheduler": self.lr_scheduler, "loader": self._loader, "loss_scale": self._scale}
         extra = {name: other.state_dict() for name, other in others.items() if other is not None}
@@ -437,7 +437,7 @@ def _name_of(tag, comm) -> str:
     name = str(tag) if isinstance(tag, (str, int)) else ""
     names = comm.all_gather_object(name)
     if len(set(names)) > 1:
-        raise DtlibError(f"tag differs between ranks: rank 0 has {names[0]!r}; give the same on all.")
+        raise DtlibError(f"tag differs between ranks: rank 0 has {names[0]!r}; pass the same on all.")
     if name in ("", ".", "..", LATEST) or Path(name).name != name:
-        raise DtlibError(f"tag is {tag!r:.60}: give the name of a folder, such as 'global_step100'.")
+        raise DtlibError(f"tag is {tag!r:.60}: pass the name of a folder, such as 'global_step100'.")
     return name

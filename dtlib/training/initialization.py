@@ -105,8 +105,8 @@ def initialize(
     # DeepSpeed checks its own models. The checks below are for runtimes "dtlib" and "torch".
     if settings.pipeline.stages not in (None, 1) and not isinstance(model, PipelineModule):
         raise ConfigError(
-            f"pipeline.stages is {settings.pipeline.stages}, and the model is no PipelineModule: make one "
-            "of its layers."
+            f"pipeline.stages is {settings.pipeline.stages}, but the model is not a PipelineModule: build one from its "
+            "layers."
         )
     if isinstance(model, PipelineModule):
         check_pipeline(model, settings, runtime)
@@ -151,7 +151,7 @@ def initialize(
                 "with partition_method=[0, ...]."
             )
     if not names:
-        raise DtlibError("No parameter is to be trained: give a model, or model_parameters, that require gradients.")
+        raise DtlibError("There is no parameter to train: pass a model, or model_parameters, that require gradients.")
     make = partial(_optimizer, settings, optimizer, [groups[name] for name in names])
     kind = STRATEGIES[runtime][stage]
     # A single pipeline has no gradients to average.
@@ -215,8 +215,8 @@ def _groups_of(parameters, model) -> dict[str, dict]:
         params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
         if strangers := [tuple(p.shape) for p in params if p not in names]:
             raise DtlibError(
-                f"{len(strangers)} parameters to train are not the model's, the first of shape {strangers[0]}: make "
-                "their module a part of the model."
+                f"{len(strangers)} parameters to train do not belong to the model, the first of shape {strangers[0]}: "
+                "make their module a part of the model."
             )
         found.update((names[parameter], settings) for parameter in params)
     return found
@@ -256,7 +256,7 @@ def _optimizer(settings, given, group_of, parameters):
     try:
         return getattr(torch.optim, name)(list(groups.values()), **params)
     except (TypeError, ValueError) as problem:
-        raise ConfigError(f"optimizer.params {params} do not suit {settings.optimizer.type}: {problem}.") from None
+        raise ConfigError(f"optimizer.params {params} do not match {settings.optimizer.type}: {problem}.") from None
 
 
 def _scheduler(settings, given, optimizer, given_optimizer):
@@ -268,7 +268,7 @@ def _scheduler(settings, given, optimizer, given_optimizer):
             _bind(scheduler, given_optimizer, optimizer)
         if isinstance(scheduler, ReduceLROnPlateau):
             raise DtlibError(
-                "ReduceLROnPlateau waits for a figure, and the engine's step() has none: make it of the optimizer that "
+                "ReduceLROnPlateau needs a loss, but the engine's step() has none: create it with the optimizer that "
                 "initialize() returns, and call its step(loss) yourself."
             )
         return scheduler
@@ -280,7 +280,7 @@ def _scheduler(settings, given, optimizer, given_optimizer):
     try:
         return SCHEDULERS[name](optimizer, **params)
     except TypeError as problem:
-        raise ConfigError(f"scheduler.params {params} do not suit {name}: {problem}.") from None
+        raise ConfigError(f"scheduler.params {params} do not match {name}: {problem}.") from None
 
 
 def _bind(scheduler, before, optimizer) -> None:
@@ -288,8 +288,8 @@ def _bind(scheduler, before, optimizer) -> None:
     bound = getattr(scheduler, "optimizer", optimizer)
     if bound is not optimizer and bound is not before:
         raise DtlibError(
-            f"This {type(scheduler).__name__} was made for another optimizer than the one that trains here: pass a "
-            "function that makes it, such as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)."
+            f"This {type(scheduler).__name__} was created for another optimizer: pass a function that creates it, such "
+            "as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)."
         )
     if hasattr(scheduler, "optimizer"):
         scheduler.optimizer = optimizer

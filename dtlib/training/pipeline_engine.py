@@ -39,21 +39,21 @@ def check_pipeline(model: PipelineModule, settings: Config, runtime: str) -> Non
     again = settings.pipeline.activation_checkpoint_interval or model.activation_checkpoint_interval
     if runtime == "torch" and (stage > 1 or again):
         raise ConfigError(
-            "torch's pipelines take zero_optimization.stage 0 or 1, and no pipeline.activation_checkpoint_interval: "
-            "leave these out, or use runtime='dtlib'."
+            "torch's pipelines support zero_optimization.stage 0 and 1, and no "
+            "pipeline.activation_checkpoint_interval: leave these out, or use runtime='dtlib'."
         )
     if len(model.stage_indices) > 1:
         raise DtlibError(
-            "train_batch() runs one stage a rank: with stages_per_rank=1, or by a schedule of your own, "
+            "train_batch() runs one stage per rank: use stages_per_rank=1, or your own schedule, "
             "ScheduleInterleaved1F1B(model.stages(), ...)."
         )
     if settings.fp16.enabled:
         raise ConfigError("fp16.enabled is true, but a pipeline does not scale its loss: use bf16.")
     if stage == 3:
-        raise ConfigError("zero_optimization.stage is 3, and a pipeline has cut the parameters already: use 0, 1 or 2.")
+        raise ConfigError("zero_optimization.stage is 3, but a pipeline divides the parameters already: use 0, 1 or 2.")
     if stage and model.has_ties:
         raise ConfigError(
-            f"zero_optimization.stage is {stage}, and tied layers of a pipeline need whole gradients: use stage 0."
+            f"zero_optimization.stage is {stage}, but tied layers of a pipeline need whole gradients: use stage 0."
         )
 
 

@@ -88,7 +88,7 @@ def train(
     if runtime not in RUNTIMES:
         raise DtlibError(f"runtime is {runtime!r}: choose one of {', '.join(RUNTIMES)}.")
     if resume and save is None:
-        raise DtlibError("Training goes on from a checkpoint: say where it is (save; on the command line --save DIR).")
+        raise DtlibError("Training continues from a checkpoint: set its folder with save (or --save DIR).")
     tell("data and model are ready")
     make, run, settings, axes, context = agreed(comm, lambda: read(workload, config, comm, stage, steps, runtime))
     work = agreed(comm, make)

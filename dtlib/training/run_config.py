@@ -77,18 +77,18 @@ def read(
     config = configuration.dictionary_of(CONFIGS / f"{workload}.json" if config is None else config)
     for name in ("workload", "zero_optimization", "pipeline", "tensor_parallel"):
         if not isinstance(config.get(name) or {}, dict):
-            raise ConfigError(f"{name} is {config[name]!r:.60}: give a dictionary.")
+            raise ConfigError(f"{name} is {config[name]!r:.60}: pass a dictionary.")
     run = configuration.section(Run, config.pop("run", {}), "run.")
     if stage is not None:
         config["zero_optimization"] = {**(config.get("zero_optimization") or {}), "stage": stage}
     run.steps = steps or run.steps
     if steps is None and run.steps and run.epochs:
-        raise ConfigError("run.steps and run.epochs are both given: leave one of them out.")
+        raise ConfigError("run.steps and run.epochs are both set: leave one of them out.")
     gpus = len(gpu_names())
     if run.gpus and (run.gpus > gpus or run.gpus != comm.size):
         raise ConfigError(
-            f"run.gpus is {run.gpus}, and there are {gpus} GPUs here and {comm.size} ranks: give as many as both, or "
-            "leave it out, to train on what there is."
+            f"run.gpus is {run.gpus}, but there are {gpus} GPUs here and {comm.size} ranks: set the same number as "
+            "both, or leave it out."
         )
     own = config.pop("workload", None) or {}
     if isinstance(workload, str):
@@ -104,17 +104,17 @@ def read(
     stages, tensor = axes["pipe"], axes["tensor"]
     for axis, ways in axes.items():
         if comm.size % int(number(AXES[axis], ways, error=ConfigError)):
-            raise ConfigError(f"{AXES[axis]} is {ways}, and there are {comm.size} ranks: give a number that divides.")
+            raise ConfigError(f"{AXES[axis]} is {ways}, but there are {comm.size} ranks: use a divisor of {comm.size}.")
     if comm.size % math.prod(axes.values()):
         raise ConfigError(
-            f"{stages} stages of {tensor} tensor ranks{_of(axes)} are {math.prod(axes.values())}, and there are "
-            f"{comm.size} ranks: give numbers whose product divides them."
+            f"{stages} stages of {tensor} tensor ranks{_of(axes)} are {math.prod(axes.values())}, but there are "
+            f"{comm.size} ranks: use numbers whose product divides {comm.size}."
         )
     for axis in ("tensor", "context", "expert"):
         if axes[axis] > 1 and (runtime != "dtlib" or axis not in inspect.signature(workload).parameters):
             raise ConfigError(
-                f"{AXES[axis]} is {axes[axis]}: layers that are cut over ranks are of `dtlib train decoder`, "
-                "with --runtime=dtlib."
+                f"{AXES[axis]} is {axes[axis]}: only layers of `dtlib train decoder` can be divided over ranks, with "
+                "--runtime=dtlib."
             )
     _check_experts(own.get("experts") or 0, axes, (config.get("zero_optimization") or {}).get("stage") or 0, config)
     if run.link_bandwidth and runtime != "dtlib":
@@ -131,7 +131,7 @@ def _of(axes) -> str:
 def _check_experts(count, axes, stage, config) -> None:
     expert = axes["expert"]
     if expert > 1 and (not isinstance(count, int) or count < 1 or count % expert):
-        raise ConfigError(f"expert_parallel.size is {expert}, and workload.experts is {count}: give a multiple of it.")
+        raise ConfigError(f"expert_parallel.size is {expert}, but workload.experts is {count}: use a multiple of it.")
     for key, found in (
         ("zero_optimization.stage", stage), ("pipeline.stages", axes["pipe"] - 1),
         ("tensor_parallel.autotp_size", axes["tensor"] - 1), ("gradient_clipping", config.get("gradient_clipping")),

@@ -173,8 +173,8 @@ class TorchSharded(Sharded):
 
         if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
             raise DtlibError(
-                f"{scalars[0]} is a parameter without a dimension, and FSDP2 cuts the first one: give it the shape "
-                "(1,), or take stage 0 or 1, or runtime='dtlib'."
+                f"{scalars[0]} is a parameter without a dimension, but FSDP2 cuts the first dimension: use the shape "
+                "(1,), stage 0 or 1, or runtime='dtlib'."
             )
         _broadcast(model, comm)
         for module in [*units_of(model), model]:

@@ -62,7 +62,7 @@ def join(where: str, alias: str) -> None:
         raise DtlibError(f"lab.join({where!r}): write the code and the address in the form of the wall, CODE@ADDRESS.")
     alias = " ".join(str(alias).split())
     if not 1 <= len(alias) <= ALIAS or not alias.isprintable():
-        raise DtlibError(f"The alias {alias[:40]!r} does not fit a tile: choose one of 1 to {ALIAS} letters.")
+        raise DtlibError(f"The alias {alias[:40]!r} does not fit a tile: choose an alias of 1 to {ALIAS} letters.")
     code, scheme, host, path = found.groups()
     address = f"{scheme or 'http'}://{host}{(path or '').rstrip('/')}"
     try:

@@ -37,7 +37,7 @@ def read_folder(folder: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
         if os.path.exists(place / CIFAR_TRAIN[0]):
             images, labels = (torch.cat(each) for each in zip(*(_cifar(place / n) for n in CIFAR_TRAIN), strict=True))
             return (images, labels), _cifar(place / "test_batch.bin"), CIFAR_CLASSES
-    raise DtlibError(f"The folder {folder!r} has neither MNIST nor CIFAR-10 in it. {WHERE}")
+    raise DtlibError(f"The folder {folder!r} contains neither MNIST nor CIFAR-10. {WHERE}")
 
 
 def _find(place: Path, *names: str) -> Path | None:
@@ -87,8 +87,8 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     shape = np.frombuffer(content, ">i4", dimensions, offset=4).tolist()
     if len(content) != head + prod(shape) or min(shape) < 1:
         raise DtlibError(
-            f"{path} promises {' x '.join(map(str, shape))} = {prod(shape)} bytes and has {len(content) - head}: "
-            "fetch it anew."
+            f"{path} should have {' x '.join(map(str, shape))} = {prod(shape)} bytes, but has {len(content) - head}: "
+            "download it again."
         )
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=head).view(shape)
 

@@ -40,10 +40,10 @@ class Shared:
         ranks = self.comm.size
         if seq % (2 * ranks):
             raise DtlibError(
-                f"seq is {seq}, and {ranks} context ranks take equal parts: give a multiple of {2 * ranks}."
+                f"seq is {seq}, but {ranks} context ranks need equal parts: use a multiple of {2 * ranks}."
             )
         if self.method == "ulysses" and heads % ranks:
-            raise DtlibError(f"{heads} heads make no {ranks} equal groups: take method 'ring' of context_parallel.")
+            raise DtlibError(f"{heads} heads do not divide into {ranks} groups: use method 'ring' of context_parallel.")
 
     def positions(self, seq: int, rank: int | None = None) -> Tensor:
         """Return the positions of the tokens that ``rank`` (by default this rank) has of each sequence."""

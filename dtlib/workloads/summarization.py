@@ -141,8 +141,8 @@ def _pretrained(config: dict) -> bool:
     pretrained = config["start"] == "pretrained"
     if pretrained and (config["model"] != "small" or config["vocabulary"] != VOCABULARY):
         raise DtlibError(
-            f"start is 'pretrained', model {config['model']!r} and vocabulary {config['vocabulary']}: the checkpoint "
-            f"is that of model 'small' with {VOCABULARY} tokens."
+            f"start is 'pretrained', model {config['model']!r} and vocabulary {config['vocabulary']}, but the "
+            f"checkpoint is for model 'small' with {VOCABULARY} tokens."
         )
     return pretrained
 

@@ -64,4 +64,4 @@ def _private_folder() -> Path:
         others_may_write = status.st_mode & 0o022
         if status.st_uid == os.getuid() and folder.is_dir() and not others_may_write and os.access(folder, os.W_OK):
             return folder
-    raise DtlibError("no folder for it is this user's alone: set XDG_CACHE_HOME to one without spaces in its name")
+    raise DtlibError("there is no private folder for it: set XDG_CACHE_HOME to a folder without spaces in its name")

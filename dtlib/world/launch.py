@@ -90,8 +90,8 @@ def check_mpiexec(path: str) -> str:
         if "HOME" not in os.environ:
             raise DtlibError(f"HOME is not set, but {path} needs it: set it to your home folder.")
         raise DtlibError(
-            f"{path} starts {theirs}, but mpi4py is using {ours}, so ranks would not see each other: "
-            f"put the mpiexec of {ours} first on PATH, or {INSTALL_MPI}."
+            f"{path} starts {theirs}, but mpi4py uses {ours}, so ranks would not see each other: put the mpiexec of "
+            f"{ours} first on PATH, or {INSTALL_MPI}."
         )
     _remove_sessions_of_the_dead()
     return theirs
@@ -271,7 +271,7 @@ def settings_of_mpi() -> str:
     found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(prefixes)]
     if not found:
         return ""
-    return f" This environment sets {', '.join(found)}, perhaps for another Open MPI: unset that, and try again."
+    return f" This environment sets {', '.join(found)}, perhaps for another Open MPI: unset it, and try again."
 
 
 def start_ranks(command: list[str], ranks: int, survive: bool = False, **popen: Unpack[Options]) -> subprocess.Popen:

@@ -37,8 +37,8 @@ class Mesh:
         for rank, others in enumerate(asked):
             if others != asked[0]:
                 raise DtlibError(
-                    f"Rank 0 makes a mesh of {dict(asked[0])} and rank {rank} one of {dict(others)}: all ranks give "
-                    "the same axes in the same order."
+                    f"Rank 0 creates a mesh of {dict(asked[0])} and rank {rank} one of {dict(others)}: pass the same "
+                    "axes in the same order on all ranks."
                 )
         self.coordinates = coordinates_of(comm.rank, self.shape)
         # A split needs all ranks, so create all communicators now: later, one rank may ask for one alone.
@@ -81,7 +81,7 @@ def shape_of(axes: dict[str, int], ranks: int) -> dict[str, int]:
         raise DtlibError(f"mesh() has no axes: pass them with their sizes, as in mesh(data={ranks}).")
     for axis, size in axes.items():
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise DtlibError(f"{asked}: {axis} has to be a whole number from 1 on, or -1 for what is left.")
+            raise DtlibError(f"{asked}: {axis} must be a whole number from 1 on, or -1 for the remaining ranks.")
     if list(axes.values()).count(-1) > 1:
         raise DtlibError(f"{asked}: only one axis can be -1, because the rest cannot be divided between two.")
     known = math.prod(size for size in axes.values() if size != -1)
@@ -93,8 +93,8 @@ def shape_of(axes: dict[str, int], ranks: int) -> dict[str, int]:
         )
     if -1 not in axes.values() and known != ranks:
         raise DtlibError(
-            f"{asked} has {known} places and there are {ranks} ranks: choose axes whose product is {ranks}, or give "
-            "one of them as -1."
+            f"{asked} has {known} places, but there are {ranks} ranks: choose axes whose product is {ranks}, or set "
+            "one of them to -1."
         )
     return {axis: left if size == -1 else size for axis, size in axes.items()}
 

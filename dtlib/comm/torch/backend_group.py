@@ -267,7 +267,7 @@ class Group(dist.ProcessGroup):
 
     def _alive(self):
         if self.comm is None:
-            raise GroupError("This process group was destroyed: make a new one with init_process_group or new_group.")
+            raise GroupError("This process group was destroyed: create a new one with init_process_group or new_group.")
         return self.comm
 
     def _own(self, tag):
@@ -332,8 +332,8 @@ class Group(dist.ProcessGroup):
             rest = (each % size).sum(0)
             if (rest % size).any():
                 raise GroupError(
-                    f"all_reduce(op=AVG) of {str(tensor.dtype)[6:]}: a sum does not divide by {size}, the number "
-                    "of ranks, and the mean would be rounded: use op=SUM and divide, or pass tensor.float()."
+                    f"all_reduce(op=AVG) of {str(tensor.dtype)[6:]}: a sum is not a multiple of {size}, the number of "
+                    "ranks, so the mean would be rounded: use op=SUM and divide, or pass tensor.float()."
                 )
             tensor.detach().copy_(each.div(size, rounding_mode="floor").sum(0) + rest // size)
 
@@ -350,7 +350,7 @@ class Group(dist.ProcessGroup):
         """Add sparse tensors entry by entry; this waits for the other ranks. Other reductions are refused."""
         if opts.reduceOp != dist.ReduceOp.SUM:
             raise GroupError(
-                f"all_reduce adds sparse tensors, and does not take {opts.reduceOp}: pass tensor.to_dense()."
+                f"all_reduce of sparse tensors supports only SUM, and not {opts.reduceOp}: pass tensor.to_dense()."
             )
         mine = tensor.detach().coalesce()
         with torchs_errors():
@@ -429,15 +429,15 @@ class Group(dist.ProcessGroup):
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if mine is None or len(tensors) != self.size() or shapes[self.rank()] != tuple(mine.shape):
             raise GroupError(
-                f"One tensor for each of {self.size()} ranks is wanted, that of rank {self.rank()} of the shape "
-                f"{'of its own' if mine is None else tuple(mine.shape)}, and the list has {shapes}."
+                f"The list must have one tensor for each of {self.size()} ranks, with the shape "
+                f"{'of its own' if mine is None else tuple(mine.shape)} for rank {self.rank()}, but it has {shapes}."
             )
 
     def _check_list(self, tensors, like):
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if len(shapes) != self.size() or any(tensor.numel() != like.numel() for tensor in tensors):
             raise GroupError(
-                f"{self.size()} tensors of the shape {tuple(like.shape)} are wanted, one for each rank, and the list "
+                f"The list must have {self.size()} tensors of the shape {tuple(like.shape)}, one for each rank, but it "
                 f"has {shapes}."
             )
 

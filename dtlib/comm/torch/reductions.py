@@ -20,7 +20,7 @@ def named(op: ReduceOp, tensor: torch.Tensor) -> str:
     """Return the communicator's name of a reduction. (``op`` supports ``==`` but has no hash.)"""
     name = next((name for known, name in NAMES if op == known), None)
     if name is None:
-        raise CommunicationError(f"The backend dtlib does not know {op}: choose one that gloo has.")
+        raise CommunicationError(f"The backend dtlib does not support {op}: choose an op of gloo.")
     if tensor.is_complex() and name not in ("sum", "mean"):
         raise CommunicationError(f"{op} of complex numbers differs from {op} of their parts: reduce with SUM or AVG.")
     return OF_BOOLEANS.get(name, name) if tensor.dtype is torch.bool else name

@@ -16,7 +16,7 @@ def describe(me: int, seen: dict[int, Sighting]) -> str:
     if culprits:
         return "; ".join(f"rank {rank} {last_seen(seen.get(rank))}" for rank in sorted(culprits))
     if len(waiting) == 1:
-        return "all ranks have arrived, and the messages are under way"
+        return "all ranks have arrived, and messages are in flight"
     return "they wait for one another: " + ", ".join(f"rank {rank} in {_place(seen[rank])}" for rank in sorted(waiting))
 
 

@@ -42,7 +42,7 @@ def page(record: dict, lessons: list[tuple[str, dict]], name: str, day: date) ->
     """Return the page for a record (progress.py), without lessons that have no results."""
     rows = [row for title, asked in lessons if (row := _row(title, asked, record["done"]))]
     if not rows and not record["scores"] and "capstone" not in record:
-        raise DtlibError("Nothing is done yet in this folder: predict, check or answer something first.")
+        raise DtlibError("There is no result in this folder: predict, check or answer something first.")
     parts = [f"<h1>Distributed deep learning, with dtlib</h1><p>{escape(name)} {day.isoformat()}</p>"]
     headers = ("lesson", "predictions", "exercises passed", "quiz, first try")
     parts += [Table(rows, headers)._repr_html_()] if rows else []

@@ -139,7 +139,7 @@ def _of_file(path: Path) -> Exercise:
     """Load an exercise from a file, again on each call, so that an instructor can correct it during a class."""
     if not path.is_file():
         raise DtlibError(
-            f"There is no file {path.name} in {path.absolute().parent}: put the exercise beside the notebook."
+            f"There is no file {path.name} in {path.absolute().parent}: put the exercise in the notebook's folder."
         )
     found = run_path(str(path)).get("EXERCISE")
     if not isinstance(found, Exercise):

@@ -319,7 +319,7 @@ def told(error: BaseException, thing: object) -> tuple[str, tuple]:
     got = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     place = _place(error, thing)
     if place is None and isinstance(error, TypeError) and "argument" in f"{error}":
-        asks = "It was not even called: do its parameters agree with the text, in number and in order?"
+        asks = "It was not called: do its parameters match the text, in number and order?"
         return got, (asks, ON_ITS_OWN)
     return got, (f"{place or 'The error is raised inside a function that yours calls'}. {_advice(error)}", ON_ITS_OWN)
 
@@ -348,11 +348,11 @@ _ADVICE: tuple = (
     (("incompatible function arguments",), "It needs arguments of other types: compare the call with the text."),
     (("non-iterator",), "__iter__ must return an iterator: return iter(...), or use yield."),
     (("split_sizes",), "How many rows does each rank send to each other rank? Two lists contain the numbers."),
-    (("NoneType", " None"), "Something is None there: who should have made it, or returned it?"),
+    (("NoneType", " None"), "A value is None there. Which line should have created or returned it?"),
     ((TimeoutError,), "What ends the loop there, and when?"),
     ((AttributeError,), "Has that object an attribute of this name? Compare the name with the text."),
     ((ZeroDivisionError, "empty sequence"), "What is zero or empty there, and in which case?"),
-    ((IndexError, KeyError), "What is looked up there, and what is there to find?"),
+    ((IndexError, KeyError), "Which key or index is used there, and which ones exist?"),
     ((ImportError,), "An imported module is not installed, or has another name."),
     (("shape", "size", "dimension", "elements", "bytes", "dtype", "float", "overflow"),
      "Print shape and dtype of the tensors in it."),

@@ -201,7 +201,7 @@ def _after_cell(result) -> None:
             got = predictions()[name].got(*(_value_of(each, on_ranks) for each in needed))
         except Exception as problem:  # the learner may have changed the cell; keep the guess
             cause = f"{type(problem).__name__}: {problem}"
-            print(fold(f"Your prediction of {name!r} waits: what ran gave no figure ({cause})."))
+            print(fold(f"Your prediction of {name!r} is not judged yet, because the run gave no number ({cause})."))
             continue
         del _noted[name]
         _compare(name, guess, got)

@@ -78,11 +78,11 @@ def _explained(quiz: Quiz, answers: str) -> str:
     letters = "".join(answers.split()).lower()
     for question, letter in zip(quiz.questions, letters, strict=False):
         if letter not in question.letters + OPEN:
-            raise DtlibError(f"{letter!r} in {answers!r} is no answer: write one of {question.letters}, or {OPEN}.")
+            raise DtlibError(f"{letter!r} in {answers!r} is not an answer: write one of {question.letters}, or {OPEN}.")
     if len(letters) != len(quiz.questions):
         raise DtlibError(
-            f"Quiz {quiz.name!r} has {len(quiz.questions)} questions, and {answers!r} has {len(letters)} answers: "
-            f"write a letter for each, in order, and {OPEN} for one that you leave open."
+            f"Quiz {quiz.name!r} has {len(quiz.questions)} questions, but {answers!r} has {len(letters)} answers: "
+            f"write one letter for each, in order, and {OPEN} to leave a question open."
         )
     lines = []
     for number, letter in enumerate(letters):

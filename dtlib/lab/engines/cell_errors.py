@@ -80,10 +80,10 @@ def _refuse_where_out_of_step(engines, who: str) -> list[str]:
 
 def _cures(errors, shell, engines) -> list[str]:
     if any(error.ename == "StdinNotImplementedError" for error in errors):
-        return ["Ranks cannot ask: use input() in a plain cell, and give the answer to the ranks with lab.push."]
+        return ["input() does not work on ranks: use it in a cell without %%px, and send the answer with lab.push."]
     unknown = {found[1] for error in errors if error.ename == "NameError" and (found := NAME.search(error.evalue))}
     return [
-        f"`{name}` is defined in the notebook but not on the ranks: drop %%px from this cell, or run the cell that "
+        f"`{name}` is defined in the notebook but not on the ranks: remove %%px from this cell, or run the cell that "
         f"defines `{name}` with %%px (or with %%px --local for both)."
         if name in shell.user_ns
         else did_you_mean(name, itertools.chain(*(engines.ask(names, seconds=ANSWER_SECONDS) or [])))

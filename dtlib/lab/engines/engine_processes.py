@@ -47,8 +47,8 @@ def start_keeper(record: Record, ranks: int, say: Callable = lambda how_far: Non
     if status:
         last = next(filter(None, map(str.strip, reversed(said))), f"exit status {status}")
         raise DtlibError(
-            f"The process that starts the engines ended at once ({last}): fix that, or run `dtlib doctor`; "
-            f"{log / 'keeper.log'} has all that it said."
+            f"The process that starts the engines ended immediately ({last}): fix this, or run `dtlib doctor`; "
+            f"{log / 'keeper.log'} has its complete output."
         )
     import ipyparallel  # noqa: F401  (takes half a second, which the keeper needs too)
 
@@ -63,7 +63,7 @@ def start_keeper(record: Record, ranks: int, say: Callable = lambda how_far: Non
         else:
             say("their controller starts")
         if not record.keeper() or limit.is_over():
-            why = f"{log / 'keeper.log'} says why" if (log / "keeper.log").stat().st_size else f"look into {log}"
+            why = f"see {log / 'keeper.log'}" if (log / "keeper.log").stat().st_size else f"look into {log}"
             raise DtlibError(f"The engines did not start: {why}, or run the cell again.")
         time.sleep(0.02)
 

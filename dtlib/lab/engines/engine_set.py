@@ -68,8 +68,8 @@ class EngineSet:
         if not self.record.is_owned_here():
             holder = self.record.read("holder.json").get("notebook", "Another notebook")
             raise DtlibError(
-                f"{holder} has taken over the ranks, and names that were defined here are gone: run lab.engines() to "
-                "take them back, then the cells that define what you need."
+                f"{holder} has taken over the ranks, and the variables that you defined on them are deleted: run "
+                "lab.engines() to take the ranks back, then run the cells that define your variables."
             )
 
     def ask(self, question: Callable, *arguments: object, seconds: float = ANSWER_SECONDS) -> list | None:
@@ -145,11 +145,11 @@ def engines(n: int | None = None, restart: bool = False, profile: str | Path | N
     """
     global _current
     if in_engine():
-        raise DtlibError("lab.engines() belongs in a plain cell: drop %%px from this one.")
+        raise DtlibError("lab.engines() belongs in a cell without %%px: remove %%px from this cell.")
     ranks = None if n is None else int(number("n of lab.engines(n)", n, most=MOST_RANKS))
     profile = Path(profile or workshop.profile())
     if not (profile / "ipcluster_config.py").is_file():
-        raise DtlibError(f"{profile} is no ipyparallel profile: it has no ipcluster_config.py.")
+        raise DtlibError(f"{profile} is not an ipyparallel profile: it has no ipcluster_config.py.")
     record = workshop.Record(profile)
     with record.lock():
         note = record.read("set.json")

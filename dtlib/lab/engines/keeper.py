@@ -84,7 +84,7 @@ def _keep(record: Record, ranks: int, name: str) -> None:
             launchers = [Process.of(launcher.pid) for launcher in (cluster.controller, *cluster.engines.values())]
         except psutil.NoSuchProcess:
             raise DtlibError(
-                f"The engines ended as soon as they had started: {record.profile / 'log'} says why."
+                f"The engines ended immediately after their start: see {record.profile / 'log'}."
             ) from None
         note = {key: value for key, value in record.read("set.json").items() if key != "before"}
         note["connection"] = str(record.profile / "security" / f"ipcontroller-{name}-client.json")

@@ -42,13 +42,13 @@ class RankMagics(ParallelMagics):
         if "--local" in words:
             words.remove("--local")
             if not self.shell.run_cell(cell).success:  # run_cell has shown the error
-                raise DtlibError("The cell failed here in the notebook, so it was not run on the ranks.")
+                raise DtlibError("The cell failed in the notebook, so it did not run on the ranks.")
         self._alone = "--local" not in line.split()
         try:
             return super().cell_px(" ".join(words), cell)
         except IndexError:
             known = ranks_in_words(list(range(self.engines.size)))
-            raise DtlibError(f"%%px {line}: there is no such rank; there are {known}.") from None
+            raise DtlibError(f"%%px {line}: this rank does not exist; the ranks are {known}.") from None
         finally:
             self._alone = False
 

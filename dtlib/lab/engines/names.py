@@ -17,8 +17,8 @@ def values(name: str) -> list:
     except (CompositeError, RemoteError) as error:
         reason = error.elist[0][1] if isinstance(error, CompositeError) else f"{error.ename}: {error.evalue}"
         raise DtlibError(
-            f"{name} cannot be brought here from the ranks ({str(reason).splitlines()[0]}). "
-            f"Does a %%px cell define {name} on all ranks?"
+            f"{name} cannot be copied from the ranks ({str(reason).splitlines()[0]}). Does a %%px cell define {name} "
+            "on all ranks?"
         ) from None
 
 

@@ -66,7 +66,7 @@ def follow(sets: ModuleType, record: workshop.Record) -> None:
     if elsewhere and elsewhere["pid"] != os.getpid() and Process(**elsewhere).find():
         panel()
     elif _is_watched() and not _offered:
-        print("lab.panel() shows on the right what each rank does, with Stop and Reset.")
+        print("lab.panel() shows on the right the state of each rank, with Stop and Reset.")
         if sentence := _of_other_kernels(record.attached()):
             print(fold(sentence))
     _offered = True
@@ -82,7 +82,7 @@ def _of_other_kernels(attached: list[dict]) -> str:
         with suppress(psutil.Error):
             held += psutil.Process(note["pid"]).memory_info().rss
     return (
-        f"{len(others)} other notebooks have a kernel each, which hold {held / 1e9:.1f} GB together: shut down those "
+        f"{len(others)} other notebooks have kernels, which use {held / 1e9:.1f} GB together: shut down the kernels "
         "that you no longer need, under the square in a circle on the left."
     )
 

@@ -63,9 +63,9 @@ def warning(ranks: int) -> str | None:
     shared = f"{ranks / cores:.0f} share a core, and " if ranks > CROWDED * cores else ""
     needed, suits = ranks * BYTES_OF_TORCH / 1e9, suitable_number()
     return (
-        f"{ranks} ranks on {cores} core{'s' * (cores > 1)} will be slow: {shared}with torch "
-        f"they take about {needed:.1f} GB of memory, of which {free / 1e9:.1f} GB are free. Stop ends the start; "
-        f"lab.engines({suits}) suits this machine."
+        f"{ranks} ranks on {cores} core{'s' * (cores > 1)} will be slow: {shared}with torch they need about "
+        f"{needed:.1f} GB of memory, and {free / 1e9:.1f} GB are free. Stop ends the start; lab.engines({suits}) suits "
+        "this machine."
     )
 
 
@@ -75,7 +75,7 @@ def why_new(note: dict, ranks: int | None, restart: bool) -> str:
     if restart and had:
         return f"the {had} that ran have been ended, as restart=True asks."
     if had and ranks not in (None, had):
-        return f"{had} were there before."
+        return f"before, there were {had}."
     return "the old ranks do not answer, because they hang, or because this machine is very busy."
 
 
@@ -84,8 +84,8 @@ def too_few(got: int, ranks: int, seconds: float | None, log: Path) -> str:
     if seconds is None:
         logs = sorted(log.glob("ipengine-*.log"), key=lambda path: path.stat().st_mtime)
         said = mpiexec_error(logs[-1].read_text(errors="replace")) if logs else f"{log} says why."
-        return f"The ranks ended while they started, after {got} of {ranks} had come up; {said}"
+        return f"The ranks ended during the start, after {got} of {ranks} had started; {said}"
     return (
-        f"Only {got} of {ranks} ranks have come up in {seconds:.0f} s, as this machine is very busy: ask for fewer, "
-        f"such as lab.engines({max(1, min(suitable_number(), ranks - 1))}), or try again when less else runs."
+        f"Only {got} of {ranks} ranks have started in {seconds:.0f} s, because this machine is very busy: start fewer, "
+        f"such as lab.engines({max(1, min(suitable_number(), ranks - 1))}), or try again when fewer programs run."
     )

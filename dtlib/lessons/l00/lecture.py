@@ -132,7 +132,7 @@ if world.rank != 2:
 
 # %% tags=["two-hours", "half-day", "solution"]
 # %%px
-world.comm.time_limit = 1  # seconds, so that this stored notebook needs nobody to press Stop
+world.comm.time_limit = 1  # seconds: this solved notebook runs without anybody who presses Stop
 world.comm.barrier()  # all four arrive
 try:
     if world.rank != 2:
@@ -151,8 +151,8 @@ assert found(r"rank \d has finished its cell; its last operation was barrier \(`
 # they wait for, and which line it ran last.
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Interrupted ranks are out of step. `dtlib.reset()` on **all** ranks gives a clean start. (`%px` with one percent sign
-# runs a single line on the ranks.)
+# After an interruption, ranks no longer agree on the next collective. `dtlib.reset()` on **all** ranks gives a clean
+# start. (`%px` with one percent sign runs a single line on the ranks.)
 
 # %% tags=["two-hours", "half-day"]
 # %px dtlib.reset();
@@ -176,13 +176,14 @@ print("darts", start, "to", stop - 1)
 lab.pictures.darts(lab.values("darts"))
 
 # %% tags=["statement"]
-# "600 darts are typically wrong by 0.07, and 150 by 0.13. This estimate is so near to pi by luck."
+# "An estimate from 600 darts is typically wrong by 0.07, one from the 150 darts of a rank by 0.13."
+# "The estimate in the picture is so near to pi by luck."
 off = [abs(row(label, under="estimate of pi")[-1] - 3.14159) for label in ("0", "1", "2", "3", "all")]
 assert off[4] < min(off[:4]) and off[4] < 0.1 * 0.067
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# 600 darts are typically wrong by 0.07, and 150 by 0.13. This estimate is so near to pi by luck. Now ten million: each
-# rank counts its slice, and one `all_reduce` adds the counts.
+# An estimate from 600 darts is typically wrong by 0.07, one from the 150 darts of a rank by 0.13. The estimate in the
+# picture is so near to pi by luck. Now ten million: each rank counts its slice, and one `all_reduce` adds the counts.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -230,8 +231,8 @@ print(world.comm.all_reduce(torch.tensor(world.rank)))
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Plain MPI
 #
-# This script computes pi from other points, without dtlib: it uses mpi4py, Python's MPI. In a terminal: `mpiexec -n 4
-# python notebooks/pi_mpi4py.py`.
+# This script computes pi without dtlib: it uses mpi4py, Python's MPI, and random points from numpy. In a terminal:
+# `mpiexec -n 4 python notebooks/pi_mpi4py.py`.
 
 # %% tags=["two-hours", "half-day"]
 lab.mpiexec("pi_mpi4py.py", ranks=4)

@@ -2,7 +2,7 @@
 # # 02 MPI and pi
 #
 # Sixty minutes. One small program climbs a ladder: a loop in Python, numpy, a compiled loop, MPI ranks, a file shared
-# by ranks, a GPU. Every version in Python returns the same count, to the last point.
+# by ranks, a GPU. Every version in Python returns exactly the same count.
 #
 # **Questions.** Why does an estimate of pi get better so slowly? How do ranks divide work without talking? How much
 # faster are they, and what sets the limit? Can we believe a published speed-up?
@@ -77,10 +77,10 @@ print(f"{rungs['Python loop']:.2g} points per second")
 # %% [markdown]
 # ## How good is the estimate?
 #
-# Each point is a coin that shows *inside* with probability pi/4. The fraction of n such coins scatters around its mean
-# by √(p(1−p)/n), so the estimate scatters around pi by 4√(p(1−p)/n). That is its *standard error*: two out of three
-# estimates are closer to pi than this, nineteen out of twenty closer than twice this. (`count_numpy` and
-# `count_compiled` are faster versions of the loop, explained below.)
+# Each point is a coin that shows *inside* with probability p = pi/4. Of n such coins, the fraction that shows *inside*
+# scatters around its mean by √(p(1−p)/n), so the estimate scatters around pi by 4√(p(1−p)/n). That is its *standard
+# error*: two out of three estimates are closer to pi than this, nineteen out of twenty closer than twice this.
+# (`count_numpy` and `count_compiled` are faster versions of the loop, explained below.)
 
 # %%
 estimate = pi.Estimate(10**4, pi.count_numpy(0, 10**4))
@@ -166,7 +166,7 @@ counts = [kernel(0, 10**5) for kernel in (pi.count_loop, pi.count_numpy, pi.coun
 print(counts)
 
 # %% [markdown] tags=["half-day"]
-# ## Ranks that reduce
+# ## Ranks that add up their counts
 #
 # Rank r of N takes slice r of the points. For any number of points, the slices must fit together: no point left out,
 # none counted twice.
@@ -200,12 +200,12 @@ print("this notebook alone:", alone)
 assert lab.values("total")[0][0] == alone
 
 # %% tags=["statement"]
-# "The same count to the last point."
+# "Exactly the same count."
 assert found(r"this notebook alone: (\d+)") == found(r"all ranks together: (\d+)")
 
 # %% [markdown] tags=["half-day"]
-# The same count to the last point. A parallel program that gives *exactly* the serial answer is easy to trust and easy
-# to test, so this course does the same wherever rounding allows it.
+# Exactly the same count. A parallel program that gives *exactly* the serial answer is easy to trust and easy to test,
+# so this course does the same wherever rounding allows it.
 
 # %% [markdown] tags=["half-day"]
 # ## How much faster?
@@ -252,9 +252,9 @@ assert usable_cores() == 1 or seconds[2] < 0.8 * seconds[1]
 
 # %% [markdown] tags=["half-day"]
 # Up to the number of cores the curve can follow the dashed line, because these ranks do not wait for one another. If it
-# stays below the line, another program used a core (the slowest rank decides), or two reported cores share one physical
-# core. With more ranks than cores, ranks take turns: at best the curve is flat, and it may fall, because switching
-# takes time. So never start more ranks than cores for such work.
+# stays below the line, another program used a core (the slowest rank decides), or two of the cores in the table at the
+# top are one physical core. With more ranks than cores, ranks take turns: at best the curve is flat, and it may fall,
+# because switching takes time. So never start more ranks than cores for such work.
 
 # %% tags=["claim"]
 # "With more ranks than cores, ranks take turns: at best the curve is flat, and it may fall"
@@ -339,7 +339,7 @@ assert row("compiled loop")[-1] > 10 * row("4 ranks")[0] / row("1 rank")[0]
 # then add processes.
 
 # %% [markdown]
-# ## An article's claims on trial
+# ## We check an article's claims
 #
 # An article of 2022 on OpenMPI and DeepSpeed (a library for training large models) reports pi by Monte Carlo with 10⁸
 # points. Its claims are in `data/claims.csv`:
@@ -351,7 +351,7 @@ words = [(row["claim"], row["remark"].split(";")[0]) for row in claims]
 lab.table(words, ("claim", "in its words"))
 
 # %% [markdown]
-# Any two of these three figures determine the third.
+# Any two of these three numbers determine the third.
 
 # %%
 one, six, gain = (float(row["figure"]) for row in claims)
@@ -360,15 +360,17 @@ print(f"{one:g} s, {gain:g} times faster: more than {one / gain:g} s on six, not
 print(f"under {six:g} s, {gain:g} times faster: less than {six * gain:g} s on one, not {one:g}")
 
 # %% tags=["statement"]
-# "The three figures contradict one another, by a factor of at least 1.2."
-# "A speed-up above six on six GPUs would be an efficiency above 100 %"
+# "The three numbers contradict one another, by a factor of at least 1.2."
+# "The two times give a speed-up above six on six GPUs, an efficiency above 100 %"
+# "*About* 1 minute, *under* 10 seconds and *almost* 5x would just fit 49 and 9.9 seconds."
 assert found(r"60 s, under 10 s: more than (\d+) times faster, not (\d+)") == [6, 5] and 6 / 5 >= 1.2
 assert 49 / 9.9 < 4.96
 
 # %% [markdown]
-# The three figures contradict one another, by a factor of at least 1.2. A speed-up above six on six GPUs would be an
-# efficiency above 100 %, so the times are the least credible. (*About* and *almost* can mean 49 and 9.9 seconds. Also,
-# according to its maker, the computer in the article has one GPU, not six.)
+# The three numbers contradict one another, by a factor of at least 1.2. The two times give a speed-up above six on six
+# GPUs, an efficiency above 100 %, so the times are the least credible. (*About* 1 minute, *under* 10 seconds and
+# *almost* 5x would just fit 49 and 9.9 seconds. Also, according to its maker, the computer in the article has one GPU,
+# not six.)
 #
 # Is a minute for 10⁸ points on a GPU fast? Compare with the ranks of this computer.
 
@@ -407,7 +409,7 @@ lab.read(course_folder() / "notebooks" / "pi.R")
 #
 # Each rank takes its slice of the points, counts in blocks, and one `allreduce` adds the counts. But R's generator
 # (L'Ecuyer-CMRG) is a chain: rank r jumps ahead r times by 2¹²⁷ numbers. So 1, 2 and 4 ranks throw different points,
-# and their counts cannot be compared to the last point.
+# and their counts differ.
 
 # %% [markdown]
 # ## Quiz
@@ -420,7 +422,7 @@ lab.quiz("02")
 #
 # - The error of a Monte Carlo estimate falls with the square root of the number of points.
 # - A counter-based generator lets every rank compute its own points; `slice_of` divides them without gap or overlap.
-# - Parallel and serial counts are equal to the last point. That is a test, not luck.
+# - Parallel and serial counts are exactly equal. That is a test, not luck.
 # - Speed-up ends at the number of cores; efficiency says how well the cores are used.
 # - First one fast process, then many. And ask what a speed-up is compared with.
 #

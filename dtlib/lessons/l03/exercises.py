@@ -193,8 +193,8 @@ lab.pictures.timeline("trace")
 assert count(r"Waited 2 s in broadcast.* \(`line 4:") == 1 and found(r"rank (\d) has finished its cell") == [2]
 
 # %% [markdown]
-# Ranks 0 and 1 wait in line 4. The error message names the rank that they wait for. You find the line that keeps this
-# rank away. Now the other four:
+# Ranks 0 and 1 wait in line 4. The error message names the rank that they wait for. Find the line that keeps this rank
+# away yourself. Now the other four:
 
 # %%
 # %%px
@@ -272,8 +272,8 @@ explained = {
 explained = {
     1: (2, "if comm.rank != 2:"),  # a collective inside an if
     2: (1, "batches = 3 if comm.rank == 1 else 4"),  # one rank has fewer batches
-    3: (0, "comm.recv(theirs, other)"),  # both receive first; rank 1 is also right
-    4: (1, "comm.recv(batch, 0, tag=2)"),  # nobody sends with this tag; or rank 0, its send
+    3: (0, "comm.recv(theirs, other)"),  # both receive first; rank 1 is a correct answer too
+    4: (1, "comm.recv(batch, 0, tag=2)"),  # nobody sends with this tag; rank 0 and its send are a correct answer too
     5: (0, "percent += 100 // comm.rank"),  # an error that somebody swallows
 }
 
@@ -296,8 +296,8 @@ lab.check("hangs")
 # %% [markdown]
 # ## The hang detective
 #
-# You get your own case, made from your name: sixteen ranks hang. Ask up to ten questions, then accuse a rank and a
-# line: `case.ask(5)`, `case.ask(5, 3)`, `case.accuse(5, 7)`.
+# You get your own case, made from your name: sixteen ranks hang. Ask up to ten questions: `case.ask(5)` shows
+# what rank 5 did last, `case.ask(5, 3)` its third collective. Then accuse a rank and a line: `case.accuse(5, 7)`.
 
 # %%
 from dtlib.lessons.l03 import detective

@@ -27,10 +27,10 @@ def _ring_attention(plainly, q, k, v, group: AnyCommunicator | None = None, caus
     group, comm = group_and_communicator(group)
     asked = _asked(comm, q, k, v, causal, order)
     if set(asked) != {(*((tuple(q.shape), q.dtype),) * 3, causal, order)} or q.dim() != 4 or order not in plain.CHUNKS:
-        raise DtlibError(f"Ranks give q, k, v, causal, order {set(asked)}: all the same, in one of {[*plain.CHUNKS]}.")
+        raise DtlibError(f"q, k, v, causal, order are {set(asked)}: make all equal, order one of {[*plain.CHUNKS]}.")
     if q.shape[2] % 2 or q.dtype not in (torch.float32, torch.float64):
         raise DtlibError(
-            f"{q.shape[2]} tokens a rank of {q.dtype}: an even number, of float32 or float64, or see attention.py."
+            f"{q.shape[2]} tokens per rank of {q.dtype}: use an even number, float32 or float64, or attention.py."
         )
     return plainly(q, k, v, group, causal, order)
 
@@ -39,9 +39,9 @@ def _ulysses_attention(plainly, q, k, v, group: AnyCommunicator | None = None, c
     group, comm = group_and_communicator(group)
     asked = set(_asked(comm, q, k, v, causal))
     if len(asked) > 1 or len({*next(iter(asked))[:3]}) > 1 or q.dim() != 4:
-        raise DtlibError(f"Ranks give q, k, v, causal {asked}: give all the same, of four dimensions.")
+        raise DtlibError(f"Ranks pass q, k, v, causal {asked}: pass the same on all ranks, of four dimensions.")
     if q.shape[1] % comm.size:
-        raise DtlibError(f"{q.shape[1]} heads make no {comm.size} equal groups: take ring_attention.")
+        raise DtlibError(f"{q.shape[1]} heads do not divide into {comm.size} equal groups: use ring_attention.")
     return plainly(q, k, v, group, causal)
 
 

@@ -78,7 +78,7 @@ class ContextParallel(nn.Module):
         self.module, self.comm = module, as_communicator(comm)
         self.order, self.method, self.overlap = order, method, overlap
         if len(asked := set(self.comm.all_gather_object((order, method)))) > 1:
-            raise DtlibError(f"ContextParallel: ranks ask for (order, method) {asked}: give the same on all.")
+            raise DtlibError(f"ContextParallel: ranks pass different (order, method), {asked}: pass the same on all.")
         if order not in ORDERS or method not in METHODS:
             raise DtlibError(
                 f"ContextParallel(order={order!r}, method={method!r}): choose an order from {', '.join(ORDERS)}, and "
@@ -87,9 +87,8 @@ class ContextParallel(nn.Module):
         for name, part in module.named_modules():
             if isinstance(part, MIX_TOKENS):
                 raise DtlibError(
-                    f"ContextParallel: {name or 'the module'} is {type(part).__name__}, which would see this rank's "
-                    "tokens alone: build the module of layers that work token by token, and of "
-                    "scaled_dot_product_attention."
+                    f"ContextParallel: {name or 'the module'} is {type(part).__name__}, which would use only this "
+                    "rank's tokens: use layers that compute each token separately, and scaled_dot_product_attention."
                 )
         for parameter in module.parameters():
             note(parameter, sequences=self.comm.members)
@@ -144,8 +143,8 @@ class ContextParallel(nn.Module):
                 self._end()
         if not self._calls:
             raise DtlibError(
-                "ContextParallel: the module never called torch's scaled_dot_product_attention; an attention of its "
-                "own would see this rank's tokens alone: call that one."
+                "ContextParallel: the module never called torch's scaled_dot_product_attention. Another attention "
+                "would use only this rank's tokens: call torch's function."
             )
         return out
 
@@ -163,8 +162,8 @@ class ContextParallel(nn.Module):
         alone = part is self.module and not self._running and not _in_backward()
         if alone and part.training and torch.is_grad_enabled():
             raise DtlibError(
-                "The module inside of a ContextParallel was called by itself, and its attention would see this "
-                "rank's tokens alone: call the ContextParallel."
+                "The module inside of a ContextParallel was called directly, so its attention would see only this "
+                "rank's tokens: call the ContextParallel instead."
             )
         if self._running or _in_backward():  # activation checkpointing recomputes this part
             self._begin()
@@ -191,7 +190,7 @@ class ContextParallel(nn.Module):
             )
         if self._running[-1] and not torch.is_grad_enabled():
             raise DtlibError(
-                "ContextParallel: attention runs without gradients in a module that was called with them, as by "
+                "ContextParallel: attention runs without gradients in a module that was called with gradients, as in "
                 "checkpoint(function, use_reentrant=True): pass use_reentrant=False, and a module as the function."
             )
         self._calls += 1
@@ -219,9 +218,9 @@ class ContextParallel(nn.Module):
             asked = self.comm.all_gather_object(ours)
             shapes = [(shape, dtype) for shape, dtype, *_ in asked]
             if len({(shape[:2], shape[3:], dtype) for shape, dtype in shapes}) > 1:
-                raise DtlibError(f"ContextParallel: ranks have queries of {shapes}: give all the same batch.")
+                raise DtlibError(f"ContextParallel: ranks have queries of {shapes}: pass the same batch on all ranks.")
             if len(different := {one[2] for one in asked}) > 1:
-                raise DtlibError(f"ContextParallel: ranks ask for (is_causal, scale) {different}: give all the same.")
+                raise DtlibError(f"ContextParallel: ranks pass (is_causal, scale) {different}: pass the same on all.")
             lengths = [shape[2] for shape, _ in shapes]
             if self.comm.size > 1 and mine and len({one[3] for one in asked}) == 1:
                 raise DtlibError(
@@ -240,8 +239,8 @@ class ContextParallel(nn.Module):
             cut = [len(positions_of(rank, self.comm.size, sum(lengths), self.order)) for rank in range(self.comm.size)]
             if lengths != cut:
                 raise DtlibError(
-                    f"ContextParallel: ranks have {lengths} tokens, and in order {self.order} they have {cut}: cut "
-                    "sequences by split()."
+                    f"ContextParallel: ranks have {lengths} tokens, but in order {self.order} they should have {cut}: "
+                    "cut sequences with split()."
                 )
             self._lengths_vary |= before is not None and before[1] != sum(lengths)
             self._length = shape, sum(lengths)
@@ -263,8 +262,8 @@ class _AttentionReplaced(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if func is functional.multi_head_attention_forward:
             raise DtlibError(
-                "ContextParallel: multi_head_attention_forward has an attention of its own, which would see this "
-                "rank's tokens alone: call torch.nn.functional.scaled_dot_product_attention."
+                "ContextParallel: multi_head_attention_forward has its own attention, which would use only this rank's "
+                "tokens: call torch.nn.functional.scaled_dot_product_attention."
             )
         if func is torch.arange and (len(args) == 1 or (len(args) == 2 and args[0] == 0)):
             self.ranges.append(int(args[-1]))

@@ -67,7 +67,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     def _check_input_dim(self, x):
         if x.dim() < 2 or x.shape[1] != self.num_features:
             raise DtlibError(
-                f"SyncBatchNorm({self.num_features}) takes inputs of shape (N, {self.num_features}, ...) and got "
+                f"SyncBatchNorm({self.num_features}) needs inputs of shape (N, {self.num_features}, ...), and got "
                 f"{tuple(x.shape)}."
             )
 
@@ -109,8 +109,8 @@ class _Normalise(torch.autograd.Function):
         total = counts.sum()
         if total <= 1:
             raise DtlibError(
-                f"SyncBatchNorm got {total:g} values a channel on all ranks together, and a variance needs two or "
-                "more: train on larger batches, or call eval()."
+                f"SyncBatchNorm got {total:g} values per channel on all ranks together, but a variance needs at least "
+                "two: train with larger batches, or call eval()."
             )
         # Combine the squared deviations from each rank's mean into deviations from the common mean: T. Chan et al.,
         # COMPSTAT 1982.

@@ -222,8 +222,8 @@ def _check_devices(module, asked) -> None:
         if {device} != has and not {device.type} == {one.type for one in has} == {"cpu"}:
             places = ", ".join(sorted(map(str, has)))
             raise DtlibError(
-                f"DataParallel was given the device {given!r}, and this rank's module is on {places}: move it there "
-                "with module.to(device) first, or leave device_ids and output_device out."
+                f"DataParallel got the device {given!r}, but this rank's module is on {places}: first move it with "
+                "module.to(device), or leave device_ids and output_device out."
             )
 
 

@@ -14,7 +14,7 @@ When are the gradients of layers 4, 3, 2 and 1 sent, and in how many messages?
     DataParallelHooks      computes   B4 B3 B2 B1               each one when it is ready
                            sends         4  3  2  1
     DataParallelBuckets    computes   B4 B3 B2 B1               several together, when the last one is ready
-                           sends            43    21
+                           sends            4+3   2+1
 """
 
 import torch
@@ -24,7 +24,9 @@ from torch.distributed import ProcessGroup
 
 
 class DataParallelNaive(nn.Module):
-    """``loss.backward()``, ``model.average_gradients()``, ``optimizer.step()``. Rank 0's parameters are broadcast.
+    """Call in turn ``loss.backward()``, ``model.average_gradients()``, ``optimizer.step()``.
+
+    Rank 0's parameters are broadcast at the start.
 
     Contract: every rank has the same number of samples; every trained parameter gets a gradient.
     """
@@ -39,7 +41,7 @@ class DataParallelNaive(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         if self.training and torch.is_grad_enabled() and not self.in_a_step:
-            # Broadcast once per step: autograd may have saved a buffer in an earlier forward pass.
+            # Broadcast once per step: again would change buffers that autograd saved in an earlier forward pass.
             for buffer in self.module.buffers():
                 dist.broadcast(buffer, group_src=0, group=self.group)
             self.in_a_step = True
@@ -54,7 +56,10 @@ class DataParallelNaive(nn.Module):
 
 
 class DataParallelHooks(DataParallelNaive):
-    """Send gradients during the backward pass, which waits for the last: ``loss.backward()``, ``optimizer.step()``."""
+    """Send gradients during the backward pass, which ends after the last message.
+
+    Call ``loss.backward()``, then ``optimizer.step()``.
+    """
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None = None):
         super().__init__(module, group)
@@ -66,7 +71,7 @@ class DataParallelHooks(DataParallelNaive):
 
     def gradient_is_ready(self, parameter: nn.Parameter) -> None:
         """Launch all complete buckets. Autograd calls this hook when it has accumulated a parameter's gradient."""
-        if not self.ready:  # first gradient: ask autograd to call this when the backward pass ends
+        if not self.ready:  # first gradient: ask autograd to call average_gradients after the backward pass
             torch.autograd.Variable._execution_engine.queue_callback(self.average_gradients)
         self.ready.add(parameter)
         # All ranks must launch all-reduces in the same order, even if their gradients become ready in another order.
@@ -108,6 +113,6 @@ class DataParallelBuckets(DataParallelHooks):
 
 
 # DataParallel in full.py adds: unused parameters, gradient accumulation with no_sync(), batches of different sizes,
-# ranks that run out of batches (join), several dtypes, a progress thread for idle cores, and a small first bucket. Its
-# hooks are in gradients/reducer.py and its bucket memory in gradients/buckets.py. Where dtlib is installed, checks.py
-# checks the contracts above. This file imports only torch.
+# ranks that run out of batches (join), several dtypes, a thread that moves messages on where a core is idle, and a
+# small first bucket. Its hooks are in gradients/reducer.py and its bucket memory in gradients/buckets.py. Where dtlib
+# is installed, checks.py checks the contracts above. This file imports only torch.

@@ -67,8 +67,8 @@ class MixtureOfExperts(nn.Module):
         self._check(width, shapes, len(experts))
         if any(info_of(parameter).experts for expert in experts for parameter in expert.parameters()):
             raise DtlibError(
-                "MixtureOfExperts: these experts are in a MixtureOfExperts already, and their gradients would be "
-                "divided twice: make new ones, also where a cell is run again."
+                "MixtureOfExperts: these experts are already in a MixtureOfExperts, so their gradients would be "
+                "divided twice: create new experts, also if you run a cell again."
             )
         first = self.comm.rank * len(experts)
         self.experts = nn.ModuleDict({str(first + number): expert for number, expert in enumerate(experts)})
@@ -93,11 +93,11 @@ class MixtureOfExperts(nn.Module):
         for rank, others in enumerate(asked):
             if others != asked[0]:
                 raise DtlibError(
-                    f"MixtureOfExperts: rank 0 asks for (width, experts, top, capacity, jitter) {asked[0]} and rank "
-                    f"{rank} for {others}: give the same on all ranks."
+                    f"MixtureOfExperts: (width, experts, top, capacity, jitter) is {asked[0]} on rank 0 and {others} "
+                    f"on rank {rank}: pass the same on all ranks."
                 )
         if here < 1 or not 1 <= self.top <= min(2, self.count):
-            raise DtlibError(f"MixtureOfExperts(top={self.top}) of {self.count} experts: top is 1 or 2, of as many.")
+            raise DtlibError(f"MixtureOfExperts(top={self.top}) of {self.count} experts: top is 1, or 2 of 2 or more.")
         if self.capacity is not None and not self.capacity > 0:
             raise DtlibError(f"MixtureOfExperts(capacity={self.capacity}): a number above 0, or None for all tokens.")
         if not 0 <= self.jitter < 1:
@@ -232,7 +232,7 @@ def load_whole_state_dict(model: nn.Module, state: dict[str, torch.Tensor]) -> N
             found = {int(name[len(prefix) :].split(".")[0]) for name in state if name.startswith(prefix)}
             if len(found) != module.count:
                 raise DtlibError(
-                    f"load_whole_state_dict: the state has {len(found)} experts of {path or 'the model'}, and it has "
-                    f"{module.count}: share out as many in all."
+                    f"load_whole_state_dict: the state has {len(found)} experts of {path or 'the model'}, but the "
+                    f"model has {module.count}: use the same number of experts."
                 )
     model.load_state_dict({name: state[name] for name in own})

@@ -35,8 +35,8 @@ def check_optimizer(local: LocalSGD, model: object, optimizer: Optimizer) -> Non
     trained = {parameter for parameter in model.parameters() if parameter.requires_grad}  # type: ignore[attr-defined]
     if known != trained:
         raise DtlibError(
-            f"{type(local).__name__}: an optimizer has {len(known)} parameters, and the model trains {len(trained)}: "
-            "give it all of them."
+            f"{type(local).__name__}: an optimizer has {len(known)} parameters, but the model trains {len(trained)}: "
+            "pass all of them to it."
         )
 
 

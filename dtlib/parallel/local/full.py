@@ -64,8 +64,8 @@ class DiLoCo:
         asked = sync_every, fragments, fragment_sync_delay, fragment_update_alpha
         if len(everyones := set(self.comm.all_gather_object(asked))) > 1:
             raise DtlibError(
-                f"{self._who}: ranks ask for (sync_every, fragments, fragment_sync_delay, fragment_update_alpha) of "
-                f"{' and '.join(map(str, sorted(everyones)))}: give the same on all ranks."
+                f"{self._who}: ranks pass different (sync_every, fragments, fragment_sync_delay, "
+                f"fragment_update_alpha), {' and '.join(map(str, sorted(everyones)))}: pass the same on all ranks."
             )
         self._check(named, fragments)
         self._progress = progress_for(self.comm, named.values(), progress, self._who)
@@ -135,7 +135,7 @@ class DiLoCo:
         All ranks call it, after they have loaded the model and the inner optimizer.
         """
         if self._sent is not None:
-            raise DtlibError(f"{self._who}: a fragment is under way: load into one that was just made.")
+            raise DtlibError(f"{self._who}: a fragment is in flight: load the state into a new object.")
         self.steps, self.rounds = state["steps"], state["rounds"]
         for start, saved in zip(self.starts.values(), state["starts"], strict=True):
             start.copy_(saved)
@@ -211,7 +211,7 @@ class DiLoCo:
     def _check(self, named: dict, fragments: int) -> None:
         for name, value, least in (("sync_every", self.sync_every, 1), ("fragments", fragments, 1)):
             if not isinstance(value, int) or value < least:
-                raise DtlibError(f"{self._who}({name}={value!r}): give a whole number from {least} on.")
+                raise DtlibError(f"{self._who}({name}={value!r}): pass a whole number from {least} on.")
         if self.sync_every % fragments or fragments > len(named):
             raise DtlibError(
                 f"{self._who}(sync_every={self.sync_every}, fragments={fragments}): fragments leave evenly spaced, so "
@@ -230,7 +230,7 @@ class DiLoCo:
             known = {parameter for group in groups for parameter in group["params"]}
             if optimizer is not None and not known >= set(named.values()):
                 missing = next(name for name, parameter in named.items() if parameter not in known)
-                raise DtlibError(f"{self._who}: {type(optimizer).__name__} has not {missing}: give it all parameters.")
+                raise DtlibError(f"{self._who}: {type(optimizer).__name__} lacks {missing}: give it all parameters.")
 
 
 class LocalSGD(DiLoCo):

@@ -41,9 +41,9 @@ def check_stages(stages: list[tuple], microbatches: int) -> None:
     """
     trained, norms, values, reductions = zip(*stages, strict=True)
     if idle := [rank for rank, any_trained in enumerate(trained) if not any_trained]:
-        raise DtlibError(f"Stages {idle} train no parameter: give each one, or see PipelineStage.")
+        raise DtlibError(f"Stages {idle} have no parameter to train: give each stage one, or see PipelineStage.")
     if reductions[-1] != "mean":
-        raise DtlibError(f"loss_fn has reduction={reductions[-1]!r}: take the mean over samples.")
+        raise DtlibError(f"loss_fn has reduction={reductions[-1]!r}: use the mean over samples.")
     if any(norms) and microbatches > 1:
         rank, names = next((rank, names) for rank, names in enumerate(norms) if names)
         raise DtlibError(
@@ -74,14 +74,14 @@ def check(comm: Communicator, batches: list, about: tuple, microbatches: int, sc
             f"rank has {schedule!r} and {microbatches}."
         )
     if not all(isinstance(note[1], int) for note in notes) or microbatches < 1 or count % microbatches:
-        raise DtlibError(f"{count} samples make no {microbatches} equal micro-batches: see Schedule1F1B for others.")
+        raise DtlibError(f"{count} samples do not divide into {microbatches} micro-batches: use Schedule1F1B.")
     check_stages([note[3] for note in notes], microbatches)
 
 
 def _check_output(group, dest: int, tensor: object) -> None:
     most = plain.HEADER - 2
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in plain.DTYPES or tensor.dim() > most:
-        raise DtlibError(f"A stage gives one tensor of {plain.DTYPES}, of at most {most} dimensions: this is {tensor}.")
+        raise DtlibError(f"A stage returns one tensor of {plain.DTYPES}, of at most {most} dimensions, not {tensor}.")
 
 
 def _step(

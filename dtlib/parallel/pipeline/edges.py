@@ -44,7 +44,7 @@ def header_of(kinds: tuple, alike: int) -> torch.Tensor:
         DtlibError: for a dtype that cannot be sent, or for more tensors or dimensions than fit into a header.
     """
     if odd := next((dtype for dtype, *_ in kinds if dtype not in DTYPES), None):
-        raise DtlibError(f"A stage gives {odd} to the next one: it may give {', '.join(str(d)[6:] for d in DTYPES)}.")
+        raise DtlibError(f"A stage returned {odd}, but it may return {', '.join(str(d)[6:] for d in DTYPES)}.")
     numbers = [alike, len(kinds)]
     for dtype, takes_gradient, shape in kinds:
         numbers += [DTYPES.index(dtype), int(takes_gradient), len(shape), *shape]

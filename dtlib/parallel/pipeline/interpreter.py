@@ -93,7 +93,7 @@ class _Schedule:
         """
         name = type(self).__name__
         if not torch.is_grad_enabled():
-            raise DtlibError(f"{name}.step() has no gradients to compute under no_grad: call eval(), or leave no_grad.")
+            raise DtlibError(f"{name}.step() cannot compute gradients under no_grad: call eval(), or leave no_grad.")
         if (target is None or self.loss_fn is None) and any(stage.is_last for stage in self.stages):
             raise DtlibError(f"{name}.step() on the last stage needs a loss: {name}(..., loss_fn).step(target=y).")
         return self._run(self._plan, args, kwargs, target, losses, return_outputs)
@@ -107,8 +107,8 @@ class _Schedule:
     def _run(self, plan, args, kwargs, target, losses, return_outputs):
         if self._ended_by:
             raise DtlibError(
-                f"A step of this {type(self).__name__} ended with {self._ended_by}, and messages of it may still be "
-                "under way: make a new one on all ranks, after dtlib.reset() if some of them still waited."
+                f"A step of this {type(self).__name__} ended with {self._ended_by}, and its messages may still be in "
+                "flight: create a new one on all ranks, after dtlib.reset() if ranks still wait."
             )
         # Divide the inputs before anything is sent: an error here can be fixed while the other ranks still wait.
         inputs = self._microbatches(args, kwargs) if any(stage.is_first for stage in self.stages) else None
@@ -179,15 +179,15 @@ class _Schedule:
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor) and _holds_values(leaf):
                 raise DtlibError(
-                    f"{what} have a {type(leaf).__name__}, which is not cut into micro-batches: give tensors, in "
+                    f"{what} have a {type(leaf).__name__}, which cannot be cut into micro-batches: pass tensors, in "
                     "tuples, lists or dictionaries."
                 )
         sizes = [len(tensor) if tensor.dim() else -1 for tensor in tensors]
         if not sizes or -1 in sizes or len(set(sizes)) > 1:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
             raise DtlibError(
-                f"{what} have tensors of shapes {shapes}: each has the samples in its first dimension, as many as the "
-                "others; pass a number as a number."
+                f"{what} have tensors of shapes {shapes}: the first dimension of each is the samples, the same number "
+                "in all; pass a single number as a Python number, not as a tensor."
             )
         if sizes[0] < self.n_microbatches:
             raise DtlibError(

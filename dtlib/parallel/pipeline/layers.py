@@ -117,7 +117,7 @@ class PipelineModule(nn.Module):
 
     def forward(self, *inputs: object) -> object:
         if len(self._stage_modules) > 1:
-            raise DtlibError(f"This rank has {len(self._stage_modules)} stages: run them by a schedule, from stages().")
+            raise DtlibError(f"This rank has {len(self._stage_modules)} stages: run stages() with a schedule.")
         return self._stage_modules[0](*inputs) if self._stage_modules else inputs[0]
 
     def stages(self) -> list[PipelineStage]:
@@ -205,9 +205,9 @@ class PipelineModule(nn.Module):
                 stages = [bisect(self.cuts, layer) - 1 for layer in (first.setdefault(parameter, i), i)]
                 if (stages[1] - stages[0]) % ranks:
                     raise DtlibError(
-                        f"Layers {first[parameter]} and {i} share the parameter {name}, and are on stages {stages[0]} "
-                        f"and {stages[1]}, which would train one each: make both a TiedLayerSpec of one key, or cut "
-                        "elsewhere."
+                        f"Layers {first[parameter]} and {i} share the parameter {name}, but are on stages {stages[0]} "
+                        f"and {stages[1]}, so each stage would train its own copy: make both layers a TiedLayerSpec "
+                        "with the same key, or cut the model elsewhere."
                     )
 
     def _cuts(self, specs, method, sample) -> list[int]:
@@ -216,7 +216,7 @@ class PipelineModule(nn.Module):
             fits = len(cuts) == self.num_stages + 1 and cuts[0] == 0 and cuts[-1] == len(specs)
             if not fits or any(a >= b for a, b in pairwise(cuts)):
                 raise DtlibError(
-                    f"partition_method={cuts} does not cut {len(specs)} layers into {self.num_stages} stages: give "
+                    f"partition_method={cuts} does not cut {len(specs)} layers into {self.num_stages} stages: pass "
                     f"{self.num_stages + 1} rising numbers from 0 to {len(specs)}."
                 )
             return cuts

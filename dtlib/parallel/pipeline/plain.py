@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.profiler import record_function
 
 SCHEDULES = "gpipe", "1f1b"
-DTYPES, HEADER = (torch.float32, torch.float64), 8  # a header has the dtype, dimensions, and each length
+DTYPES, HEADER = (torch.float32, torch.float64), 8  # a header: dtype, number of dimensions, each length, zeros
 
 
 def order(schedule: str, rank: int, ranks: int, microbatches: int) -> list[tuple[str, int]]:
@@ -65,9 +65,9 @@ def step(group: ProcessGroup | None, stage: torch.nn.Module, inputs: torch.Tenso
 
     Contract: rank 0 has ``inputs`` and the last rank ``targets``, with the same number of samples, a multiple of
     ``microbatches``; other ranks pass None. Every ``stage(x)`` has trained parameters, and takes and returns one tensor
-    of the same shape for all micro-batches. ``loss_fn`` returns the mean over samples. No layer mixes samples, as batch
-    norm does, or is tied to a layer of another stage. With NCCL, messages of one group wait for each other, so pass a
-    ``backward_group`` with the same ranks.
+    of the same shape for all micro-batches. ``loss_fn`` returns the mean over samples. No layer mixes samples (as
+    batch norm does), and none is tied to a layer of another stage. With NCCL, messages of one group wait for each
+    other, so pass a ``backward_group`` with the same ranks.
     """
     group = group or dist.group.WORLD
     back, rank, ranks = backward_group or group, group.rank(), group.size()
@@ -78,7 +78,8 @@ def step(group: ProcessGroup | None, stage: torch.nn.Module, inputs: torch.Tenso
         like = announced(group, before, next(stage.parameters()).device)
         activations = map(torch.Tensor.requires_grad_, arriving(group, before, like, microbatches))
     wanted = torch.chunk(targets, microbatches) if is_last else ()
-    # ``kept`` has, for each micro-batch until its backward pass, the input and the output's edge in autograd's graph.
+    # ``kept`` has, for each micro-batch until its backward pass, the input, and the place in autograd's graph that made
+    # the output.
     kept, sending, losses = {}, [], []
     for kind, m in order(schedule, rank, ranks, microbatches):
         with record_function(f"{kind}{m}"):
@@ -94,7 +95,7 @@ def step(group: ProcessGroup | None, stage: torch.nn.Module, inputs: torch.Tenso
                         of_y = y.new_empty(()).expand(y.shape)
                         gradients = arriving(back, after, of_y, microbatches)
                     if y.shape != of_y.shape:
-                        raise ValueError(f"A stage gave {y.shape} after {of_y.shape}: all have one shape.")
+                        raise ValueError(f"stage() returned shape {y.shape} after {of_y.shape}: all must be equal.")
                     sending.append(dist.isend(y.detach().contiguous(), group_dst=after, group=group))
                 kept[m] = x, get_gradient_edge(y)
             else:

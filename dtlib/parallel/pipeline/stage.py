@@ -40,24 +40,24 @@ class PipelineStage:
             raise DtlibError(f"PipelineStage(stage_index={stage_index}): there are stages 0 to {num_stages - 1}.")
         if num_stages % self.comm.size:
             raise DtlibError(
-                f"PipelineStage(num_stages={num_stages}): {self.comm.size} ranks cannot have as many stages each: use "
-                f"a multiple of {self.comm.size} stages, or a communicator of fewer ranks, by comm.split()."
+                f"PipelineStage(num_stages={num_stages}): stages cannot be divided equally among {self.comm.size} "
+                f"ranks: use a multiple of {self.comm.size}, or a communicator of fewer ranks, with comm.split()."
             )
         if stage_index % self.comm.size != self.comm.rank:
             raise DtlibError(
-                f"Stage {stage_index} of {num_stages} is on rank {stage_index % self.comm.size} of {self.comm.size}, "
-                f"and this is rank {self.comm.rank}."
+                f"Stage {stage_index} of {num_stages} belongs to rank {stage_index % self.comm.size} of "
+                f"{self.comm.size}, but this is rank {self.comm.rank}."
             )
         if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in submodule.modules()):
             raise DtlibError(
-                "torch's DistributedDataParallel would not average the gradients of a stage, as it decides that in the "
-                "forward pass: wrap it in dtlib.parallel.data.DataParallel."
+                "torch's DistributedDataParallel would not average the gradients of a stage, because it decides this "
+                "in the forward pass: wrap the stage in dtlib.parallel.data.DataParallel."
             )
         averaged = getattr(getattr(submodule, "comm", None), "members", ()) if hasattr(submodule, "no_sync") else ()
         if len(both := sorted({*averaged} & {*self.comm.members})) > 1:
             raise DtlibError(
-                f"{type(submodule).__name__} averages over ranks {both}, which are ranks of the pipeline and have "
-                "other stages: wrap the stage over the data axis alone, as by mesh['data']."
+                f"{type(submodule).__name__} averages over ranks {both}, which have other stages of the pipeline: wrap "
+                "the stage only over the data axis, with mesh['data']."
             )
         parameter = next(submodule.parameters(), None)
         self.device = torch.device(device or (parameter.device if parameter is not None else "cpu"))
@@ -146,8 +146,8 @@ class RunningStage:
         # Messages are sent from the tensor's own memory, so an in-place change could corrupt a message in flight.
         if any(tensor._version != version for tensor, version in self._given):
             raise DtlibError(
-                f"Stage {stage.stage_index} changed in place what it had given for the micro-batch before, which may "
-                "still be under way: give a copy, tensor.clone()."
+                f"Stage {stage.stage_index} changed in place its output of the previous micro-batch, which may still "
+                "be in flight: return a copy, tensor.clone()."
             )
         sent = list(output) if isinstance(output, (tuple, list)) else [output]
         if stage.is_last:
@@ -157,7 +157,7 @@ class RunningStage:
                 loss = self.loss_fn(output, self.targets[microbatch])
                 if loss.numel() != 1:
                     raise DtlibError(
-                        f"loss_fn gave shape {tuple(loss.shape)}: it gives one number, the mean of samples."
+                        f"loss_fn returned shape {tuple(loss.shape)}: return one number, the mean over samples."
                     )
                 # Clone the loss, because its storage may be as large as a batch for some of torch's losses.
                 self.losses[microbatch] = loss.detach().clone()

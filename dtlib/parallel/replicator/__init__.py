@@ -187,8 +187,8 @@ class Replicator:
             return inputs
         if steps is not None:
             raise DtlibError(
-                f"input_fn({has_more.tolist().index(0)}) gave inputs for {done} of {steps} steps: give more, or leave "
-                "out steps, and the run ends with them."
+                f"input_fn({has_more.tolist().index(0)}) returned inputs for {done} of {steps} steps: return more, or "
+                "leave steps out, and the run ends with the inputs."
             )
         return None
 
@@ -203,8 +203,8 @@ class Replicator:
             kinds = [kind for pair in self.comm.all_gather_object((kinds[0], here)) for kind in pair]
         if other := next((kind for kind in kinds if kind != kinds[0]), None):
             raise DtlibError(
-                f"step_fn gave {kinds[0]} and, in another step or on another replica, {other}: give the same each "
-                "time, with keys in one order, as results are stacked."
+                f"step_fn returned {kinds[0]} and, in another step or on another replica, {other}: return the same "
+                "each time, with keys in one order, because results are stacked."
             )
         return tree_map(self._stack, *outputs)
 
@@ -240,5 +240,5 @@ def _checked(output):
     leaves, spec = tree_flatten(output)
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, torch.Tensor):
-            raise DtlibError(f"step_fn gives tensors, and gave {type(leaf).__name__} {leaf!r:.40}.")
+            raise DtlibError(f"step_fn must return tensors, but returned {type(leaf).__name__} {leaf!r:.40}.")
     return tree_unflatten([leaf if leaf is None else leaf.detach() for leaf in leaves], spec)

@@ -39,8 +39,8 @@ class ReplicatedOptimizer:
         """
         if len(everything := self._all()) != len(self._wrapped):
             raise DtlibError(
-                f"The optimizer has got {len(everything) - len(self._wrapped)} parameters since wrap_optimizer: call "
-                "add_param_group before it, so that replicas begin with the same values."
+                f"The optimizer has {len(everything) - len(self._wrapped)} new parameters since wrap_optimizer: call "
+                "add_param_group before it, so that replicas start with equal values."
             )
         return [parameter for parameter in everything if parameter.requires_grad]
 

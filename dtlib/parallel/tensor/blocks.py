@@ -104,11 +104,11 @@ class ParallelAttention(nn.Module):
         check_same(comm, "ParallelAttention", width=width, heads=heads, causal=causal)
         if heads < 1 or heads % comm.size:
             raise DtlibError(
-                f"ParallelAttention: {heads} heads cannot be shared among {comm.size} ranks, as each has as many: "
-                f"choose a multiple of {comm.size}."
+                f"ParallelAttention: {heads} heads cannot be divided equally among {comm.size} ranks: choose a "
+                f"multiple of {comm.size}."
             )
         if width % heads:
-            raise DtlibError(f"ParallelAttention: width={width} is no multiple of {heads} heads.")
+            raise DtlibError(f"ParallelAttention: width={width} is not a multiple of {heads} heads.")
         in_proj, out_proj = whole()
         self.heads_here, self.head_width, self.causal = heads // comm.size, width // heads, causal
         self.in_proj = ColumnParallelLinear.from_linear(in_proj, comm, gather_output=False)

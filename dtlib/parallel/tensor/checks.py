@@ -31,7 +31,7 @@ def check_features(comm: Communicator, cut: int, whole: int) -> None:
     if len(sizes := set(comm.all_gather_object((cut, whole)))) > 1:
         raise DtlibError(f"Ranks create layers of sizes {sizes}: create the same on all ranks.")
     if cut % comm.size:
-        raise DtlibError(f"{cut} features make no {comm.size} equal slices: see layers.py for others.")
+        raise DtlibError(f"{cut} features do not divide into {comm.size} equal slices: use the classes of layers.py.")
 
 
 def check_same_input(comm: Communicator, x: Tensor) -> None:

@@ -62,7 +62,7 @@ class _CrossEntropy(torch.autograd.Function):
         highest, first, words = _highest_and_place(logits, comm)
         if targets[counts].numel() and not 0 <= targets[counts].min() <= targets[counts].max() < words:
             raise DtlibError(
-                f"Targets are words 0 to {words - 1}, and some are {int(targets[counts].min())} to "
+                f"Targets must be words 0 to {words - 1}, but they are {int(targets[counts].min())} to "
                 f"{int(targets[counts].max())}."
             )
         shifted = logits - highest.unsqueeze(-1)  # so that exp cannot overflow

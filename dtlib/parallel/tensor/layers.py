@@ -45,8 +45,8 @@ class ParallelLayer(nn.Module):
         count = getattr(whole, self.shared)
         if count < self.comm.size:
             raise DtlibError(
-                f"{type(self).__name__}: {self.comm.size} ranks cannot share {self.shared}={count}, as each needs one "
-                f"at least: use at most {count} ranks, or a larger {self.shared}."
+                f"{type(self).__name__}: {self.comm.size} ranks cannot divide {self.shared}={count}, because each "
+                f"needs at least one: use at most {count} ranks, or a larger {self.shared}."
             )
         self.slice = functions.slice_of(count, self.comm.rank, self.comm.size)
         for name, parameter in parameters.items():
@@ -216,7 +216,7 @@ class VocabParallelEmbedding(ParallelLayer):
         # Without this check, an invalid index would silently give zeros on all ranks.
         if words.numel() and not 0 <= words.min() <= words.max() < self.num_embeddings:
             raise DtlibError(
-                f"VocabParallelEmbedding has words 0 to {self.num_embeddings - 1} and got {int(words.min())} to "
+                f"VocabParallelEmbedding has words 0 to {self.num_embeddings - 1}, but got {int(words.min())} to "
                 f"{int(words.max())}."
             )
         elsewhere = (words < self.slice.start) | (words >= self.slice.stop)

@@ -35,7 +35,7 @@ def check_elementwise(optimizer_class: object, who: str) -> None:
 def check_output(output: object, who: str) -> None:
     """Refuse a module output that is not a single tensor."""
     if not isinstance(output, torch.Tensor):
-        raise DtlibError(f"{who}: a module gave {type(output).__name__}, and has to give one tensor: join them.")
+        raise DtlibError(f"{who}: a module returned {type(output).__name__}, but must return one tensor: join them.")
 
 
 def check_arguments(optimizer_class: object, stage: int, bucket_cap_mb: float | None, progress: str | None) -> None:

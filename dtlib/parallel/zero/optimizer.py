@@ -111,7 +111,7 @@ class ZeroOptimizer(optim.Optimizer):
         """Train more parameters. All ranks call this after ``step()`` and before the next backward pass."""
         is_made = hasattr(self, "optim")  # False if the base class's constructor adds the group
         if is_made and self._has_pending_gradients():
-            raise DtlibError("A group cannot be added while gradients wait: call step() or zero_grad() first.")
+            raise DtlibError("A group cannot be added while gradients are pending: call step() or zero_grad() first.")
         super().add_param_group(param_group)
         if is_made:
             self.optim.add_param_group(self._shard_group(len(self.param_groups) - 1))
@@ -191,8 +191,8 @@ class ZeroOptimizer(optim.Optimizer):
         for parameter, name in self._names.items():
             if parameter.requires_grad and parameter not in self._shard_of:
                 raise DtlibError(
-                    f"{name} was frozen when ZeroOptimizer was made and is trained now: make a new ZeroOptimizer, or "
-                    "add it with add_param_group once it is unfrozen."
+                    f"{name} was frozen when ZeroOptimizer was created, and is trained now: create a new "
+                    "ZeroOptimizer, or add it with add_param_group after you unfreeze it."
                 )
             if self.stage == 2 and not is_freed(parameter.grad):
                 raise DtlibError(

@@ -1,7 +1,7 @@
 """ZeRO, to be read from top to bottom: three stages, each a few lines longer than the previous one.
 
-Data parallelism keeps N copies of parameters, gradients and optimizer states. Here each rank owns 1/N of each, its
-shards, and gathers the rest only while a unit computes:
+Data parallelism keeps N copies of parameters, gradients and optimizer states. Here each rank keeps a shard, 1/N: in
+stage 1 of the optimizer states, in 2 also of the gradients, in 3 also of the parameters, gathered while a unit runs:
 
     stage   forward pass          backward pass                        step
     1                                                                  reduce_scatter, update, all_gather all units
@@ -36,7 +36,7 @@ class Unit:
 
 
 class Stage1:
-    """Shard the optimizer states: ``loss.backward()``, ``zero.step()``. Rank 0's parameters are broadcast first.
+    """Shard optimizer states: ``loss.backward()``, this object's ``step()``. Rank 0's parameters are broadcast first.
 
     Contract: ``model(x)`` with equal batch sizes; one backward pass per step, which computes all gradients in the same
     order on all ranks; float32 or float64; ``units`` are modules that contain each parameter exactly once.
@@ -102,12 +102,12 @@ class Stage3(Stage2):
     def gather(self, unit: Unit) -> None:
         if not unit.flat.untyped_storage().nbytes():
             unit.flat.untyped_storage().resize_(unit.flat.nbytes)
-            # Use a second tensor: dtlib's ranks export it to numpy, and an exported storage cannot be resized.
+            # Receive into a second tensor of this memory: a storage that dtlib exports to numpy cannot be resized.
             dist.all_gather_single(torch.from_dlpack(unit.flat), unit.shard.detach(), group=self.group)
             vector_to_parameters(unit.flat, unit.parameters)
 
     def forward_ends(self, unit: Unit, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        if torch._C._current_graph_task_id() == -1:  # otherwise activation checkpointing recomputes the unit
+        if torch._C._current_graph_task_id() == -1:  # -1: no backward pass; in one, checkpointing recomputes the unit
             self.free(unit)
         if output.requires_grad:
             output.register_hook(lambda gradient: self.gather(unit))
@@ -117,7 +117,7 @@ class Stage3(Stage2):
         self.free(unit)
 
     def free(self, unit: Unit) -> None:
-        """Free the memory. Autograd still needs the views, and until the next gather each parameter reads as NaN."""
+        """Free the memory of ``flat``, not the tensor: autograd needs its views. Parameters are NaN until gathered."""
         for parameter in unit.parameters:
             parameter.data = unit.flat.new_full((), torch.nan).expand_as(parameter)
         unit.flat.untyped_storage().resize_(0)

@@ -106,6 +106,6 @@ def names_of(number: int, group: dict) -> dict:
 
 def _refuse_converted(name: str):
     raise DtlibError(
-        f"{name} has got other memory since ZeroOptimizer was made, as by model.to() or model.half(): convert the "
-        "model first, and make the optimizer of it afterwards."
+        f"{name} has other memory since ZeroOptimizer was created, for example after model.to() or model.half(): "
+        "convert the model first, and create the optimizer afterwards."
     )

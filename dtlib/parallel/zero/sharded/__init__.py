@@ -68,7 +68,7 @@ def fully_shard(module: nn.Module, comm: AnyCommunicator | None = None, reshard_
             on the meta device that has no ``reset_parameters()``. The message names the parameter or module.
     """
     if unit_of(module) is not None:
-        raise DtlibError(f"This {type(module).__name__} is a unit already: call fully_shard once for each module.")
+        raise DtlibError(f"This {type(module).__name__} is already a unit: call fully_shard once for each module.")
     policy = None if mp_policy is None else Policy.of(mp_policy)
     comm = as_communicator(init().comm if comm is None else comm)
     module.__dict__["_unit"] = Unit(module, comm, reshard_after_forward, prefetch, progress, device, policy)

@@ -236,7 +236,7 @@ class Flat(GradientShard):
                 changed = "given a hook of its gradient, which autograd will not call,"
             if changed:
                 raise DtlibError(
-                    f"{places[0][2]} was {changed} after fully_shard: build the model again, and do this first."
+                    f"{places[0][2]} was {changed} after fully_shard: build the model again, and do this before."
                 )
 
     @torch.no_grad()
