@@ -547,7 +547,7 @@ def test_why_ranks_are_new_and_why_a_start_has_failed(tmp_path, monkeypatch):
     (tmp_path / "ipengine-1.log").write_text("-----\nNo components were able to be opened.\n\nHost: a\n")
     assert starting.too_few(3, 4, None, tmp_path).endswith("mpiexec said: No components were able to be opened.")
     monkeypatch.setenv("OMPI_MCA_pml", "ucx")
-    assert "sets OMPI_MCA_pml=ucx, perhaps for another Open MPI: unset that" in starting.too_few(3, 4, None, tmp_path)
+    assert "sets OMPI_MCA_pml=ucx, perhaps for another Open MPI: unset it" in starting.too_few(3, 4, None, tmp_path)
 
 
 def test_kernels_of_other_notebooks_are_counted_where_they_are_many():
