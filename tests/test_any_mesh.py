@@ -79,13 +79,13 @@ def test_every_mesh_has_the_curve_of_one_rank(world, tmp_path):
 
     # What is refused, on all ranks.
     for wrong, says in (
-        ({"tensor": 3}, "tensor_parallel.autotp_size is 3, and there are 4 ranks"),
+        ({"tensor": 3}, "tensor_parallel.autotp_size is 3, but there are 4 ranks"),
         ({"tensor": 4, "pipe": 2}, "2 stages of 4 tensor ranks are 8, but there are 4 ranks"),
         ({"run": {"steps": 2, "memory_limit": 10_000}}, "bytes of model states and buffers, and run.memory_limit"),
     ):
         refuses(says, train, "decoder", config_of(**wrong))
     for wrong, says in (
-        ({"context": 3}, "context_parallel.size is 3, and there are 4 ranks"),
+        ({"context": 3}, "context_parallel.size is 3, but there are 4 ranks"),
         ({"context": 4, "tensor": 2}, "1 stages of 2 tensor ranks, 4 context ranks are 8, but there are 4 ranks"),
         ({"context": 4, "workload": {**OWN, "seq": 12}}, "seq is 12, but 4 context ranks need equal parts"),
         ({"context": 2, "order": "spiral"}, "order 'spiral' and method 'ring': choose an order from contiguous"),

@@ -106,7 +106,7 @@ def fake_mpiexec(folder: Path, says: str) -> str:
     ("mpirun (Open MPI) 4.1.4", "Open MPI 4.1.4"),
     ("an abacus", "an unknown MPI (an abacus)"),
     ("HYDRA build details:\n    Version:      4.0.2", "MPICH 4.0.2"),
-    ("", "an unknown MPI (it says nothing)"),
+    ("", "an unknown MPI (it prints nothing)"),
 ])  # fmt: skip
 def test_an_mpiexec_of_another_mpi(tmp_path, run_here, says, name):
     ran = run_here("pi", DTLIB_MPIEXEC=fake_mpiexec(tmp_path, says))

@@ -261,7 +261,7 @@ def test_wrong_axes_and_means_are_refused(world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses_of(model, model.split(x), model.split(target), model.positions(13)).mean().backward()
     optimizer.step()  # of gradients that nobody has averaged
-    refuses("Parameters differ between ranks", model, model.split(x), model.positions(13))
+    refuses("parameters differ between ranks", model, model.split(x), model.positions(13))
     model = DataParallel(made(), both)
     refuses("communicates in its forward", model.join().__enter__)
     model.batch_size = 3

@@ -259,7 +259,7 @@ def test_a_notebook_gives_itself_anew(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JPY_SESSION_NAME", str(tmp_path / LECTURE))
     lab.fresh()
     said = capsys.readouterr().out
-    assert "your copy is yours_04_data_parallel.ipynb beside it" in said and "Reload Notebook from Disk" in said
+    assert "your copy is yours_04_data_parallel.ipynb, in" in said and "Reload Notebook from Disk" in said
     assert (tmp_path / LECTURE).with_stem("yours_04_data_parallel").read_text() == "mine"
     assert (tmp_path / LECTURE).read_bytes() == (ROOT / LECTURE).read_bytes() and solved.read_text() == "mine too"
     for name, words in (("", "belongs in a notebook"), ("my.ipynb", "There is no lesson 'my")):

@@ -290,7 +290,7 @@ def test_what_a_cell_showed_is_shown_again(shared):
     assert "stays" in shown and "gone\n" not in shown
     notebook.run("for _ in range(30): print('x' * 100_000)")
     shown = notebook.run("lab.last()")
-    assert len(shown) < 1.3e6 and "the rest, beyond 1 MB, was not kept" in shown
+    assert len(shown) < 1.3e6 and "the rest, beyond 1 MB, was not stored" in shown
     for _ in range(20):
         notebook.run("print('one more')")
     assert f"Cell [{number}] is stored" in notebook.run(f"lab.last({number})")
@@ -543,11 +543,11 @@ def test_why_ranks_are_new_and_why_a_start_has_failed(tmp_path, monkeypatch):
     assert "restart=True" in starting.why_new({"ranks": 4}, None, True)
     said = starting.too_few(0, 16, 124.0, course.PROFILE)
     assert said.startswith("Only 0 of 16 ranks have started in 124 s") and re.search(r"such as lab.engines\(\d\)", said)
-    assert "keeper.log" in starting.too_few(3, 4, None, tmp_path / "log")
+    assert "log says why" in starting.too_few(3, 4, None, tmp_path / "log")
     (tmp_path / "ipengine-1.log").write_text("-----\nNo components were able to be opened.\n\nHost: a\n")
     assert starting.too_few(3, 4, None, tmp_path).endswith("mpiexec said: No components were able to be opened.")
     monkeypatch.setenv("OMPI_MCA_pml", "ucx")
-    assert "sets OMPI_MCA_pml=ucx, perhaps for another Open MPI: unset that" in starting.too_few(3, 4, None, tmp_path)
+    assert "sets OMPI_MCA_pml=ucx, perhaps for another Open MPI: unset it" in starting.too_few(3, 4, None, tmp_path)
 
 
 def test_kernels_of_other_notebooks_are_counted_where_they_are_many():
@@ -604,7 +604,7 @@ def test_a_keeper_that_does_not_start(workshop_folder, monkeypatch, where):
         monkeypatch.setenv("PYTHONPATH", str(workshop_folder))
         (workshop_folder / "dtlib").mkdir()
         (workshop_folder / "dtlib" / "__init__.py").write_text("raise ImportError('half a package')")
-        expected = r"ended immediately \(.*half a package\): fix that.*keeper.log"
+        expected = r"ended immediately \(.*half a package\): fix this.*keeper.log"
     with pytest.raises(DtlibError, match=expected):
         lab.engines(2)
     assert not processes_of(workshop_folder)

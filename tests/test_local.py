@@ -147,7 +147,7 @@ def test_buffers_are_averaged_gradients_stay_and_what_does_not_fit_is_refused(wo
         model = made()
         few = torch.optim.SGD(model[0].parameters(), lr=0.1)
         for pair in ((few, sgd(model, lr=0.1)), (sgd(model, lr=0.1), few)):
-            refuses("pass all of them", kind, comm, model, *pair, 2)
+            refuses("give it all", kind, comm, model, *pair, 2)
             comm.barrier()
     normed = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     refused("without buffers", plain.DiLoCo, 2, model=normed)

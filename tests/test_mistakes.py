@@ -252,7 +252,7 @@ TWICE = {
     "experts copied": ("copied", lambda world: copy.deepcopy(MixtureOfExperts(6, [nn.Linear(6, 6)], world.comm))),
     "context copied": ("copied", lambda world: copy.deepcopy(ContextParallel(Attention(), world.comm))),
     "experts saved": (
-        "saved",
+        "state_dict",
         lambda world: torch.save(MixtureOfExperts(6, [nn.Linear(6, 6)], world.comm), "/dev/null"),
     ),
 }
@@ -466,6 +466,6 @@ def test_checkpoints_of_another_cut(world):
     trained(2, False)
     all_refuse(world, {
         "as in a pipeline": ("2 stages", resumed),
-        "a stage by hand": ("stages", lambda world: checkpoint.save(f"{folder}/hand", module)),
+        "a stage by hand": ("each stage", lambda world: checkpoint.save(f"{folder}/hand", module)),
         "tensor 2 to 1": ("tensor1of2|tensor0of2", lambda world: trained(1, True)),
     })  # fmt: skip

@@ -142,7 +142,7 @@ def test_what_cannot_be_written_is_refused(tmp_path):
             write(tmp_path / "c", numbered(), NUMBERED, "shards", **sizes)
     for kind, form in ((">i4", "shards"), ("U3", "tar"), ("M8[s]", "files"), ("c8", "parquet"),
                        (("u1", (0,)), "shards"), ([("y", "u1")], "shards"), ("O", "shards")):  # fmt: skip
-        with pytest.raises(DtlibError, match=f"Field 'x' is .* which readers of {form} reads"):
+        with pytest.raises(DtlibError, match=f"Field 'x' is .* which readers of {form} do not"):
             write(tmp_path / "c", [], [("x", kind)], form)
     for dtype, words in (
         ("<i4", "int32 has no fields"),

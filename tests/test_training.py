@@ -224,7 +224,7 @@ MISTAKES = [
      "train_batch_size is 8, but train_micro_batch_size_per_gpu 3 x gradient_accumulation_steps 1 x 2 ranks is 6: "
      "make train_batch_size a multiple of 6"),
     ({**WHOLE, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3},
-     "2 x gradient_accumulation_steps 3 x 2 ranks is 12: give train_batch_size 12, or leave one of the three out"),
+     "2 x gradient_accumulation_steps 3 x 2 ranks is 12: set train_batch_size 12, or leave one of the three out"),
     ({**WHOLE, "train_batch_size": 1}, "make train_batch_size a multiple of 2"),
     ({**WHOLE, "steps_per_print": 0}, "steps_per_print is 0: give a whole number from 1"),
     ({**WHOLE, "steps_per_prin": 1}, "did you mean 'steps_per_print'"),
@@ -233,10 +233,10 @@ MISTAKES = [
     ({**WHOLE, ZERO: {"offload_param": {"device": "nvme"}}}, "offload_param.device is 'nvme': choose one of none, cpu"),
     ({**WHOLE, ZERO: {"cpu_offload": True, "offload_optimizer": {"device": "none"}}}, "both are set"),
     ({**WHOLE, ZERO: {"cpu_offload": True}}, "needs shards: set zero_optimization.stage to 1, 2 or 3"),
-    ({**WHOLE, ZERO: None}, "zero_optimization is null: give a dictionary"),
+    ({**WHOLE, ZERO: None}, "zero_optimization is null: pass a dictionary"),
     ({**WHOLE, ZERO: {"zero_quantized_weights": True}}, "which dtlib does not support: leave it out"),
     ({**WHOLE, "bf16": {}, "bfloat16": {}}, "bfloat16 is the old name of bf16, and both are set"),
-    ({**WHOLE, "amp": {"enabled": True}}, "amp is {'enabled': True}, which dtlib does not support here"),
+    ({**WHOLE, "amp": {"enabled": True}}, "amp is {'enabled': True}, which dtlib does not support"),
     ({**WHOLE, "fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast is True, which dtlib does not support"),
     ({**WHOLE, "fp16": {"initial_scale_power": 128}}, "float32 ends at 2 ** 127: use less, such as 16"),
     ({**WHOLE, "gradient_clipping": None}, "gradient_clipping is null: give a number"),
@@ -547,7 +547,7 @@ def test_a_step_that_raised_leaves_nothing_behind(world, stage, tmp_path):
     with pytest.raises(ZeroDivisionError):
         engine.train_batch(iter([three, three]), raises)
     refuses("needs 2 micro-batches, but data_iter ended after 1", engine.train_batch, iter([three]))
-    refuses("a list, which is no iterator: pass data_iter", engine.train_batch, [one, two])
+    refuses("a list, which is not an iterator: pass data_iter", engine.train_batch, [one, two])
     engine.train_batch(iter([one, two]))
     control = engine_of(build("plain"), stage, accumulate=2)
     control.train_batch(iter([one, two]))
@@ -649,7 +649,7 @@ def test_the_engine_says_what_would_not_train(world):
         refuses(words, train, engine, data[:1], world.rank, 2)
     model = build("plain")
     engine_of(model, 2)
-    refuses("takes this model's gradients as they come: build the model anew", engine_of, model, 0)
+    refuses("takes this model's gradients as they come: build the model again", engine_of, model, 0)
     engine = engine_of(build("plain"), settings={"fp16": {"enabled": True, "initial_scale_power": 0}})
     x, y = slice_of(data[0], world.rank, 2)
     words = "overflow at the smallest loss scale, 1, so training stops"

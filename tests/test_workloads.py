@@ -117,7 +117,7 @@ def test_mnist_and_cifar_from_a_folder(tmp_path):
     negative = idx(pixels).replace(struct.pack(">2i", 6, 28), struct.pack(">2i", -6, -28), 1)
     for wrong, promise in ((negative, "-6 x -28 x 28"), (idx(pixels[:0]), "0 x 28 x 28")):
         path.write_bytes(gzip.compress(wrong))
-        assert f"promises {promise}" in refusal(images.read_folder, str(tmp_path))
+        assert f"should have {promise}" in refusal(images.read_folder, str(tmp_path))
     path.write_bytes(gzip.compress(idx(pixels)[:-5]))
     assert f"{path} should have 6 x 28 x 28 = 4704 bytes, but has 4699" in refusal(images.read_folder, str(tmp_path))
     path.write_bytes(gzip.compress(idx(pixels))[:-5])

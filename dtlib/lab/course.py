@@ -183,7 +183,7 @@ def fresh_here() -> None:
         raise DtlibError("lab.fresh() belongs in a notebook in JupyterLab. Elsewhere, run `dtlib fresh 04`.")
     said = fresh(name)
     print(*said, sep="\n")
-    if any("yours is" in each for each in said):
+    if any("your copy is" in each for each in said):
         print("To see it: File > Reload Notebook from Disk. If JupyterLab asks whether to overwrite it, choose Revert.")
         print("Variables in the notebook and on the ranks remain until you restart the kernel.")
 

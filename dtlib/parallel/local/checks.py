@@ -36,7 +36,7 @@ def check_optimizer(local: LocalSGD, model: object, optimizer: Optimizer) -> Non
     if known != trained:
         raise DtlibError(
             f"{type(local).__name__}: an optimizer has {len(known)} parameters, but the model trains {len(trained)}: "
-            "pass all of them to it."
+            "give it all of them."
         )
 
 
