@@ -779,7 +779,8 @@ def test_a_name_of_lab_with_a_slip_is_suggested():
 
 @pytest.mark.parametrize("error,words", [
     ("no_such_name", "Has the cell that defines it run"), ("None + 1", "A value is None there"),
-    ("1 / 0", "What is zero or empty there"), ("[][3]", "Which key or index"), ("points.strip()", "Has that object an attribute"),
+    ("1 / 0", "What is zero or empty there"), ("[][3]", "Which key or index"),
+    ("points.strip()", "Has that object an attribute"),
     ("torch.zeros(2) + torch.zeros(3)", "Print shape and dtype"),
 ])  # fmt: skip
 def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):
