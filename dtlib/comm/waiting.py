@@ -8,10 +8,8 @@ that leave the core to other processes.
     Operation   an algorithm's generator, which yields requests of its link; also the handle on which the caller waits
     Queue       the collectives of one communicator, in their order
 
-Collectives of one communicator run one at a time, in the order in which they were started. Any wait polls all pending
-operations, so operations that nobody waits for make progress too.
-
-The board (watch/board.py) is shared memory in which each rank publishes its last operation.
+Collectives of one communicator run one at a time, in the order of their start. Any wait polls all pending operations,
+even if no rank waits for them. The board (watch/board.py) publishes each rank's last operation in shared memory.
 """
 
 from __future__ import annotations

@@ -5,11 +5,12 @@ import re
 import textwrap
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from IPython.core.interactiveshell import InteractiveShell
 
 from dtlib.errors import DtlibError
+from dtlib.lab.engines.engine_set import EngineSet
 from dtlib.lab.engines.live_view import ranks_in_words
 
 ANSWER_SECONDS = 2  # seconds for requests that idle ranks answer at once
@@ -53,7 +54,7 @@ class RanksFailed(DtlibError):
         return lines + self.cures
 
 
-def raise_errors(errors: dict, waited: str, shell: InteractiveShell, engines: Any) -> NoReturn:
+def raise_errors(errors: dict, waited: str, shell: InteractiveShell, engines: EngineSet) -> NoReturn:
     """Raise ``RanksFailed`` of these ranks, with cures."""
     first = [rank for rank, error in errors.items() if error.ename not in AFTERMATH] or list(errors)
     cures = _cures(errors.values(), shell, engines) + _refuse_where_out_of_step(engines, ranks_in_words(first))

@@ -4,7 +4,6 @@ import itertools
 import sys
 import threading
 import time
-from typing import Any
 
 from ipyparallel.error import RemoteError
 from IPython.core.interactiveshell import InteractiveShell
@@ -13,6 +12,7 @@ from IPython.display import publish_display_data
 from dtlib.errors import DtlibError, PeerFailed, WaitTimeout
 from dtlib.lab.engines import cell_errors, outputs
 from dtlib.lab.engines.engine_processes import STUCK
+from dtlib.lab.engines.engine_set import EngineSet
 from dtlib.lab.engines.live_view import LiveView, ranks_in_words
 from dtlib.lab.engines.outputs import as_list
 
@@ -22,7 +22,7 @@ KEEPER_SECONDS = 2  # seconds until the keeper (the process that starts the rank
 _serial = itertools.count()
 
 
-def run_cell(cell: str, engines: Any, shell: InteractiveShell, save_name: str | None, alone: bool) -> object:
+def run_cell(cell: str, engines: EngineSet, shell: InteractiveShell, save_name: str | None, alone: bool) -> object:
     """Run a cell on the ranks of ``engines.view``, and show their outputs. Return ipyparallel's AsyncResult.
 
     ``save_name`` is the notebook's variable for that result; ``alone``: the notebook's cell shows nothing else.

@@ -1,23 +1,23 @@
 """Tab completion and ``?`` in cells that run on ranks: rank 0 answers, because the names exist there."""
 
 import re
-from typing import Any
 
 from IPython.core.completer import SimpleCompletion, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.tokenutil import token_at_cursor
 
 from dtlib.lab.engines import on_ranks
+from dtlib.lab.engines.engine_set import EngineSet
 
 ANSWER_SECONDS = 0.3  # limit for a list of names; a busy rank 0 gives none
 
 _QUESTION = re.compile(r"^(\s*)%px\s+(\S.*\?)\s*$")
 
-_engines: Any | None = None
+_engines: EngineSet | None = None
 _asked = None  # the last request to rank 0
 
 
-def install(shell: InteractiveShell, engines: Any) -> None:
+def install(shell: InteractiveShell, engines: EngineSet) -> None:
     """Make these engines answer for ``%%px`` cells in this shell."""
     global _engines, _asked
     first_time, _engines, _asked = _engines is None, engines, None

@@ -26,6 +26,7 @@ ANSWER_SECONDS = 10
 MOST_RANKS = 64
 
 _current = None
+install_magics: Callable = lambda engines: None  # noqa: E731  (magics.py, which imports this module, replaces it)
 
 
 class EngineSet:
@@ -161,9 +162,9 @@ def engines(n: int | None = None, restart: bool = False, profile: str | Path | N
                 _current.close()
             engine_set = _take_over(record) if suits else None
             _current = engine_set or _start(record, ranks, why_new(note, ranks, restart))
-    from dtlib.lab.engines import magics, panel
+    from dtlib.lab.engines import panel
 
-    magics.install(_current)
+    install_magics(_current)
     _current.table.show()
     panel.follow(sys.modules[__name__], record)
     return _current
@@ -215,9 +216,7 @@ def _replace(ended: EngineSet) -> str:
         why = why_ended(record.profile)
         ended.close()
         _current = _start(record, ended.size)
-    from dtlib.lab.engines import magics
-
-    magics.install(_current)
+    install_magics(_current)
     _current.table.show()
     return f"{why}: {_current.size} new ones have been started, so run the cells that define what you need again."
 

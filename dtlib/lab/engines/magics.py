@@ -2,19 +2,19 @@
 
 import functools
 from contextlib import suppress
-from typing import Any
 
 from ipyparallel.client.magics import ParallelMagics
 from IPython.core.interactiveshell import InteractiveShell
 
 from dtlib.errors import DtlibError
-from dtlib.lab.engines import cells, completion
+from dtlib.lab.engines import cells, completion, engine_set
 from dtlib.lab.engines.cell_errors import NAME, did_you_mean, names
+from dtlib.lab.engines.engine_set import EngineSet
 from dtlib.lab.engines.extension import load_ipython_extension
 from dtlib.lab.engines.live_view import ranks_in_words
 
 
-def install(engines: Any) -> None:
+def install(engines: EngineSet) -> None:
     """Register ``%px`` and ``%%px`` for these engines, if IPython runs."""
     from IPython import get_ipython
 
@@ -26,10 +26,14 @@ def install(engines: Any) -> None:
         shell.set_custom_exc((NameError,), functools.partial(_explain_local_name_error, engines))
 
 
+# lab.engines is this name, so that the first cell of a notebook imports the magics.
+engines, engine_set.install_magics = engine_set.engines, install
+
+
 class RankMagics(ParallelMagics):
     """``%px`` and ``%%px`` with output in rank order."""
 
-    def __init__(self, shell: InteractiveShell, engines: Any):
+    def __init__(self, shell: InteractiveShell, engines: EngineSet):
         super().__init__(shell, engines.view)
         self.engines = engines
         self._alone = False  # whether the notebook's cell has no other output

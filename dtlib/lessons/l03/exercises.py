@@ -272,8 +272,8 @@ explained = {
 explained = {
     1: (2, "if comm.rank != 2:"),  # a collective inside an if
     2: (1, "batches = 3 if comm.rank == 1 else 4"),  # one rank has fewer batches
-    3: (0, "comm.recv(theirs, other)"),  # both receive first; rank 1 is a correct answer too
-    4: (1, "comm.recv(batch, 0, tag=2)"),  # nobody sends with this tag; rank 0 and its send are a correct answer too
+    3: (0, "comm.recv(theirs, other)"),  # both receive first; so does rank 1
+    4: (1, "comm.recv(batch, 0, tag=2)"),  # no send has this tag; or rank 0, its send
     5: (0, "percent += 100 // comm.rank"),  # an error that somebody swallows
 }
 
