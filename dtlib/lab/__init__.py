@@ -5,7 +5,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 _LAZY = {
-    "engines": "dtlib.lab.engines.magics", "panel": "dtlib.lab.engines.panel",
+    "engines": "dtlib.lab.engines.engine_set", "panel": "dtlib.lab.engines.panel",
     "certificate": "dtlib.lab.checks.certificate", "check": "dtlib.lab.checks.judging",
     "last": "dtlib.lab.last_outputs", "mpiexec": "dtlib.lab.programs",
     "chart": "dtlib.lab.decision_chart", "plan": "dtlib.lab.planning", "predict": "dtlib.lab.checks.predictions",

@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from matplotlib import axis, figure
 
     import dtlib.comm
+    from dtlib.lab.engines import engine_set
 
 AsyncResult: TypeAlias = "ipyparallel.AsyncResult"
 Client: TypeAlias = "ipyparallel.Client"
 DirectView: TypeAlias = "ipyparallel.DirectView"
+EngineSet: TypeAlias = "engine_set.EngineSet"
 Communicator: TypeAlias = "dtlib.comm.Communicator"
 Axis: TypeAlias = "axis.Axis"
 Figure: TypeAlias = "figure.Figure"

@@ -10,8 +10,8 @@ from typing import NoReturn
 from IPython.core.interactiveshell import InteractiveShell
 
 from dtlib.errors import DtlibError
-from dtlib.lab.engines.engine_set import EngineSet
 from dtlib.lab.engines.live_view import ranks_in_words
+from dtlib.lab.foreign import EngineSet
 
 ANSWER_SECONDS = 2  # seconds for requests that idle ranks answer at once
 # Errors that follow from an error on another rank.

@@ -12,12 +12,11 @@ from IPython.display import publish_display_data
 from dtlib.errors import DtlibError, PeerFailed, WaitTimeout
 from dtlib.lab.engines import cell_errors, outputs
 from dtlib.lab.engines.engine_processes import STUCK
-from dtlib.lab.engines.engine_set import EngineSet
 from dtlib.lab.engines.live_view import LiveView, ranks_in_words
 from dtlib.lab.engines.outputs import as_list
+from dtlib.lab.foreign import EngineSet
 
 INTERRUPT_SECONDS = 20  # seconds for a rank to react to an interrupt on a busy machine
-KEEPER_SECONDS = 2  # seconds until the keeper (the process that starts the ranks) has noticed that ranks ended
 
 _serial = itertools.count()
 
@@ -66,7 +65,7 @@ def run_cell(cell: str, engines: EngineSet, shell: InteractiveShell, save_name: 
     errors = {rank: each for rank, each in zip(ranks, outcomes, strict=True) if isinstance(each, RemoteError)}
     if errors:
         if any(error.ename == "EngineError" for error in errors.values()):
-            engines.ended.wait(KEEPER_SECONDS)
+            engines.ended.wait(2)  # seconds until the keeper (the process that starts the ranks) has noticed
         engines.check_ownership()  # another notebook may have taken the ranks, or they have ended
         cell_errors.raise_errors(errors, view.waited, shell, engines)
     for page in outcomes[0]._content.get("payload", ()):  # ``name?`` asks all ranks; the first one answers for all

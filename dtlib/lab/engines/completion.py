@@ -7,13 +7,13 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.tokenutil import token_at_cursor
 
 from dtlib.lab.engines import on_ranks
-from dtlib.lab.engines.engine_set import EngineSet
+from dtlib.lab.foreign import EngineSet
 
 ANSWER_SECONDS = 0.3  # limit for a list of names; a busy rank 0 gives none
 
 _QUESTION = re.compile(r"^(\s*)%px\s+(\S.*\?)\s*$")
 
-_engines: EngineSet | None = None
+_engines: "EngineSet | None" = None
 _asked = None  # the last request to rank 0
 
 

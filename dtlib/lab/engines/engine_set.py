@@ -26,7 +26,6 @@ ANSWER_SECONDS = 10
 MOST_RANKS = 64
 
 _current = None
-install_magics: Callable = lambda engines: None  # noqa: E731  (magics.py, which imports this module, replaces it)
 
 
 class EngineSet:
@@ -162,9 +161,9 @@ def engines(n: int | None = None, restart: bool = False, profile: str | Path | N
                 _current.close()
             engine_set = _take_over(record) if suits else None
             _current = engine_set or _start(record, ranks, why_new(note, ranks, restart))
-    from dtlib.lab.engines import panel
+    from dtlib.lab.engines import magics, panel
 
-    install_magics(_current)
+    magics.install(_current)
     _current.table.show()
     panel.follow(sys.modules[__name__], record)
     return _current
@@ -216,7 +215,9 @@ def _replace(ended: EngineSet) -> str:
         why = why_ended(record.profile)
         ended.close()
         _current = _start(record, ended.size)
-    install_magics(_current)
+    from dtlib.lab.engines import magics
+
+    magics.install(_current)
     _current.table.show()
     return f"{why}: {_current.size} new ones have been started, so run the cells that define what you need again."
 

@@ -7,11 +7,11 @@ from ipyparallel.client.magics import ParallelMagics
 from IPython.core.interactiveshell import InteractiveShell
 
 from dtlib.errors import DtlibError
-from dtlib.lab.engines import cells, completion, engine_set
+from dtlib.lab.engines import cells, completion
 from dtlib.lab.engines.cell_errors import NAME, did_you_mean, names
-from dtlib.lab.engines.engine_set import EngineSet
 from dtlib.lab.engines.extension import load_ipython_extension
 from dtlib.lab.engines.live_view import ranks_in_words
+from dtlib.lab.foreign import EngineSet
 
 
 def install(engines: EngineSet) -> None:
@@ -24,10 +24,6 @@ def install(engines: EngineSet) -> None:
         shell.register_magics(RankMagics(shell, engines))
         completion.install(shell, engines)
         shell.set_custom_exc((NameError,), functools.partial(_explain_local_name_error, engines))
-
-
-# lab.engines is this name, so that the first cell of a notebook imports the magics.
-engines, engine_set.install_magics = engine_set.engines, install
 
 
 class RankMagics(ParallelMagics):
