@@ -217,7 +217,7 @@ def test_what_autograd_has_saved(world):
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.sum().backward()
     y = x.exp()
-    with pytest.warns(UserWarning, match=r"writes into .* autograd.*clone\(\).*distributed\.nn\.functional"):
+    with pytest.warns(UserWarning, match=r"changes a tensor .* autograd.*clone\(\).*distributed\.nn\.functional"):
         dist.all_reduce(y, group=group)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()

@@ -260,4 +260,4 @@ def test_unused_parameters_numbers_that_are_none_and_refusals(world):
     model.register_comm_hook(None, another)
     refused("returned Tensor", model(x).backward, cotangent)
     for state, value in ((TopKState, 0), (EightBitState, 0), (PowerSGDState, 0)):
-        refused("give", state, comm, value)
+        refused("pass", state, comm, value)

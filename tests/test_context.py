@@ -110,7 +110,7 @@ def test_two_blocks_merged_are_the_softmax_of_both():
 def test_what_lies_outside_of_the_contract_is_refused_on_every_rank(world):
     comm, x = world.comm, torch.ones(1, 6, 4, 2)
     for why, call in {
-        "do not divide into .* chunks": lambda: my_tokens(torch.ones(1, 4 * comm.size + 1), comm),
+        "make no .* equal chunks": lambda: my_tokens(torch.ones(1, 4 * comm.size + 1), comm),
         "make all equal, order one of": lambda: ring_attention(x, x[:, :2], x, comm),
         "causal, order are .*: make all equal": lambda: ring_attention(
             *[torch.ones(1, 6, 4 + 2 * comm.rank, 2)] * 3, comm

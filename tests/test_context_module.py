@@ -390,7 +390,7 @@ def test_activation_checkpointing_of_modules_computes_over_ranks_and_of_function
     local()
     once.zero_grad()
     assert gradients_apart(trained(once), reference) <= EXACT
-    refuses("as by checkpoint.function, use_reentrant=True", trained, Function(True, True))
+    refuses("as in checkpoint.function, use_reentrant=True", trained, Function(True, True))
     comm.barrier()
     with pytest.raises(CheckpointError):  # torch notices that other tensors were saved
         trained(Function(True, False))

@@ -627,7 +627,7 @@ def test_another_mpi_is_refused_before_anything_starts(workshop_folder, monkeypa
 
     monkeypatch.chdir(workshop_folder)
     monkeypatch.setenv("DTLIB_MPIEXEC", fake_mpiexec(tmp_path, "mpirun (Open MPI) 4.1.4"))
-    with pytest.raises(DtlibError, match=r"starts Open MPI 4.1.4, but mpi4py is using Open MPI"):
+    with pytest.raises(DtlibError, match=r"starts Open MPI 4.1.4, but mpi4py uses Open MPI"):
         lab.engines(2)
     assert not processes_of(workshop_folder)
 

@@ -142,7 +142,7 @@ def test_collectives_take_the_rounds_and_messages_of_the_formulas(operation, alg
 
 
 def test_what_cannot_be_is_said_in_a_sentence():
-    assert "take 8 micro-batches" in pages.answer("schedule", {"schedule": "interleaved", "microbatches": "7"})
+    assert "use 8 micro-batches" in pages.answer("schedule", {"schedule": "interleaved", "microbatches": "7"})
     assert "choose one of gpipe" in pages.answer("schedule", {"schedule": "other"})
     assert "from 1 to 8" in pages.answer("schedule", {"ranks": "99"}) and "There is no room" in pages.answer("x", {})
     for room, field, values, limits in (

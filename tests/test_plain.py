@@ -304,9 +304,9 @@ def test_zero_refuses_what_lies_outside_of_its_contract(world):
             "batches of": uneven,
             r"6\.weight got \[0, 0": unused,
             "a step\\(\\) is missing": second_backward,
-            "got \\[2, 2|that ZeRO sent and freed": twice_backward,
+            "got \\[2, 2|under ZeRO it left": twice_backward,
             "got \\[0, 0": no_backward,
-            "of this gradient would be .* of this rank's batch|that ZeRO sent and freed": clipped,
+            "of this gradient would be .* of this rank's batch|under ZeRO it left": clipped,
             "takes no closure": with_closure,
             "frozen, unfrozen or replaced": frozen_later,
         }.items():
@@ -378,7 +378,7 @@ def test_pipeline_refuses_what_lies_outside_of_its_contract(world):
     refused(comm, "not divide into 0 micro-batches", step, comm, stage, x, y, mse_loss, 0)
     refused(comm, "not divide into 2.0 micro-batches", step, comm, stage, x, y, mse_loss, 2.0)
     refused(comm, "one of .*gpipe", step, comm, stage, x, y, mse_loss, 2, "zb")
-    refused(comm, "as many micro-batches", step, comm, stage, x, y, mse_loss, 2 + is_last)
+    refused(comm, "the same number of micro-batches", step, comm, stage, x, y, mse_loss, 2 + is_last)
     refused(comm, "have None and 6", step, comm, stage, None, y, mse_loss, 2)
     refused(comm, "have 6 and 3", step, comm, stage, x, y[:3] if is_last else None, mse_loss, 2)
     refused(comm, "have no parameter to train", step, comm, nn.Tanh() if is_first else stage, x, y, mse_loss, 2)
@@ -418,8 +418,8 @@ def test_tensor_parallel_layers_have_the_payload_of_the_full_ones(world):
 @on_ranks(2, 3)
 def test_tensor_parallel_layers_refuse_what_lies_outside_of_their_contract(world):
     comm = world.comm
-    refused(comm, f"no {comm.size} equal slices", ColumnParallelLinear, 6, 6 * comm.size + 1, comm)
-    refused(comm, f"no {comm.size} equal slices", RowParallelLinear, 6 * comm.size + 1, 6, comm)
+    refused(comm, f"do not divide into {comm.size} equal slices", ColumnParallelLinear, 6, 6 * comm.size + 1, comm)
+    refused(comm, f"do not divide into {comm.size} equal slices", RowParallelLinear, 6 * comm.size + 1, 6, comm)
     refused(comm, "same on all ranks", ColumnParallelLinear, 6 + comm.rank, 6, comm)
     layer = ColumnParallelLinear(6, 6, comm)
     refused(comm, "different inputs", layer, torch.full((2, 6), float(comm.rank)))

@@ -207,7 +207,7 @@ def test_what_cannot_be_recovered_from_a_replica_is_refused():
     from dtlib.comm import solo
     from dtlib.recovery import train_and_shrink
 
-    with pytest.raises(DtlibError, match=r"\['torch.float32', 'torch.float64'\]: take one"):
+    with pytest.raises(DtlibError, match=r"\['torch.float32', 'torch.float64'\]: make all of them float32"):
         replica(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2).double()))
     with pytest.raises(DtlibError, match="batch of 4 samples for 5 ranks"):
         replica(net()).step(solo(0, 5))

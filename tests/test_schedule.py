@@ -68,7 +68,7 @@ def test_an_action_prints_as_torch_writes_it():
 
 @for_each(text=["", "F1", "0F", "0X1", "0f1", "-1F0", "0F1 0F2", "0SEND_F1", "²F1"])
 def test_what_is_no_action_is_refused(text):
-    with pytest.raises(ScheduleError, match="is not an action"):
+    with pytest.raises(ScheduleError, match="is no action"):
         parse(text)
 
 

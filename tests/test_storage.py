@@ -610,7 +610,7 @@ def test_files_of_others_stay(folder_of, tmp_path):
 
 
 def test_what_could_not_be_written_to_its_end_does_not_stay(tmp_path):
-    with pytest.raises(DtlibError, match="same length"):
+    with pytest.raises(DtlibError, match="must have this length"):
         write(tmp_path, [*numbered(20), b"short"], NUMBERED, "shards", per_shard=8)
     assert not list(tmp_path.iterdir())
     assert len(open_samples(write(tmp_path, numbered(20), NUMBERED, "shards", per_shard=8))) == 20

@@ -598,7 +598,7 @@ def test_training_goes_on_in_the_middle_of_a_pass_number_for_number(world, tmp_p
     ):
         make = schedule and (lambda o, schedule=schedule: schedule(o, 0.5))
         other = start(schedule=make)
-        refuses(f"was saved with MultiStepLR, and .*{words}", other.load_checkpoint, tmp_path)
+        refuses(f"was saved with MultiStepLR, but .*{words}", other.load_checkpoint, tmp_path)
         other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
     other.save_checkpoint(tmp_path)
     assert all(map(torch.equal, before, again.module.parameters()))

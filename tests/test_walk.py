@@ -273,13 +273,14 @@ FAULT = "a fault to the next good step"
 # risen by a file, files.py, which is the one way to read and write records, two by two files, as buckets are made for
 # each step and freed after it, an answer and a prediction by the hook for listeners, and a checkpoint
 # and a fault by ShardInfo. A gradient in plain has risen by four, those of torch's group, an answer by the observer of
-# mpi4py's calls, a checkpoint, a batch and a fault by the comparison of values.
+# mpi4py's calls, a checkpoint, a batch and a fault by the comparison of values. An answer has two files more, as a
+# verdict's data and its display stand in files of their own.
 LIMITS = {
     "a gradient in plain": (10, 60, 255, 25),
     "a gradient in full": (7, 43, 235, 9),
     "a 1F1B micro-batch": (10, 80, 330, 32),
     "an all-reduce": (4, 30, 140, 6),
-    "an answer that is checked": (15, 98, 398, 40),
+    "an answer that is checked": (17, 98, 398, 40),
     "a batch from file to engine": (17, 85, 370, 26),
     "torch's all-reduce": (10, 55, 220, 18),
     "a checkpoint": (13, 75, 365, 28),

@@ -281,7 +281,7 @@ def test_nothing_is_sent_before_joining_and_neither_names_nor_code_after(learner
         assert not got and threading.active_count() == threads + 1, "the spy's thread alone"
         reports.join(f"ABCDEF@127.0.0.1:{port}", "heron")
         said = " ".join(capsys.readouterr().out.split())
-        assert "until lab.leave()" in said.lower() and "no name, no code and no output" in said.lower()
+        assert "until lab.leave()" in said.lower() and "no name, code or output" in said.lower()
         hangs()
         wait_until(lambda: any("ranks 0 and 1 wait for rank 2 (all_reduce(sum))" in body for _, _, body in got))
         works()
