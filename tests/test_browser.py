@@ -726,7 +726,7 @@ def test_an_exercise_as_a_learner_meets_it(page, address, course_folder):
     missing, unsolved, wrong, solved = (shown[number] for number in (1, 3, 5, 7))
     assert "Not yet: first-sum" in missing and "%%px" in missing
     assert "Not yet: first-sum" in unsolved and "This rank still has its own number: who adds them?" in unsolved
-    assert "Not yet: first-sum" in wrong and "All ranks agree on rank 2's number. Is anything added?" in wrong
+    assert "Not yet: first-sum" in wrong and "Which operation adds instead of copying?" in wrong
     assert "Passed: first-sum" in solved
     assert "00 Start here" in shown[-1] and re.search(r"1 of \d", shown[-1]) and "Next: predict" in shown[-1]
     assert "lecture 1 of" in (course_folder / "notebooks" / "start.md").read_text()

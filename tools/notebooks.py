@@ -166,7 +166,8 @@ def keep_outputs(book: nbformat.NotebookNode, stored: nbformat.NotebookNode) -> 
             tree = ast.parse(local)
             imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
             shell.run_cell(ast.unparse(ast.Module(imports, [])), silent=True)
-            if "lab.read" in local and len(tree.body) == len(imports) + 1:
+            others = [ast.unparse(node) for node in tree.body if node not in imports]
+            if others and all(each.startswith("lab.read") for each in others):
                 with capture_output() as shown:
                     shell.run_cell(local, silent=True)
                 for output, new in zip(cell.outputs, shown.outputs, strict=True):
