@@ -32,7 +32,7 @@ WORDS, WIDTH, HEADS = 11, 24, 12
 
 def rotated(x, positions):
     """Rotary positions: pairs of features turn by an angle that grows with the position."""
-    angles = positions[:, None] * 0.3 ** torch.arange(x.shape[-1] // 2)
+    angles = positions[:, None] * 0.3 ** torch.arange(x.shape[-1] // 2, device=x.device)
     first, second = x.chunk(2, -1)
     return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
 

@@ -34,22 +34,29 @@ def _follow(mine: board.Board) -> None:
     where, last, since, again = "", None, 0.0, 0.0
     while True:
         time.sleep(LOOK_SECONDS)
+        if board.current is not mine:
+            return
+        # `last` is a new tuple for each operation. A rank that starts operations is not stuck, so leave its frames
+        # alone: a frame that this thread holds keeps its tensors alive.
+        if board.last is not last:
+            where, last, since = "", board.last, time.monotonic()
+            continue
         frame = sys._current_frames().get(main)
-        if frame is None or board.current is not mine:
+        if frame is None:
             return
         place, call = line_outside(_of_the_program(frame)), board.waits
-        del frame  # the frame would keep its tensors alive
+        del frame
         if call is not None:
             call.where = call.where or place
             mine.publish("waits", call)
-        elif not board.last[-1]:
+        elif not last[-1]:
             mine.publish_place("elsewhere", place)
-        before, where, stuck = (where, last), str(call or f"`{place}`"), call is not None or OPERATIONS.search(place)
-        last, now = board.last, time.monotonic()
+        before, where, stuck = where, str(call or f"`{place}`"), call is not None or OPERATIONS.search(place)
         del call
-        if where != before[0] or last is not before[1]:
-            since, again = now, now + NOTICE_SECONDS
-        # `last` is a new tuple for each operation: if neither it nor the line has changed, the rank is stuck.
+        now = time.monotonic()
+        if where != before:
+            since = now if before else since
+            again = since + NOTICE_SECONDS
         if stuck and now >= again:
             again = now + AGAIN_SECONDS
             _tell(mine, f"{now - since:.0f} s in {where}")
