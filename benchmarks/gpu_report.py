@@ -52,8 +52,8 @@ def parts() -> dict[str, Part]:
         "Strategies on one rank, with MPI": Part([*ME, "strategies", "1"], wants_gpu=False),
         "Memory of two ranks": Part([*ME, "memory", "2"], wants_gpu=False),
         "torch's classes on the backend, on one rank": Part([*ME, "backend", "1"], wants_gpu=False),
-        "Parity of every strategy with one process, on two ranks": Part(
-            [*PYTEST, "tests/test_parity.py", "--ranks=2"], tests, seconds=200, env={"DTLIB_TEST_DEVICE": "cuda"}
+        "Parity of every strategy with one process, on three ranks": Part(
+            [*PYTEST, "tests/test_parity.py", "--ranks=3"], tests, seconds=200, env={"DTLIB_TEST_DEVICE": "cuda"}
         ),
         "Tests that need a GPU": Part([*PYTEST[:-1], "gpu", *gpu_tests()], tests, seconds=150),
     }

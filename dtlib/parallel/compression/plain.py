@@ -42,7 +42,11 @@ def top_k_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[tor
     if state.feedback:
         flat[places] = 0
         state.kept |= {parameter: rest.clone() for parameter, rest in both}
-    return done(torch.zeros_like(flat).index_add_(0, at.flatten(), values.flatten() / ranks))
+    mean = torch.zeros_like(flat)
+    # Rank by rank: a GPU adds to one element in any order, so ranks would differ.
+    for indices, some in zip(at, values, strict=True):
+        mean.index_add_(0, indices, some / ranks)
+    return done(mean)
 
 
 class EightBitState:
