@@ -33,6 +33,7 @@ KNOWN: dict[str, dict[str, Callable[..., Iterator[list]]]] = {
     "barrier": {"dissemination": algorithms.dissemination_barrier},
 }
 
+
 # A program sends few different sizes, many times each.
 @lru_cache(maxsize=4096)
 def choose(operation: str, count: int, size: int, wanted: str | None = None) -> Callable[..., Iterator[list]]:
