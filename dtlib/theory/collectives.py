@@ -103,9 +103,9 @@ def elements_sent(operation: str, algorithm: str, ranks: int, rank: int, count: 
     return sent * count if whole_arrays else sent * count // ranks
 
 
-# all_reduce uses recursive doubling up to this many bytes, by number of ranks: 3 ranks use the limit of 4, and more ranks
-# the smallest limit. The number of messages dominates for small arrays, the number of bytes for large ones. The limits
-# were measured on one machine with two cores. On a network they differ, but have the same order of magnitude.
+# all_reduce uses recursive doubling up to this many bytes, by number of ranks. 3 ranks use the limit of 4, and more
+# ranks the smallest limit. The number of messages dominates for small arrays, the number of bytes for large ones. The
+# limits were measured on one machine with two cores. On a network they differ, but have the same order of magnitude.
 DOUBLING_UP_TO = {2: 2**18, 4: 2**19}
 # Above that size and on more than four ranks, all_reduce uses Rabenseifner's algorithm. On eight ranks it is twice as
 # fast as the ring at 1 MB, and no faster from 16 MB on, where the number of rounds no longer matters. It needs half of
