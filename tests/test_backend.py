@@ -536,11 +536,12 @@ def stop_once(told) -> None:
 def test_a_step_that_is_stopped(world):
     """One rank leaves early; the other is told so, is stopped, and both go on after a reset."""
     from dtlib.comm import waiting
+    from dtlib.comm.watch import board
 
     both(world)
     group = dist.new_group(backend="dtlib", timeout=timedelta(seconds=30))
     old = []  # what holds a module must not keep it at work
-    told, waiting.notice, waiting.NOTICE_SECONDS = [], lambda said: told.append(said), 0.5
+    told, waiting.notice, board.NOTICE_SECONDS = [], lambda said: told.append(said), 0.5
     try:
         for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
             model = DistributedDataParallel(network(), process_group=group, **options)
@@ -564,7 +565,7 @@ def test_a_step_that_is_stopped(world):
             trained(model)
             assert len({tuple(p.flatten().tolist()) for p in gathered(world, next(model.parameters()))}) == 1
     finally:
-        waiting.notice, waiting.NOTICE_SECONDS = None, 3.0
+        waiting.notice, board.NOTICE_SECONDS = None, 3.0
     with pytest.raises(dist.DistBackendError, match=r"timeout is over.*Waited 0.2 s in barrier|interrupted|failed"):
         if world.rank == 0:
             group.set_timeout(timedelta(seconds=0.2))

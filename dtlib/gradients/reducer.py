@@ -15,6 +15,8 @@ parameter, the bucket is launched at the end of the backward pass, with zeros fo
 The collective is an argument. With ``AllReduce`` every rank receives the average, and all buckets may be in flight at
 the same time. With ``ReduceScatter`` every rank receives its shard of the average. Only one bucket is in flight at a
 time, so only one bucket needs memory. Communication hooks and Horovod's compression have their own collectives.
+
+docs/explanation/how_a_gradient_travels.md follows one gradient through this file.
 """
 
 from __future__ import annotations
@@ -143,7 +145,10 @@ class Reducer:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Launch the remaining buckets, wait for all buckets, and set the gradients to their averages."""
+        """Launch the remaining buckets, wait for all buckets, and set the gradients to their averages.
+
+        Autograd calls this method after the backward pass, because ``gradient_is_ready`` queues it.
+        """
         if not self._under_way:
             self._begin()
         while self._launched < len(self.buckets):
@@ -349,7 +354,7 @@ class AllReduce:
 
     def __init__(self, comm: Communicator, algorithm: str | None = None):
         self.comm, self.algorithm = comm, algorithm
-        self.weight: float | None = 1 / comm.size
+        self.weight: float | None = 1 / comm.size  # gradients are averaged before they are sent, in `Bucket.fill`
 
     def launch(self, bucket: Bucket, weight: float | None, flags: list[bool]) -> None:
         """Start the all-reduce of a bucket's gradients, times ``weight``."""
