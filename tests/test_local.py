@@ -43,11 +43,12 @@ def train(local, model, rank: int, steps) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def alone(ranks: int, steps: int, sync_every: int, outer: dict) -> list[list[torch.Tensor]]:
+def alone(ranks: int, steps: int, sync_every: int, outer: dict | None) -> list[list[torch.Tensor]]:
     """One process that plays all ranks with AdamW; returns each rank's parameters.
 
     The outer step is written out: v = m v + way, start -= rate (way + m v).
     """
+    outer = outer or {"lr": 1.0, "momentum": 0.0}
     models = [made() for _ in range(ranks)]
     inner = [adamw(model) for model in models]
     starts = [parameter.detach().clone() for parameter in models[0].parameters()]

@@ -85,7 +85,7 @@ def initialize(
         comm = model.data_comm or model.comm.split(model.comm.rank)
     if runtime == "deepspeed":
         comm = data_ranks(model, comm)
-    settings = configuration.read(config, comm.size, comm.rank)
+    settings = configuration.read(config, comm.size, others=runtime == "deepspeed")
     _check_same(comm, {"runtime": runtime, **vars(settings)})
     if settings.bf16.enabled or settings.fp16.enabled:
         model.to(torch.bfloat16 if settings.bf16.enabled else torch.float16)

@@ -27,8 +27,7 @@ class DiLoCo:
         model: an ``nn.Module``, the same on all ranks; rank 0's values are broadcast at construction.
         inner_optimizer: any optimizer that changes the model's parameters in ``step()``; its states stay local.
         outer_optimizer: a torch optimizer over the same parameters. Its gradient is the round's start minus the round's
-            end, averaged over ranks. In the paper it is ``SGD(lr=0.7, momentum=0.9, nesterov=True)``. None for local
-            SGD: the mean of the parameters.
+            end, averaged over ranks. In the paper it is ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
         sync_every: steps per round. Parameters are exchanged at the end of each round.
 
     Floating-point buffers are averaged, too; other buffers stay local. ``steps`` counts steps. Within a round,
@@ -39,7 +38,7 @@ class DiLoCo:
     """
 
     def __init__(self, comm: AnyCommunicator, model: nn.Module, inner_optimizer: Optimizer,
-                 outer_optimizer: Optimizer | None, sync_every: int):  # fmt: skip
+                 outer_optimizer: Optimizer, sync_every: int):  # fmt: skip
         self.comm, self._who = as_communicator(comm), type(self).__name__
         self.inner_optimizer, self.outer_optimizer, self.sync_every = inner_optimizer, outer_optimizer, sync_every
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -47,7 +46,7 @@ class DiLoCo:
         if len(everyones := set(self.comm.all_gather_object(sync_every))) > 1:
             raise DtlibError(f"{self._who}: ranks pass sync_every={everyones}: pass the same on all ranks.")
         number(f"{self._who}(sync_every=...)", sync_every, least=1, whole=True)
-        for optimizer in filter(None, (inner_optimizer, outer_optimizer)):
+        for optimizer in (inner_optimizer, outer_optimizer):
             check_optimizer(self._who, model, optimizer)
         for tensor in [*model.parameters(), *model.buffers()]:
             self.comm.broadcast(tensor)
@@ -97,10 +96,7 @@ class DiLoCo:
         for parameter, start, way in zip(self.trained, self.starts, ways, strict=True):
             parameter.copy_(start)
             parameter.grad = way.view_as(parameter).to(parameter.dtype)
-        if self.outer_optimizer is not None:
-            self.outer_optimizer.step()
-        else:
-            torch._foreach_sub_(self.trained, [parameter.grad for parameter in self.trained])
+        self.outer_optimizer.step()
         for parameter, start, gradient in zip(self.trained, self.starts, gradients, strict=True):
             start.copy_(parameter)
             parameter.grad = gradient  # of the inner optimizer
@@ -109,23 +105,21 @@ class DiLoCo:
 
     def state_dict(self) -> dict:
         """Return this rank's state; save it together with the model and the inner optimizer of this rank."""
-        outer = self.outer_optimizer and self.outer_optimizer.state_dict()
-        return {"steps": self.steps, "starts": self.starts, "outer_optimizer": outer}
+        return {"steps": self.steps, "starts": self.starts, "outer_optimizer": self.outer_optimizer.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         """Load this rank's state; all ranks call it, after they have loaded the model and the inner optimizer."""
         self.steps = state["steps"]
         for start, saved in zip(self.starts, state["starts"], strict=True):
             start.copy_(saved)
-        if self.outer_optimizer:
-            self.outer_optimizer.load_state_dict(state["outer_optimizer"])
+        self.outer_optimizer.load_state_dict(state["outer_optimizer"])
 
 
 class LocalSGD(DiLoCo):
-    """``DiLoCo`` without an outer optimizer: the mean of the parameters. Counterpart: torchft's ``LocalSGD``."""
+    """``DiLoCo`` with ``SGD(lr=1)`` as outer optimizer: the mean of the parameters. Counterpart: torchft's."""
 
     def __init__(self, comm: AnyCommunicator, model: nn.Module, optimizer: Optimizer, sync_every: int):
-        super().__init__(comm, model, optimizer, None, sync_every)
+        super().__init__(comm, model, optimizer, torch.optim.SGD(model.parameters(), lr=1.0), sync_every)
 
 
 _guards: WeakKeyDictionary = WeakKeyDictionary()  # for each inner optimizer, the hook that refuses direct steps

@@ -1,4 +1,4 @@
-"""Measure how fast this machine's ranks are, for ``dtlib plan --measure``.
+"""Measure how fast this machine's ranks are: ``python -m benchmarks.machine_fit``.
 
 Small models run on four ranks for some seconds. A few coefficients are fitted to the times of their steps:
 
@@ -77,7 +77,7 @@ def measure() -> tuple[list[dict], dict[str, float], dict]:
     """
     with private_temp_folder("plan") as folder, forked_ranks():
         path = folder / "rows.json"
-        if status := run_ranks(["-m", "dtlib.training.machine_fit", str(path)], RANKS):
+        if status := run_ranks(["-m", "benchmarks.machine_fit", str(path)], RANKS):
             raise DtlibError(
                 f"The ranks ended with status {status}: run `dtlib doctor` to find the cause.{settings_of_mpi()}"
             )
@@ -175,4 +175,4 @@ def _on_this_rank(path: str) -> None:
 
 
 if __name__ == "__main__":
-    _on_this_rank(sys.argv[1])
+    sys.exit(_on_this_rank(sys.argv[1]) if sys.argv[1:] else show())
