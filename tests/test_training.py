@@ -197,7 +197,7 @@ MISTAKES = [
     ({**WHOLE, "steps_per_print": 0}, "steps_per_print is 0: give a whole number from 1"),
     ({**WHOLE, "steps_per_prin": 1}, "did you mean 'steps_per_print'"),
     ({**WHOLE, ZERO: {"reduce_buckets_size": 5}}, "did you mean 'reduce_bucket_size'"),
-    ({**WHOLE, "optimizer": {"type": "SGD", "lr": 0.1}}, "optimizer.lr is no key of the config: leave it out. Known are"),
+    ({**WHOLE, "optimizer": {"type": "SGD", "lr": 0.1}}, "optimizer.lr is no key of the config: leave it out."),
     ({**WHOLE, ZERO: None}, "zero_optimization is null: pass a dictionary"),
     ({**WHOLE, ZERO: {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights is no key"),
     ({**WHOLE, "amp": {"enabled": True}}, "amp is no key of the config"),

@@ -38,9 +38,6 @@ class DataParallel(nn.Module):
             cores busy. With ``"thread"``, a thread polls: best if cores are idle (an accelerator, a slow network). The
             default depends on the parameters' device.
         algorithm: the ``all_reduce`` algorithm. Default: chosen by message size.
-        device_ids, output_device: accepted for compatibility with torch; must name the module's current device.
-        find_unused_parameters, gradient_as_bucket_view: accepted for compatibility with torch and ignored; this class
-            always behaves as if both were True.
 
     If batch sizes differ between ranks, set ``model.batch_size = len(x)`` on all ranks before the step. Gradients are
     then weighted by the batch size: a mean over samples, not over ranks. A parameter that no rank has used keeps
@@ -57,14 +54,12 @@ class DataParallel(nn.Module):
     """
 
     def __init__(self, module: nn.Module, comm: AnyCommunicator | None = None, bucket_cap_mb: float | None = None,
-                 broadcast_buffers: bool = True, progress: str | None = None, algorithm: str | None = None,
-                 device_ids: list | None = None, output_device: torch.device | int | str | None = None,
-                 find_unused_parameters: bool = True, gradient_as_bucket_view: bool = True):  # fmt: skip
+                 broadcast_buffers: bool = True, progress: str | None = None,
+                 algorithm: str | None = None):  # fmt: skip
         super().__init__()
         for hook in _hooks.pop(module, ()):  # hooks of an earlier wrapper of this module
             hook.remove()
         self.module = module
-        _check_devices(module, [*(device_ids or []), *([] if output_device is None else [output_device])])
         self.comm = as_communicator(init().comm if comm is None else comm)
         self.batch_size: int | None = None
         self.broadcast_buffers = broadcast_buffers
@@ -213,18 +208,6 @@ _hooks: WeakKeyDictionary = WeakKeyDictionary()  # for each wrapped module, the 
 def _last_with_a_batch(flags: list[int]) -> int:
     """Return the highest rank that has a batch, whose buffers all ranks receive, as in torch."""
     return max(rank for rank, has_batch in enumerate(flags) if has_batch)
-
-
-def _check_devices(module, asked) -> None:
-    has = {parameter.device for parameter in module.parameters()}
-    for given in asked:
-        device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
-        if {device} != has and not {device.type} == {one.type for one in has} == {"cpu"}:
-            places = ", ".join(sorted(map(str, has)))
-            raise DtlibError(
-                f"DataParallel got the device {given!r}, but this rank's module is on {places}: first move it with "
-                "module.to(device), or leave device_ids and output_device out."
-            )
 
 
 def _check_parameters(named: dict, modules, comm, bucket_cap_mb) -> None:
