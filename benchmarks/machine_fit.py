@@ -136,16 +136,15 @@ def engine_of(width: int, plan: Plan) -> tuple[Engine, Callable[[], object]]:
     from torch import nn
 
     import dtlib
-    from dtlib.parallel.pipeline.layers import LayerSpec
+    from dtlib.parallel.pipeline import LayerSpec, PipelineModule
     from dtlib.planner.configs import for_dtlib
-    from dtlib.training.initialization import pipeline_of
 
     config = for_dtlib(None, plan)
     if plan.zero < 3:
         config["zero_optimization"]["reduce_bucket_size"] = 10**8  # one bucket for all parameters
     layers = [LayerSpec(nn.Linear, width, width) for _ in range(DEPTH)]
     if plan.pipe > 1:
-        model = pipeline_of("dtlib", layers, plan.pipe, nn.functional.cross_entropy, 0)
+        model = PipelineModule(layers, plan.pipe, nn.functional.cross_entropy, base_seed=0)
     else:
         model = nn.Sequential(*(layer.build() for layer in layers))
     engine, *_ = dtlib.initialize(model=model, config=config)
