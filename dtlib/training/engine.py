@@ -171,20 +171,11 @@ class Engine:
         Raises:
             DtlibError: without data, or if ``data_iter`` ends before the step does.
         """
-        batches = data_iter if data_iter is not None else self._batches
-        if batches is None or not hasattr(batches, "__next__"):
-            what = "no data" if batches is None else f"a {type(batches).__name__}, which is not an iterator"
-            raise DtlibError(
-                f"train_batch() has {what}: pass data_iter, such as iter(loader), or training_data to initialize()."
-            )
         steps, first = self.gradient_accumulation_steps(), self.micro_steps
         loss_fn = loss_fn or torch.nn.functional.cross_entropy
         total = torch.zeros((), dtype=torch.float64)
         try:
-            for number in range(steps):
-                if (batch := next(batches, None)) is None:
-                    raise DtlibError(f"train_batch() needs {steps} micro-batches, but data_iter ended after {number}.")
-                x, y = batch
+            for x, y in self._micro_batches(data_iter):
                 loss = self.backward(loss_fn(self(x), y))
                 total += loss.detach().double().cpu() / steps
                 self.step()
@@ -193,6 +184,19 @@ class Engine:
             self.zero_grad()
             raise
         return self.comm.all_reduce(total, op="mean")
+
+    def _micro_batches(self, data_iter: Iterator | None) -> Iterator:
+        """Yield the micro-batches of one step."""
+        batches = data_iter if data_iter is not None else self._batches
+        if batches is None or not hasattr(batches, "__next__"):
+            what = "no data" if batches is None else f"a {type(batches).__name__}, which is not an iterator"
+            raise DtlibError(
+                f"train_batch() has {what}: pass data_iter, such as iter(loader), or training_data to initialize()."
+            )
+        for number in range(steps := self.gradient_accumulation_steps()):
+            if (batch := next(batches, None)) is None:
+                raise DtlibError(f"train_batch() needs {steps} micro-batches, but data_iter ended after {number}.")
+            yield batch
 
     def held(self) -> dict[str, list]:
         """Return the tensors that strategy and optimizer store on this rank, by purpose (measure/buffers.py)."""

@@ -21,7 +21,6 @@ S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion para
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import overload
 
 import torch
 from torch import nn, optim
@@ -104,14 +103,10 @@ class ZeroOptimizer(optim.Optimizer):
         self._connect()
 
     def add_param_group(self, param_group: dict) -> None:
-        """Train more parameters. All ranks call this after ``step()`` and before the next backward pass."""
-        is_made = hasattr(self, "optim")  # False if the base class's constructor adds the group
-        if is_made and self._has_pending_gradients():
-            raise DtlibError("A group cannot be added while gradients are pending: call step() or zero_grad() first.")
+        """Add a group at construction; the constructor of torch's optimizers calls this."""
+        if hasattr(self, "optim"):
+            raise DtlibError("ZeroOptimizer flattens its groups at construction: create a new one with all groups.")
         super().add_param_group(param_group)
-        if is_made:
-            self.optim.add_param_group(self._shard_group(len(self.param_groups) - 1))
-            self._connect()
 
     def _shard_group(self, number: int) -> dict:
         """Flatten and shard one group; return the local optimizer's group."""
@@ -187,8 +182,7 @@ class ZeroOptimizer(optim.Optimizer):
         for parameter, name in self._names.items():
             if parameter.requires_grad and parameter not in self._shard_of:
                 raise DtlibError(
-                    f"{name} was frozen when ZeroOptimizer was created, and is trained now: create a new "
-                    "ZeroOptimizer, or add it with add_param_group after you unfreeze it."
+                    f"{name} was frozen when ZeroOptimizer was created, and is trained now: create a new one."
                 )
             if self.stage == 2 and not is_freed(parameter.grad):
                 raise DtlibError(
@@ -231,11 +225,7 @@ class ZeroOptimizer(optim.Optimizer):
 
     # The step
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # one form
         """Average the gradients, update this rank's shard, and all-gather the new values.
 
         ``closure`` computes the loss again and calls ``backward()``; its result is returned.
