@@ -130,7 +130,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     plan.add_number("--tokens", "of the whole training: print days, too", most=10**18, whole=False)
     plan.add_argument("--write", metavar="FILE", help="write the plan as a config of dtlib train")
     plan.add_argument("--json", action="store_true", help="print the best plans as JSON")
-    plan.add_argument("--measure", action="store_true", help="run plans on four ranks, and print the error")
 
     browser = commands.add_parser("browser", help="write a web page that needs no installation")
     browser.add_argument("folder", nargs="?", default="dtlib-browser", help="its folder (default: dtlib-browser)")
@@ -226,10 +225,6 @@ def _train(options) -> int:
 
 
 def _plan(options) -> int:
-    if options.measure:
-        from dtlib.training.machine_fit import show
-
-        return show()
     from dtlib.planner.command import run
 
     if options.model is None:

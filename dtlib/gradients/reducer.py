@@ -233,14 +233,14 @@ class RootBuffers:
 
 
 class Bucket:
-    """Gradients of ``parameters`` that are sent in one message, in ``dtype`` (by default that of the parameters)."""
+    """Gradients of ``parameters``, of one dtype, that are sent in one message."""
 
     # The buffer and the handle exist from the launch to the end of the pass.
     buffer: FlatBuffer
     handle: Operation
 
-    def __init__(self, parameters: list, dtype: torch.dtype | None = None):
-        self.parameters, self.dtype = parameters, dtype or parameters[0].dtype
+    def __init__(self, parameters: list):
+        self.parameters, self.dtype = parameters, parameters[0].dtype
         self.cut = [parameter for parameter in parameters if info_of(parameter).differs()]
         self.used = [False] * len(parameters)  # which parameters have a gradient on this rank
 
@@ -285,16 +285,14 @@ class GradientShard(Bucket):
     """A bucket whose average is sharded: each rank receives its shard.
 
     ``average`` is the sum of this rank's shards over the passes of a step, or None before the first shard has arrived.
-    Messages have dtype ``dtype``, and ``average`` has dtype ``kept_in``.
     """
 
     average: torch.Tensor | None
     _unscaled: torch.Tensor | None
 
-    def __init__(self, parameters: list, shards: Shards, dtype: torch.dtype | None = None,
-                 kept_in: torch.dtype | None = None):  # fmt: skip
-        self.shards, self.kept_in = shards, kept_in or parameters[0].dtype
-        super().__init__(parameters, dtype)
+    def __init__(self, parameters: list, shards: Shards):
+        super().__init__(parameters)
+        self.shards = shards
         self.forget()
 
     def complete(self) -> None:
@@ -319,7 +317,6 @@ class GradientShard(Bucket):
 
         A ``weighted`` shard still needs the factor of ``finish``, so it is kept separate from earlier passes.
         """
-        shard = shard.to(self.kept_in)
         if self.average is None:
             self.average = shard
         elif weighted:
