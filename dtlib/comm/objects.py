@@ -6,7 +6,7 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 
-from dtlib.comm.argument_checks import ArgumentChecks
+from dtlib.comm.call import ArgumentChecks
 from dtlib.errors import CommunicationError
 
 V = TypeVar("V")
