@@ -7,8 +7,9 @@ from typing import NoReturn, TypeAlias, Union
 
 from dtlib.browser.simulated.tensors import Tensor
 from dtlib.comm.algorithms import chunks_of, same_memory
-from dtlib.comm.call import ArgumentChecks, Call, callers_line, shape_and_type
+from dtlib.comm.call import Call, callers_line, shape_and_type
 from dtlib.comm.numbers import COMBINE, combiner
+from dtlib.comm.objects import ArgumentChecks
 from dtlib.comm.selection import choose
 from dtlib.comm.waiting import Operation, Queue
 from dtlib.comm.watch.board import Sighting
