@@ -75,15 +75,10 @@ def shape_of(axes: dict[str, int], ranks: int) -> dict[str, int]:
         raise DtlibError(f"{asked}: only one axis can be -1, because the rest cannot be divided between two.")
     known = math.prod(size for size in axes.values() if size != -1)
     left, rest = divmod(ranks, known)
-    if -1 in axes.values() and (rest or not left):
+    if rest or not left or (left > 1 and -1 not in axes.values()):
         raise DtlibError(
-            f"{asked}: {ranks} ranks cannot be divided by {known}, the product of the other axes: choose axes whose "
-            f"product divides {ranks}."
-        )
-    if -1 not in axes.values() and known != ranks:
-        raise DtlibError(
-            f"{asked} has {known} places, but there are {ranks} ranks: choose axes whose product is {ranks}, or set "
-            "one of them to -1."
+            f"{asked} does not fit {ranks} ranks, because its numbers give {known}: choose axes whose product is "
+            f"{ranks}, or divides it beside an axis of -1."
         )
     return {axis: left if size == -1 else size for axis, size in axes.items()}
 
