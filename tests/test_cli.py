@@ -1,5 +1,4 @@
 import contextlib
-import importlib.machinery
 import json
 import mmap
 import os
@@ -231,41 +230,6 @@ def test_what_mpi_left_in_memory_is_removed_once_nobody_uses_it(tmp_path, monkey
     finally:
         for each in (used, left, young, other):
             each.unlink(missing_ok=True)
-
-
-def test_doctor_names_missing_bytecode_and_its_cure(tmp_path, monkeypatch):
-    package = tmp_path / "dtlib"
-    (package / "lab").mkdir(parents=True)
-    for source in (package / "__init__.py", package / "lab" / "tables.py"):
-        source.write_text("rows = []\n")
-    monkeypatch.setattr(dtlib, "__file__", str(package / "__init__.py"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "pycache_prefix", None)
-    monkeypatch.setattr(os, "access", lambda *_: True)
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    assert doctor._bytecode() == "Python writes it at the first import"
-
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    found = doctor._bytecode()
-    assert "missing, and PYTHONDONTWRITEBYTECODE is set: every kernel and rank compiles dtlib again" in found
-    subprocess.run(found.partition("To compile once: ")[2], shell=True, check=True)
-    assert doctor._bytecode() == "torch and dtlib are compiled"
-    os.utime(package / "lab" / "tables.py", (2**32, 2**32))  # a source that has changed since
-    assert "compiles dtlib again" in doctor._bytecode()
-
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    found = doctor._bytecode()
-    assert f"missing, and {package} is read-only" in found and "export PYTHONPYCACHEPREFIX=" in found
-    torch = tmp_path / "torch" / "__init__.py"
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: importlib.machinery.ModuleSpec(name, None, origin=torch)
-    )
-    torch.parent.mkdir()
-    torch.touch()
-    assert "compiles dtlib and torch again" in doctor._bytecode()
-    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "elsewhere"))
-    assert doctor._bytecode() == "Python writes it at the first import"
 
 
 def test_tour_prints_a_table_from_two_engines(workshop_folder):

@@ -5,11 +5,9 @@ import importlib.util
 import ipaddress
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import dtlib
 from dtlib.comm import shared_gpus
@@ -202,34 +200,8 @@ def _forked_ranks() -> str:
     return "started separately: a process that has imported torch cannot be forked here"
 
 
-def _bytecode() -> str:
-    """Report whether every process must compile torch or dtlib again."""
-    own = Path(dtlib.__file__).parent
-    packages = {own: list(own.rglob("*.py"))}
-    if (torch := importlib.util.find_spec("torch")) and torch.origin:
-        # Installation compiles only the imported files of torch, so one file stands for the package.
-        packages[Path(torch.origin).parent] = [Path(torch.origin)]
-    missing = [folder for folder, sources in packages.items() if not all(map(_is_compiled, sources))]
-    closed = [str(folder) for folder in missing if not (sys.pycache_prefix or os.access(folder, os.W_OK))]
-    if not missing:
-        return "torch and dtlib are compiled"
-    if not sys.dont_write_bytecode and not closed:
-        return "Python writes it at the first import"
-    why = f"{closed[0]} is read-only" if closed else "PYTHONDONTWRITEBYTECODE is set"
-    cure = shlex.join([sys.executable, "-m", "compileall", "-q", *map(str, missing)])
-    cure = f"export PYTHONPYCACHEPREFIX=~/.cache/pycache; {cure}" if closed else cure
-    names = " and ".join(folder.name for folder in missing)
-    return f"missing, and {why}: every kernel and rank compiles {names} again. To compile once: {cure}"
-
-
-def _is_compiled(source: Path) -> bool:
-    cached = importlib.util.cache_from_source(str(source))
-    return os.path.exists(cached) and os.path.getmtime(cached) >= source.stat().st_mtime
-
-
 _LOOKS = {
     "Python": _python, "cores": _cores, "MPI library": library_version, "mpiexec": _mpiexec, "ranks": _world_of_two,
     "ports": _ports, "torch": _torch, "GPUs": _gpus, "scheduler": _scheduler, "JupyterLab": _jupyterlab,
     "workshop": _workshop, "engines": _engines, "start of ranks": _forked_ranks,
-    "bytecode": _bytecode,
 }  # fmt: skip
