@@ -76,9 +76,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="dtlib", description="A workshop kit for distributed deep learning.")
     parser.add_argument("--version", action="version", version=f"dtlib {dtlib.__version__}")
     commands = parser.add_subparsers(dest="command", metavar=" | ".join(_COMMANDS))
-    doctor = commands.add_parser("doctor", help="check this machine, and print problems and solutions")
-    doctor.add_argument("--decode", metavar="CODE", nargs="+", help="print what the codes of learners mean")
-
+    commands.add_parser("doctor", help="check this machine, and print problems and solutions")
     lab = commands.add_parser(
         "lab", help="copy the course to this folder (in a clone: to work/), and open JupyterLab",
         epilog="Other arguments are JupyterLab's, such as --port=8890.",
@@ -147,7 +145,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _doctor(options) -> int:
     from dtlib.lab import doctor
 
-    return doctor.decode(options.decode) if options.decode else doctor.report()
+    return doctor.report()
 
 
 def _lab(options) -> int:

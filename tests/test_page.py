@@ -173,7 +173,7 @@ def test_a_puzzle_that_is_judged_and_a_duel():
     for number, solved in enumerate(("F0-7 B0-7", "F0-3 B0-3 F4-7 B4-7"), start=1):
         order = "\n".join([solved] * 4)
         shown = pages.answer("puzzle", {"puzzle": str(number), "order": order, "pressed": "check"})
-        assert ("Passed, level 1. Makespan 33, par 33" in shown) == (number == 1), shown
+        assert ("Passed: level 1. Makespan 33, par 33" in shown) == (number == 1), shown
         assert shown.count("<rect") >= 64
     assert "F0 F1" in pages.room("puzzle").FORM[1].value and "wins" in pages.answer("duel", {"pressed": "rank"})
 

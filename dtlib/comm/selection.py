@@ -6,13 +6,13 @@ The limits of all_reduce are in theory/collectives.py (``chosen_all_reduce``), b
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
-from dtlib.comm import algorithms, mpi_collectives
+from dtlib.comm import algorithms
 from dtlib.errors import CommunicationError
 from dtlib.theory.collectives import chosen_all_reduce
 
 # The first algorithm is the default; only all_reduce is chosen by size.
 KNOWN: dict[str, dict[str, Callable[..., Iterator[list]]]] = {
-    "broadcast": {"tree": algorithms.tree_broadcast, "mpi": mpi_collectives.broadcast},
+    "broadcast": {"tree": algorithms.tree_broadcast},
     "reduce": {"tree": algorithms.tree_reduce},
     "scatter": {"direct": algorithms.direct_scatter},
     "gather": {"direct": algorithms.direct_gather},
@@ -22,7 +22,6 @@ KNOWN: dict[str, dict[str, Callable[..., Iterator[list]]]] = {
         "rabenseifner": algorithms.rabenseifner_all_reduce,
         "tree": algorithms.tree_all_reduce,
         "naive": algorithms.naive_all_reduce,
-        "mpi": mpi_collectives.all_reduce,
     },
     "reduce_scatter": {
         "ring": algorithms.ring_reduce_scatter,
