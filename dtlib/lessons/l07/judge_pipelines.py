@@ -126,8 +126,7 @@ def _judge_forwards(cases) -> None:
     """Check that each micro-batch passes each stage forward once, with the values of the previous stage."""
     for rank, case in sorted(cases.items()):
         forwards = [microbatch for kind, microbatch in actions_of(case) if kind == "F"]
-        expected = f"{case['M']} forward passes through the stage, one for each micro-batch"
-        wrong = rows(rank, expected)
+        wrong = rows(rank, f"{case['M']} forward passes through the stage, one for each micro-batch")
         wrong("no-forward", not forwards, "none", "Where do you call stage(x)?",
               "for m, x in enumerate(inputs): receive into x (not on rank 0), output = stage(x), send it.")
         wrong("no-microbatches", "all" in forwards and case["M"] > 1, "one, with the whole batch",
@@ -153,8 +152,7 @@ def _judge_loss(cases) -> None:
     truth = reference(cases[last]["kind"], len(cases))
     expected = sum(loss * weight for loss, weight in zip(truth.losses, truth.weights, strict=True))
     got = cases[last]["loss"]
-    what = f"{expected:.6g}, the mean loss of the batch, returned on the last rank"
-    wrong = rows(last, what)
+    wrong = rows(last, f"{expected:.6g}, the mean loss of the batch, returned on the last rank")
     wrong("no-loss", got is None, "no number", *NO_LOSS)
     # "not <=" is also true for NaN.
     wrong("other-loss", not abs(got - expected) <= 1e-6 * abs(expected), f"{got:.6g}",
