@@ -21,6 +21,7 @@ from dtlib.lab import doctor
 from dtlib.tour import STOPS
 from dtlib.world import launch
 from dtlib.world.machine import gpu_names
+from tests.cases import for_each
 
 SENTENCES = {
     "--points=0": "--points is 0: give a whole number from 1 to 1,000,000,000,000,000: more would take weeks",
@@ -77,6 +78,19 @@ def test_a_mistake_gets_one_sentence_and_status_2(run_here):
     assert_one_sentence(run("pi", "--points=0"), SENTENCES["--points=0"])
     for argument, sentence in SENTENCES.items():
         assert_one_sentence(run_here("pi", argument), sentence)
+
+
+@for_each(
+    case=[
+        ("train", "dtlib train: type dtlib train vision or summarization or decoder\n"),
+        ("train jax", "dtlib train: there is no 'jax': type dtlib train vision or summarization or decoder\n"),
+        ("fresh", "dtlib fresh: type dtlib fresh LESSON\n"),
+        ("bogus", "dtlib: there is no 'bogus': type dtlib doctor or lab or "),
+    ]
+)
+def test_a_word_that_is_missing_or_unknown_is_named_with_those_to_type(run_here, case):
+    words, said = case
+    assert_one_sentence(run_here(*words.split()), said)
 
 
 def test_without_a_command_and_the_version(run_here):

@@ -9,7 +9,7 @@ from dtlib.browser.sources import on_ranks
 from dtlib.browser.svg import WIDTH, Picture, letters_on, rank_label, sentence
 from dtlib.browser.verdicts import verdict
 from dtlib.lab.colours import rank_colour
-from dtlib.lessons.l00.judge_sum import judge_total
+from dtlib.lessons.l00.judge_sum import collectives_for, judge_total
 
 TITLE, LESSON = "Simulated ranks", "00_start_here"
 LABEL = "SIMULATED: one process, taking turns; messages and bytes are counted, times mean nothing"
@@ -139,5 +139,5 @@ def _checked(ranks: Ranks, attempt: str) -> str:
         value = value.tolist() if isinstance(value, Tensor) else value
         whole = isinstance(value, int | float) and not isinstance(value, bool) and int(value) == value
         shown = int(value) if isinstance(value, int | float) and whole else repr(value)[:80]
-        observed.append((shown, each.world.comm.collective_count))
+        observed.append((shown, collectives_for(shown, each.world.comm)))
     return verdict("first-sum", lambda: judge_total(observed), attempt)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dtlib.comm.waiting import Operation, poll_pending, progress_thread
-from dtlib.errors import DtlibError
+from dtlib.errors import RESET, DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.same_model import PASSES, bits_of
 from dtlib.gradients.shard_info import give_kind, hooks_of_others, info_of
@@ -86,8 +86,8 @@ class Reducer:
         if self._launched:
             self._background.close()
             raise DtlibError(
-                "An earlier backward pass was interrupted while gradients were in flight: call dtlib.reset() on all "
-                "ranks, and wrap the model again."
+                f"An earlier backward pass was interrupted while gradients were in flight. {RESET} Then wrap the model "
+                "again."
             )
         self._under_way = False
 
