@@ -198,7 +198,7 @@ def test_wrong_axes_and_norms_are_refused(world):
         "capacity=0": lambda: MixtureOfExperts(WIDTH, one, comm, capacity=0),
         "jitter=1": lambda: MixtureOfExperts(WIDTH, one, comm, jitter=1),
         "is .* on rank 0 and": lambda: MixtureOfExperts(WIDTH, one * (1 + comm.rank), comm),
-        "mask is of": lambda: block.moe(x, mask[:2]),
+        "mask has shape": lambda: block.moe(x, mask[:2]),
     }.items():
         refuses(why, call)
     comm.barrier()

@@ -263,8 +263,8 @@ class SimulatedCommunicator:
     def _chunks(self, whole, chunk, operation):
         if len(_flat(whole, operation)) != self.size * len(_flat(chunk, operation)) or whole.dtype != chunk.dtype:
             raise CommunicationError(
-                f"{operation} on {self.size} ranks needs one tensor of {self.size} times the elements of the other and "
-                f"of its dtype: they are {shape_and_type(whole)} and {shape_and_type(chunk)}."
+                f"{operation} on {self.size} ranks needs two tensors of one dtype, one with {self.size} times as many "
+                f"elements as the other: they are {shape_and_type(whole)} and {shape_and_type(chunk)}."
             )
         return chunks_of(whole.flat, self.size)
 

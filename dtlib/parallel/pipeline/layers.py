@@ -26,7 +26,7 @@ class LayerSpec:
 
     def __init__(self, typename: type[nn.Module], *module_args: object, **module_kwargs: object):
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise DtlibError(f"LayerSpec needs a class of modules and its arguments, and got {typename!r:.60}.")
+            raise DtlibError(f"LayerSpec needs a subclass of nn.Module and its arguments, but got {typename!r:.60}.")
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self) -> nn.Module:
