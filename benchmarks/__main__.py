@@ -15,7 +15,7 @@ from dtlib.world.launch import is_rank, run_ranks
 NAMES = [
     module.name.replace("_", "-")
     for module in pkgutil.iter_modules(benchmarks.__path__)
-    if module.name not in ("__main__", "bare_pipeline", "compare", "peers", "input_peers", "gpu_report")
+    if module.name not in ("__main__", "bare_pipeline", "compare", "peers", "input_peers", "gpu_report", "machine_fit")
 ]
 
 

@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_map
 
 from benchmarks.compare import in_turns, repeated, row
 from benchmarks.peers import deepspeed_is_installed
+from dtlib.parallel.pipeline import PipelineModule
 from dtlib.training.data import RankLoader
-from dtlib.training.initialization import initialize, pipeline_of
+from dtlib.training.initialization import initialize
 
 RANKS = 2
 WORKLOADS = {"vision": ({"model": "mlp"}, 32, 10), "summarization": ({"model": "tiny", "test_articles": 4}, 8, 1)}
@@ -23,9 +24,10 @@ def rows(world, repeats: int):
     runtimes = ["dtlib", "torch"] + ["deepspeed"] * deepspeed_is_installed()
     for name, (own, micro, times) in WORKLOADS.items():
         for stage in (0, 1, 2, 3, *[PIPELINE] * (world.size == 2)):
-            steps = {runtime: repeated(_step(world, name, own, micro, stage, runtime), times) for runtime in runtimes}
+            asked = ["dtlib", "torch"] if stage == PIPELINE else runtimes
+            steps = {runtime: repeated(_step(world, name, own, micro, stage, runtime), times) for runtime in asked}
             seconds = in_turns(world.comm, steps, repeats)
-            for peer in runtimes[1:]:
+            for peer in asked[1:]:
                 case = f"{name}, {stage if stage == PIPELINE else f'stage {stage}'}"
                 yield row(case, PEERS[peer], seconds["dtlib"], seconds[peer])
 
@@ -40,7 +42,7 @@ def _step(world, name: str, own: dict, micro: int, stage, runtime: str):
     }  # fmt: skip
     model = work.model
     if stage == PIPELINE:
-        model = pipeline_of(runtime, work.layers, world.size, work.loss_fn, work.seed)
+        model = PipelineModule(work.layers, world.size, work.loss_fn, base_seed=work.seed)
     engine, *_ = initialize(model=model.to(world.device), config=config, runtime=runtime)
     dtype = next(engine.module.parameters()).dtype
     place = (0, 1) if stage == PIPELINE else (world.rank, world.size)

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +31,9 @@ class _Parser(argparse.ArgumentParser):
         super().exit(status, message)
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message}\n")  # without the usage, which --help prints
+        said = message.replace("the following arguments are required: ", f"type {self.prog} ").replace(" | ", " or ")
+        said = re.sub(r"argument (\w.*): invalid choice: ('.*') .*", rf"there is no \2: type {self.prog} \1", said)
+        self.exit(2, f"{self.prog}: {said}\n")  # without the usage, which --help prints
 
     def add_number(self, name: str, help: str, default: int | None = None, **limits: Any) -> None:
         """Add an option whose value is a number (``errors.number``), written as 10000000, 10_000_000 or 1e7."""
@@ -76,9 +79,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="dtlib", description="A workshop kit for distributed deep learning.")
     parser.add_argument("--version", action="version", version=f"dtlib {dtlib.__version__}")
     commands = parser.add_subparsers(dest="command", metavar=" | ".join(_COMMANDS))
-    doctor = commands.add_parser("doctor", help="check this machine, and print problems and solutions")
-    doctor.add_argument("--decode", metavar="CODE", nargs="+", help="print what the codes of learners mean")
-
+    commands.add_parser("doctor", help="check this machine, and print problems and solutions")
     lab = commands.add_parser(
         "lab", help="copy the course to this folder (in a clone: to work/), and open JupyterLab",
         epilog="Other arguments are JupyterLab's, such as --port=8890.",
@@ -88,13 +89,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     wall.add_arguments(commands.add_parser("wall", help="show a page with the progress of learners, and who is stuck"))
     fresh = commands.add_parser("fresh", help="restore the notebooks of a lesson, and keep yours under another name")
-    fresh.add_argument("lesson", help="its number, such as 04, or the name of a notebook")
+    fresh.add_argument("lesson", metavar="LESSON", help="its number, such as 04, or the name of a notebook")
 
     tour = commands.add_parser("tour", help="solve exercises of lessons 00 to 08 on MPI engines and print a table")
     tour.add_number("--ranks", "engines to start (default: 2)", 2, **some)
-    tour.add_argument(
-        "--profile", help="folder of an ipyparallel profile (default: a copy of the one for this machine)"
-    )
+    tour.add_argument("--profile", help="folder of an ipyparallel profile (default: a copy of this machine's)")
 
     pi = commands.add_parser("pi", help="estimate pi on MPI ranks")
     pi.add_number("--points", "number of points (default: 1e8)", 10**8, why=": more would take weeks")
@@ -104,12 +103,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     pi.add_argument("--json", action="store_true", help="print one JSON object")
 
     train = commands.add_parser("train", help="train a workload on ranks: the lessons' models, by one config")
-    train.add_argument("workload", choices=("vision", "summarization", "decoder"))
+    models = ("vision", "summarization", "decoder")
+    train.add_argument("workload", choices=models, metavar=" | ".join(models))
     train.add_argument("--config", metavar="FILE", help="JSON: DeepSpeed's keys, `workload`, `run` (default: ours)")
     train.add_number("--ranks", "ranks to start (default: one per core)", **some)
-    train.add_argument(
-        "--runtime", choices=("dtlib", "torch", "deepspeed"), default="dtlib", help="whose classes train"
-    )
+    train.add_argument("--runtime", choices=("dtlib", "torch", "deepspeed"), default="dtlib", help="whose classes")
     train.add_argument("--backend", choices=("gloo", "dtlib"), help="of torch.distributed, for --runtime torch")
     train.add_argument("--stage", type=int, choices=range(4), help="of ZeRO, in place of the config's")
     train.add_number("--steps", "in place of the config's")
@@ -130,7 +128,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     plan.add_number("--tokens", "of the whole training: print days, too", most=10**18, whole=False)
     plan.add_argument("--write", metavar="FILE", help="write the plan as a config of dtlib train")
     plan.add_argument("--json", action="store_true", help="print the best plans as JSON")
-    plan.add_argument("--measure", action="store_true", help="run plans on four ranks, and print the error")
 
     browser = commands.add_parser("browser", help="write a web page that needs no installation")
     browser.add_argument("folder", nargs="?", default="dtlib-browser", help="its folder (default: dtlib-browser)")
@@ -148,7 +145,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _doctor(options) -> int:
     from dtlib.lab import doctor
 
-    return doctor.decode(options.decode) if options.decode else doctor.report()
+    return doctor.report()
 
 
 def _lab(options) -> int:
@@ -226,10 +223,6 @@ def _train(options) -> int:
 
 
 def _plan(options) -> int:
-    if options.measure:
-        from dtlib.training.machine_fit import show
-
-        return show()
     from dtlib.planner.command import run
 
     if options.model is None:

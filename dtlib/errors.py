@@ -3,7 +3,7 @@
 from contextlib import suppress
 from numbers import Real
 
-RESET = "Call dtlib.reset() on all ranks to go on."
+RESET = "Run %px dtlib.reset() to go on (in a script: dtlib.reset() on all ranks)."
 
 
 class DtlibError(Exception):

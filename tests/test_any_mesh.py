@@ -36,7 +36,7 @@ MESHES = (
     {"tensor": 4}, {"tensor": 2}, {"tensor": 2, "zero": 1}, {"tensor": 2, "zero": 2}, {"tensor": 2, "zero": 3},
     {"tensor": 2, "pipe": 2}, {"pipe": 2}, {"pipe": 2, "zero": 1}, {"pipe": 4}, {"zero": 3},
     {"context": 4}, {"context": 2}, {"context": 2, "zero": 1}, {"context": 2, "zero": 3}, {"context": 2, "tensor": 2},
-    {"context": 2, "pipe": 2}, {"context": 2, "order": "striped"}, {"context": 4, "method": "ulysses"},
+    {"context": 2, "pipe": 2}, {"context": 2, "order": "contiguous"}, {"context": 4, "method": "ulysses"},
 )  # fmt: skip
 
 

@@ -98,11 +98,6 @@ def test_collectives_and_reductions(world):
         x = torch.tensor([rank + 1, 2]).to(dtype)
         dist.all_reduce(x, group=group)
         assert x.tolist() == [sum(r + 1 for r in everyone), 2 * size]
-    bits = torch.tensor([1 << rank, 7])
-    for op, wanted in ((ReduceOp.BOR, [2**size - 1, 7]), (ReduceOp.BXOR, [2**size - 1, 7 * (size % 2)])):
-        y = bits.clone()
-        dist.all_reduce(y, op, group=group)
-        assert y.tolist() == wanted
     for op, wanted in (
         (ReduceOp.AVG, (size + 1) / 2), (ReduceOp.MAX, size), (ReduceOp.MIN, 1),
         (dist._make_nccl_premul_sum(0.5), sum(r + 1 for r in everyone) / 2),
@@ -116,17 +111,11 @@ def test_collectives_and_reductions(world):
     sparse = torch.sparse_coo_tensor([[rank, 3]], [1.0, 2.0], (4,), check_invariants=True)
     dist.all_reduce(sparse, group=group)
     assert sparse.to_dense()[3] == 2 * size + (size == 4)
-    for dtype in (torch.int64, torch.int8, torch.uint8):  # a sum of them would not fit into 8 bits
-        whole = torch.tensor([100 + rank, 100 + size - rank, 6]).to(dtype)
-        if size % 2:
-            dist.all_reduce(whole, ReduceOp.AVG, group=group)
-            assert whole.tolist() == [100 + size // 2, 100 + size - size // 2, 6]
-        else:
-            before = whole.clone()
-            with pytest.raises(dist.DistBackendError, match=r"would be rounded: .*SUM"):
-                dist.all_reduce(whole, ReduceOp.AVG, group=group)
-            assert torch.equal(whole, before)
-
+    for op, words in ((ReduceOp.AVG, "would round"), (ReduceOp.BOR, "has the reductions SUM")):
+        whole = torch.tensor([rank, 2])
+        with pytest.raises(dist.DistBackendError, match=words):
+            dist.all_reduce(whole, op, group=group)
+        assert whole.tolist() == [rank, 2]
     with pytest.raises(dist.DistBackendError, match="complex"):
         dist.reduce(torch.ones(2, dtype=torch.complex64), 0, ReduceOp.PRODUCT, group=group)
     with pytest.raises(dist.DistBackendError, match="but it has"):
@@ -156,9 +145,6 @@ def test_collectives_and_reductions(world):
     assert part.tolist() == [rank * size] * (rank + 1)
     dist.reduce_scatter_single(out, torch.arange(2.0 * size), ReduceOp.AVG, group=group)
     assert out.tolist() == [2 * rank, 2 * rank + 1]
-    both_bits = torch.empty(1, dtype=torch.int64)
-    dist.reduce_scatter_single(both_bits, torch.arange(size) | (8 << rank), ReduceOp.BOR, group=group)
-    assert both_bits.item() == rank | (8 * (2**size - 1))
 
     last = size - 1
     total = torch.tensor([2.0])
@@ -235,18 +221,12 @@ def test_messages_subgroups_and_the_end(world):
         work.wait()
     assert y.tolist() == [left] * 3
     if rank == 0:
-        sources = {dist.recv(y, group=group, tag=4) for _ in range(size - 1)}
-        assert sources == set(range(1, size))
-        work = dist.irecv(y, group=group)
-        with pytest.raises(dist.DistBackendError, match="its sender is not known"):
-            work._source_rank()
-        while not work.is_completed():
-            pass
-        assert work._source_rank() == 1 and y[0] == 1
+        for source in range(size - 1, 0, -1):
+            assert dist.recv(y, source, group=group, tag=4) == source and y[0] == source
     else:
         dist.send(x, 0, group=group, tag=4)
-        if rank == 1:
-            dist.send(x, 0, group=group)
+    with pytest.raises(dist.DistBackendError, match="does not receive from any rank"):
+        dist.recv(y, group=group)
     with pytest.raises(dist.DistBackendError, match="tags from 0 to"):
         dist.send(x, right, group=group, tag=2**14)
 
@@ -536,11 +516,12 @@ def stop_once(told) -> None:
 def test_a_step_that_is_stopped(world):
     """One rank leaves early; the other is told so, is stopped, and both go on after a reset."""
     from dtlib.comm import waiting
+    from dtlib.comm.watch import board
 
     both(world)
     group = dist.new_group(backend="dtlib", timeout=timedelta(seconds=30))
     old = []  # what holds a module must not keep it at work
-    told, waiting.notice, waiting.NOTICE_SECONDS = [], lambda said: told.append(said), 0.5
+    told, waiting.notice, board.NOTICE_SECONDS = [], lambda said: told.append(said), 0.5
     try:
         for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
             model = DistributedDataParallel(network(), process_group=group, **options)
@@ -564,7 +545,7 @@ def test_a_step_that_is_stopped(world):
             trained(model)
             assert len({tuple(p.flatten().tolist()) for p in gathered(world, next(model.parameters()))}) == 1
     finally:
-        waiting.notice, waiting.NOTICE_SECONDS = None, 3.0
+        waiting.notice, board.NOTICE_SECONDS = None, 3.0
     with pytest.raises(dist.DistBackendError, match=r"timeout is over.*Waited 0.2 s in barrier|interrupted|failed"):
         if world.rank == 0:
             group.set_timeout(timedelta(seconds=0.2))

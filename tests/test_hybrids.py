@@ -111,7 +111,7 @@ def test_eval_batch_drops_nothing_and_moves_nothing(world):
     for samples in (8, 7):  # 4 and 3: the mean is that of samples
         whole = nn.functional.cross_entropy(reference(x[:samples]), y[:samples]).item()
         assert abs(engine.eval_batch(batches(samples)).item() - whole) <= 1e-6
-    refuses("data_iter ended before the 2 micro-batches of a step", engine.train_batch, iter([(x, y)]))
+    refuses("needs 2 micro-batches, but data_iter ended after 1", engine.train_batch, iter([(x, y)]))
 
 
 @on_ranks(4)

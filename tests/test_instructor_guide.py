@@ -18,7 +18,6 @@ import dtlib.theory.zero
 from dtlib import lab, schedule, theory  # noqa: F401  the cheat sheet's formulas use the last two
 from dtlib.comm.communicator import Communicator
 from dtlib.errors import DtlibError
-from dtlib.lab import doctor_code
 from dtlib.lab.checks import judging
 from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.world.launch import start_ranks
@@ -114,12 +113,6 @@ def test_the_cheat_sheet_names_what_there_is_and_computes_what_it_says():
     assert len(formulas) == 10
     for call, gives in formulas:
         assert eval(call) == pytest.approx(eval(gives), rel=1e-9), call
-
-
-def test_the_code_in_the_checklist_is_one():
-    (code,) = re.findall(r"`(dtlib-\d[\w.-]+)`", (ROOT / "docs" / "how-to" / "prepare_the_day_before.md").read_text())
-    machine, version = doctor_code.decoded(code)
-    assert (machine.words, machine.failed, version) == (("Linux, x86_64", "3.11", "2", "8 GB"), 0, "0.1.0")
 
 
 def test_what_a_file_holds_is_an_exercise(tmp_path, monkeypatch):

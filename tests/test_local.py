@@ -1,4 +1,6 @@
-"""Steps alone, then a message, beside their values (test_parity.py): bytes, fragments and refusals."""
+"""Steps alone, then a message, beside their values (test_parity.py): bytes, checkpoints and refusals."""
+
+import copy
 
 import torch
 from torch import nn
@@ -41,37 +43,29 @@ def train(local, model, rank: int, steps) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def alone(ranks: int, steps: int, sync_every: int, outer=None, parts=None, delay=0, alpha=0.0):
-    """One process that plays all ranks with AdamW; returns each rank's parameters. ``parts`` are indices of parameters
-    that travel together.
+def alone(ranks: int, steps: int, sync_every: int, outer: dict | None) -> list[list[torch.Tensor]]:
+    """One process that plays all ranks with AdamW; returns each rank's parameters.
 
     The outer step is written out: v = m v + way, start -= rate (way + m v).
     """
+    outer = outer or {"lr": 1.0, "momentum": 0.0}
     models = [made() for _ in range(ranks)]
     inner = [adamw(model) for model in models]
-    parameters = [list(model.parameters()) for model in models]
-    starts = [parameter.detach().clone() for parameter in parameters[0]]
+    starts = [parameter.detach().clone() for parameter in models[0].parameters()]
     speeds = [torch.zeros_like(start) for start in starts]
-    parts = parts or [range(len(starts))]
-    under_way, turn = None, 0
     for step in range(steps):
         for rank in range(ranks):
             gradient_of(models[rank], rank, step)
             inner[rank].step()
-        with torch.no_grad():
-            if (step + 1) % (sync_every // len(parts)) == 0:
-                ways = {i: [starts[i] - parameters[rank][i] for rank in range(ranks)] for i in parts[turn % len(parts)]}
-                under_way, turn = (step + delay, {i: sum(way) / ranks for i, way in ways.items()}), turn + 1
-            if under_way and under_way[0] == step:
-                for i, way in under_way[1].items():
-                    if outer:
-                        speeds[i] = outer["momentum"] * speeds[i] + way
-                        way = outer["lr"] * (way + outer["momentum"] * speeds[i])
-                    starts[i] = starts[i] - way
-                    for rank in range(ranks):
-                        parameters[rank][i].copy_(alpha * parameters[rank][i] + (1 - alpha) * starts[i])
-                under_way = None
-    return [[parameter.detach() for parameter in each] for each in parameters]
+        if (step + 1) % sync_every == 0:
+            with torch.no_grad():
+                for start, speed, *parameters in zip(starts, speeds, *(m.parameters() for m in models), strict=True):
+                    way = sum(start - parameter for parameter in parameters) / ranks
+                    speed.mul_(outer["momentum"]).add_(way)
+                    start.sub_(outer["lr"] * (way + outer["momentum"] * speed))
+                    for parameter in parameters:
+                        parameter.copy_(start)
+    return [[parameter.detach() for parameter in model.parameters()] for model in models]
 
 
 def equal(ones, others) -> None:
@@ -93,41 +87,24 @@ def test_plain_and_full_send_what_the_formula_says(world):
             assert trace.sent("all_reduce")[1] == steps // every * once  # beside it, the first step compares values
 
 
-@on_ranks(2, 3, 4, slow=(4,))
-def test_fragments_travel_while_the_next_steps_are_computed(world):
-    for progress in ("inline", "thread"):
-        fragments_travel(world, progress)
-
-
-def fragments_travel(world, progress):
+@on_ranks(2, 3)
+def test_a_checkpoint_within_a_round_continues_it(world):
     comm, steps = world.comm, 23
-    settings = {"fragments": 2, "fragment_sync_delay": 2, "fragment_update_alpha": 0.4, "progress": progress}
-    parts = [[0], [1, 2, 3]]
-    expected = alone(comm.size, steps, 6, OUTER, parts, 2, 0.4)[comm.rank]
+    expected = alone(comm.size, steps, 6, OUTER)[comm.rank]
 
     def begin():
         model = made()
-        return model, adamw(model), sgd(model, **OUTER)
+        inner = adamw(model)
+        return model, inner, DiLoCo(comm, model, inner, sgd(model, **OUTER), 6)
 
-    model, inner, outer = begin()
-    local = DiLoCo(comm, model, inner, outer, 6, **settings)
-    names = {parameter: i for i, parameter in enumerate(model.parameters())}
-    assert [[names[parameter] for parameter in part] for part in local.fragments] == parts
-    equal(train(local, model, world.rank, range(steps)), expected)
-
-    # The same with a checkpoint while a fragment is in flight, from which others go on.
-    model, inner, outer = begin()
-    local = DiLoCo(comm, model, inner, outer, 6, **settings)
+    model, inner, local = begin()
     train(local, model, world.rank, range(10))
-    saved = [local.state_dict(), model.state_dict(), inner.state_dict()]
-    assert saved[0]["sent"] is not None
-    model, inner, outer = begin()
-    local_2 = DiLoCo(comm, model, inner, outer, 6, **settings)
+    saved = copy.deepcopy([local.state_dict(), model.state_dict(), inner.state_dict()])
+    model, inner, local = begin()
     model.load_state_dict(saved[1])
     inner.load_state_dict(saved[2])
-    local_2.load_state_dict(saved[0])
-    equal(train(local_2, model, world.rank, range(10, steps)), expected)
-    refuses("in flight", local.load_state_dict, saved[0])
+    local.load_state_dict(saved[0])
+    equal(train(local, model, world.rank, range(10, steps)), expected)
 
 
 @on_ranks(2, 3)
@@ -151,10 +128,9 @@ def test_buffers_are_averaged_gradients_stay_and_what_does_not_fit_is_refused(wo
             comm.barrier()
     normed = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     refused("without buffers", plain.DiLoCo, 2, model=normed)
-    refused("evenly spaced", DiLoCo, 4, fragments=3)
-    refused("evenly spaced", DiLoCo, 8, fragments=8)
-    refused("before the next", DiLoCo, 4, fragments=2, fragment_sync_delay=2)
-    refused("alpha", DiLoCo, 4, fragment_update_alpha=2)
+    other = made()
+    for kind in (plain.LocalSGD, LocalSGD):
+        refuses("another model", kind, comm, other, sgd(nn.ModuleList([made(), other]), lr=0.1), 2)
 
     optimizer = sgd(normed, lr=0.1)
     local = LocalSGD(comm, normed, optimizer, 2)

@@ -37,9 +37,9 @@ def test_three_axes(world):
 
 @on_ranks(1, 2, 3, 4)
 def test_axes_that_do_not_fit_are_refused_on_every_rank(world):
-    with pytest.raises(DtlibError, match=rf"data=5.* has 5 places, but there are {world.size} ranks"):
+    with pytest.raises(DtlibError, match=rf"data=5.* does not fit {world.size} ranks, because its numbers give 5"):
         world.mesh(data=5)
-    with pytest.raises(DtlibError, match=rf"{world.size} ranks cannot be divided by 7"):
+    with pytest.raises(DtlibError, match=rf"does not fit {world.size} ranks, because its numbers give 7"):
         world.mesh(data=-1, tensor=7)
     with pytest.raises(DtlibError, match=r"mesh\(\) has no axes"):
         world.mesh()

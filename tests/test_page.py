@@ -173,7 +173,7 @@ def test_a_puzzle_that_is_judged_and_a_duel():
     for number, solved in enumerate(("F0-7 B0-7", "F0-3 B0-3 F4-7 B4-7"), start=1):
         order = "\n".join([solved] * 4)
         shown = pages.answer("puzzle", {"puzzle": str(number), "order": order, "pressed": "check"})
-        assert ("Passed, level 1. Makespan 33, par 33" in shown) == (number == 1), shown
+        assert ("Passed: level 1. Makespan 33, par 33" in shown) == (number == 1), shown
         assert shown.count("<rect") >= 64
     assert "F0 F1" in pages.room("puzzle").FORM[1].value and "wins" in pages.answer("duel", {"pressed": "rank"})
 
@@ -639,3 +639,14 @@ def test_the_same_page_in_firefox(addresses, tmp_path, kind):
         assert [url for url in firefox.fetched if not url.startswith(own)] == []
     finally:
         firefox.close()
+
+
+def test_a_first_sum_that_was_typed_after_another_check_is_refused():
+    ranks.show("", 4, "", "anew")
+    for line, verdict in (
+        ("dist.all_reduce(total := torch.tensor(rank), op=dist.ReduceOp.MAX, group=comm.group)", "Not yet: first-sum"),
+        ("total = 6", "how does this rank know the numbers of the other ranks?"),
+        ("comm.all_reduce(total := torch.tensor(rank))", "Passed: first-sum."),
+    ):
+        ranks.show("", 4, f"import torch\nimport torch.distributed as dist\n{line}", "run")
+        assert verdict in ranks.show("", 4, "", "check"), line

@@ -588,7 +588,6 @@ TABLE = {
     **{f"hook, {name}": Row(partial(hooked, make), ddp, ("chain", "convolutional"), HOOKED)
        for name, make in LOSSLESS.items() if not DEVICE or name != "torch's all_reduce"},
     "Horovod": Row(horovod, ddp, AWKWARD, [replace(case, zeros=True) for case in WHOLE]),
-    "Horovod, groups": Row(partial(horovod, groups=2), ddp, AWKWARD, [Case(zeros=True)]),
     "ZeroOptimizer, stage 1": Row(partial(zero, 1), ddp_with_zero, AWKWARD, WHOLE),
     "ZeroOptimizer, stage 2": Row(partial(zero, 2), ddp_with_zero, AWKWARD, WHOLE),
     **{f"plain {kind.__name__}": Row(partial(plain_zero, kind), ddp_with_zero, (*USED, "recomputed"), PLAIN)

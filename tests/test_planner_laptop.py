@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 import dtlib
-from dtlib.cli import main
+from benchmarks.machine_fit import COEFFICIENTS, MESHES, RANKS, WIDTHS, amounts, engine_of, fitted, show, stages_of
 from dtlib.planner import Plan, PlanError
 from dtlib.planner.exact import of_rank
-from dtlib.training.machine_fit import COEFFICIENTS, MESHES, RANKS, WIDTHS, amounts, engine_of, fitted, stages_of
 from tests.ranks import on_ranks
 
 PREDICTED = Path(__file__).with_name("laptop_plans.json")
@@ -74,7 +73,7 @@ def test_a_fit_finds_the_coefficients_that_made_the_seconds():
 
 @pytest.mark.slow
 def test_measured_here_with_its_error(capfd):
-    assert main(["plan", "--measure"]) == 0
+    assert show() == 0
     said = capfd.readouterr().out
     assert "Held-out error:" in said and "times what was predicted" in said
     assert said.count("micro-batch") >= 20

@@ -579,3 +579,12 @@ def test_the_order_of_throughput_in_table_2(model, column, other_way_round):
 def test_it_takes_neither_torch_nor_mpi():
     program = "import sys, dtlib.schedule; print([m for m in ('torch', 'mpi4py', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_the_plain_pipeline_has_the_same_orders():
+    from dtlib.parallel.pipeline import plain  # torch, which the other tests do not need
+
+    for ranks, microbatches in ((1, 3), (2, 1), (2, 4), (3, 2), (4, 8)):
+        for name, make in (("gpipe", gpipe), ("1f1b", one_f_one_b)):
+            ours = [[(action.kind, action.microbatch) for action in rank] for rank in make(ranks, microbatches)]
+            assert [plain.order(name, rank, ranks, microbatches) for rank in range(ranks)] == ours

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from dtlib.training.config import read
 from dtlib.world.launch import start_ranks
 from tests.conftest import ROOT
 from tests.test_deepspeed import COMPILES, ENVIRONMENT, python_with_deepspeed
@@ -50,24 +49,17 @@ def config(folder, **keys):
     path = folder / "ds_config.json"
     path.write_text(json.dumps({
         "train_batch_size": 24, "steps_per_print": 2000, "optimizer": optimizer, "scheduler": scheduler,
-        "wall_clock_breakdown": False, **keys,
+        **keys,
     }))  # fmt: skip
     return f"--deepspeed_config={path}"
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2)), 3])
 def test_a_program_for_deepspeed(tmp_path, stage):
-    flag = config(tmp_path, zero_optimization={"stage": stage, "contiguous_gradients": True})
+    flag = config(tmp_path, zero_optimization={"stage": stage})
     two = losses("deepspeed_images", tmp_path, 2, "--deepspeed", flag)
     assert two == pytest.approx(losses("deepspeed_images", tmp_path, 1, "--deepspeed", flag), rel=1e-5)
     assert two[-1] < two[0]
-
-
-def test_a_config_whose_section_bf16_is_a_copy_of_fp16():
-    fp16 = {"loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1, "initial_scale_power": 15}
-    bf16 = {"enabled": True, "bf16_master_weights_and_grads": False, **fp16}
-    with pytest.warns(UserWarning, match=r"here: bf16\.bf16_master.*, bf16\.loss_scale, .*scale_power"):
-        assert read({"train_batch_size": 16, "bf16": bf16, "fp16": {"enabled": False, **fp16}}, 2).bf16.enabled
 
 
 @pytest.mark.slow

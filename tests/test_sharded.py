@@ -8,15 +8,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as fsdp2
 
 import dtlib
-from benchmarks.peers import torch_group
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import MasterWeights
-from dtlib.gradients.shard_info import info_of, note
+from dtlib.gradients.shard_info import note
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.sharded import fully_shard, units_of
 from tests.cases import refuses
@@ -27,7 +23,6 @@ from tests.models import (
     build,
     difference,
     difference_of_values,
-    full_values,
     loss_of,
     sgd,
     slice_of,
@@ -149,25 +144,6 @@ def test_units_are_prefetched_by_a_thread_on_a_slow_network(world):
 
 
 @on_ranks(2, 3)
-def test_a_model_on_the_meta_device_comes_to_life_unit_by_unit(world):
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.MultiheadAttention(10, 2), nn.Linear(10, 10))
-        model.append(nn.Linear(10, 10))
-        model[4].weight = model[3].weight  # tied, inside of the outermost unit
-    for module in [model[0], model[2], model]:
-        fully_shard(module, world.comm)
-    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    assert model[3].weight is model[4].weight
-    values = full_values(model, world.comm)
-    assert values["0.weight"].shape == (10, 6) and values["0.weight"].std() > 0.05
-    assert torch.equal(values["1.weight"], torch.ones(10)) and model[1].running_var.sum() == 10
-    with torch.device("meta"):
-        bare = nn.Module()
-        bare.weight = nn.Parameter(torch.zeros(3))
-    refuses(r"Module has parameters .* no reset_parameters", fully_shard, bare, world.comm)
-
-
-@on_ranks(2, 3)
 def test_evaluation_and_exceptions(world):
     data, comm = batches("plain", STEPS, 4 * world.size), world.comm
     reference = build("plain")
@@ -215,6 +191,7 @@ def test_what_it_cannot_do_is_refused(world):
     fully_shard(model.embedding, comm)
     refuses(r"output.weight is shared with weight of another unit", fully_shard, model, comm)
     refuses("is already a unit", fully_shard, model.embedding, comm)
+    refuses("weight is on the meta device", fully_shard, nn.Linear(2, 2, device="meta"), comm)
     refuses("weight is complex64", fully_shard, nn.Linear(2, 2, dtype=torch.complex64), comm)
     refuses(r"The models differ: (weight|bias) is", fully_shard, nn.Linear(2, 2 + world.rank), comm)
 
@@ -238,36 +215,6 @@ def test_whole_parameters_are_summoned_and_what_rank_0_changes_holds(world):
     train_alone(reference, sgd(reference), data)
     train(model, sgd(model), data, world.comm)
     assert difference_of_values(model, reference, world.comm) <= EXACT
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_mixed_precision_is_that_of_fsdp2(world, reduce_dtype):
-    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, torch.float32)
-    data = batches("plain", STEPS, 4 * world.size, torch.float32)
-    ours = build("plain", torch.float32)
-    for module in [*units(ours), ours]:
-        fully_shard(module, mp_policy=policy)
-    seen = []
-    ours.second.register_forward_pre_hook(lambda module, inputs: seen.append((module.weight.dtype, inputs[0].dtype)))
-    assert ours(data[0][0]).dtype == torch.float32 and set(seen) == {(torch.bfloat16, torch.bfloat16)}
-    assert {p.dtype for p in ours.parameters()} == {torch.float32}
-    theirs, mesh = build("plain", torch.float32), DeviceMesh.from_group(torch_group(world), "cpu")
-    for module in [*units(theirs), theirs]:
-        fsdp2(module, mesh=mesh, mp_policy=policy)
-    for batch in data[:1]:
-        loss_of(ours, slice_of(batch, world.rank, world.size)).backward()
-        loss_of(theirs, slice_of(batch, world.rank, world.size)).backward()
-    grads = {n: p.grad.full_tensor() for n, p in theirs.named_parameters() if p.grad is not None}
-    for name, parameter in ours.named_parameters():
-        if parameter.grad is not None:
-            whole = torch.cat(world.comm.all_gather_object(parameter.grad.clone()))
-            # Gradients in float32 of the same 16-bit passes; averages in 16 bits may round otherwise.
-            close = 1e-7 if reduce_dtype else 1e-2
-            torch.testing.assert_close(whole.view(info_of(parameter).slice.shape), grads[name], rtol=close, atol=close)
-            assert parameter.grad.dtype == torch.float32
-    for wrong, words in ((1, "pass torch.distributed.fsdp.Mixed"), (MixedPrecisionPolicy(torch.int8), "torch.int8")):
-        refuses(words, fully_shard, nn.Linear(2, 2), mp_policy=wrong)
 
 
 @dataclasses.dataclass
@@ -312,9 +259,8 @@ def test_what_goes_wrong_without_a_word_elsewhere(world):
     refuses("clip with clip_grad_norm_ of", nn.utils.clip_grad_norm_, model.parameters(), 1.0)
     reference = build("plain")
     loss_of(reference, batch).backward()
-    for norm_type in (1, float("inf")):
-        norm = nn.utils.get_total_norm([p.grad for p in reference.parameters() if p.grad is not None], norm_type)
-        assert abs(model.clip_grad_norm_(1e9, norm_type) - norm) <= EXACT
+    norm = nn.utils.get_total_norm([p.grad for p in reference.parameters() if p.grad is not None])
+    assert abs(model.clip_grad_norm_(1e9) - norm) <= EXACT
     refuses("create_graph=True", loss_of(fresh(), mine).backward, create_graph=True)
     cut = nn.Linear(2, 2)
     note(cut.weight, tensor=(world.rank, world.size))  # of which the second is no rank here

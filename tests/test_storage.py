@@ -255,24 +255,12 @@ def test_what_was_read_ahead_does_not_count(folder_of):
 
 
 @pytest.mark.parametrize("form", ["shards", "parquet"])
-def test_a_batch_stays_as_it_is_while_somebody_holds_it(folder_of, monkeypatch, form):
-    """Workers hand over large batches in memory that is used again. To see that, small ones count as large here."""
-    monkeypatch.setattr("dtlib.storage.slots.SHARED", 1)
-    loader = Loader(open_samples(folder_of(form)), 8, workers=2)
-    held = list(loader)  # more than there are slots
-    views = [batch["data"][-1].numpy()[3:5] for batch in loader]
-    del held[5:]
-    held += list(loader)[5:]
-    del held[2]["data"]
-    rest = [(batch["number"], batch["data"]) for batch in loader]
-    for batch in (*held, *(dict(zip(("number", "data"), pair, strict=True)) for pair in rest)):
-        numbers = batch["number"] % 251
-        assert "data" not in batch or (batch["data"] == numbers[:, None]).all()
-    assert all(view[0] == view[1] for view in views) and len({int(view[0]) for view in views}) == len(views)
-    assert sorted(flat(numbers.tolist() for numbers, _ in rest)) == list(range(SAMPLES))
-
-    places = [batch["number"].data_ptr() for batch in loader]  # each gone before the next one but one
-    assert len(places) == 13 and len(set(places)) <= 2 * 2 + 2, "memory is used again"
+def test_large_batches_in_shared_memory_keep_their_values(folder_of, monkeypatch, form):
+    """Workers pass large batches in shared memory. To see that, small ones count as large here."""
+    monkeypatch.setattr("dtlib.storage.loader.SHARED", 1)
+    held = list(Loader(open_samples(folder_of(form)), 8, workers=2))
+    assert all(batch["data"].is_shared() and (batch["data"] == batch["number"][:, None] % 251).all() for batch in held)
+    assert sorted(flat(batch["number"].tolist() for batch in held)) == list(range(SAMPLES))
     skips = Loader(open_samples(folder_of(form, name="gone"), damaged="skip"), 8, workers=1)
     next(iter(skips.reader.files.folder.glob("shard-00002*"))).unlink()
     assert sorted(numbers_in(skips)) == [number for number in range(SAMPLES) if number not in THIRD]
@@ -823,7 +811,7 @@ def test_opens_reads_and_jumps_are_counted(folder_of):
     numbers_in(Loader(reader, 8, shuffle=False, prefetch=0))
     totals = reader.files.counters.totals()
     assert (totals["opens"], totals["reads"], totals["bytes"]) == (7, SAMPLES, 32 * SAMPLES)
-    assert totals["jumps"] == 0 and reader.files.counters.read_sizes() == {1024: SAMPLES}
+    assert totals["jumps"] == 0
     reader.files.counters.reset()
     numbers_in(Loader(reader, 8, block=1))
     assert reader.files.counters.randomness > 0.8

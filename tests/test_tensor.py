@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional
 
 import dtlib
-from dtlib.comm.selection import DOUBLING_UP_TO
 from dtlib.errors import DtlibError
 from dtlib.gradients.shard_info import info_of
 from dtlib.measure.activations import Activations
@@ -33,7 +32,7 @@ from dtlib.parallel.tensor import (
 from dtlib.parallel.tensor.functions import slice_of
 from dtlib.parallel.tensor.plain import ParallelMLP as PlainParallelMLP
 from dtlib.parallel.zero import ZeroOptimizer
-from dtlib.theory.collectives import elements_sent
+from dtlib.theory.collectives import chosen_all_reduce, elements_sent
 from tests.cases import all_cases, refuses
 from tests.models import EXACT, OPTIMIZERS, apart, seeded
 from tests.ranks import on_ranks
@@ -346,9 +345,8 @@ def sent(world, run) -> dict[str, list[int]]:
 @on_ranks(2, 3, 4)
 def test_cost_is_that_of_the_docstrings(world):
     n, tokens, words = world.size, 12 * 240, 24
-    ring = next(limit for ranks, limit in DOUBLING_UP_TO.items() if n <= ranks)
     x = torch.randn(12, 240, WIDTH, dtype=torch.float64)
-    assert x.nbytes > ring and (tokens * WIDTH) % n == 0
+    assert chosen_all_reduce(n, x.nbytes) == "ring" and (tokens * WIDTH) % n == 0
     whole = 2 * x.nbytes * (n - 1) // n  # what a ring sends from each rank
     for block in (
         ParallelMLP(WIDTH, 48, world.comm).double(),
@@ -381,7 +379,7 @@ def test_cost_is_that_of_the_docstrings(world):
     logits = torch.randn(12, 240, words // n, requires_grad=True)
     y = []
     first, second = (
-        4 * elements_sent("all_reduce", "ring" if 4 * count > ring else "recursive_doubling", n, world.rank, count)
+        4 * elements_sent("all_reduce", chosen_all_reduce(n, 4 * count), n, world.rank, count)
         for count in (tokens + n, 2 * tokens)
     )
     targets = torch.zeros(12, 240, dtype=torch.int64)

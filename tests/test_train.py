@@ -216,7 +216,7 @@ def test_on_the_command_line_with_a_sentence_for_a_mistake(tmp_path):
     os.mkfifo(pipe := tmp_path / "pipe")
     for arguments, words in (
         (["vision", "--ranks=2", f"--config={tmp_path / 'wrong.json'}"], "make train_batch_size a multiple of 2"),
-        (["audio"], "invalid choice: 'audio'"),
+        (["audio"], "there is no 'audio': type dtlib train vision or summarization or decoder"),
         (["vision", "--runtime=jax"], "invalid choice: 'jax'"),
         (["vision", "--steps=0"], "--steps is 0: give a whole number from 1"),
         (["vision", "--ranks=2", f"--json={tmp_path}"], "cannot be written (Is a directory): name another"),

@@ -190,9 +190,9 @@ def test_a_learner_s_state_follows_what_happens():
     assert kind() == "works", "the kernel was started anew"
     learner.did(40, "guess", name="n", guess=3, compared=False).did(39, "guess", name="n", guess=4, compared=True)
     learner.did(38, "guess", name="n", guess=5, compared=True).did(37, "guess", name="n", guess=None, compared=True)
-    assert learner.message()["guesses"] == {"n": [4, True]}, "after the outcome there is no guess any more"
+    assert learner.message()["guesses"] == {"n": [4, True, 39]}, "after the outcome there is no guess any more"
     learner.did(30, "quiz", quiz="03", number=0, letter="b").did(29, "quiz", quiz="03", number=0, letter="a")
-    assert learner.message()["quizzes"] == {"03/0": "b"}
+    assert learner.message()["quizzes"] == {"03/0": ["b", 30]}
     for number in range(learner_state.MOST + 50):
         learner.did(20, "guess", name=f"{number}", guess="long" * 99, compared=True)
     assert len(json.dumps(learner.message())) < server.MOST_BYTES
@@ -288,7 +288,8 @@ def test_nothing_is_sent_before_joining_and_neither_names_nor_code_after(learner
         wait_until(lambda: any('"03/0"' in body for _, _, body in got))
         last = json.loads(got[-1][2])
         assert (last["says"], last["kind"]) == ("Rank 1: KeyError was raised.", "wrong")
-        assert last["guesses"] == {"tree-broadcast: messages": [7, True], "tree-broadcast: rounds": [3, True]}
+        guesses = {name: [guess, compared] for name, (guess, compared, _) in last["guesses"].items()}
+        assert guesses == {"tree-broadcast: messages": [7, True], "tree-broadcast: rounds": [3, True]}
         everything = repr(got)
         for private in ("my_code", str(learner), socket.gethostname(), f"/{getpass.getuser()}"):
             assert private not in everything
@@ -349,8 +350,9 @@ def test_forged_flooded_and_malformed(wall):
     wrong = [
         b"{", b"[]", b"[" * 9999, b"", b'{"kind": NaN}', {**good, "kind": "away"}, {**good, "alias": 5},
         {**good, "for": -1}, {**good, "for": float("nan")}, {**good, "spent": []}, {**good, "wrong": {"a": []}},
-        {**good, "guesses": {"a": [{}, True]}}, {**good, "place": ["x"]},
-        {**good, "guesses": {"a": [float("inf"), True]}},
+        {**good, "guesses": {"a": [{}, True, 0]}}, {**good, "place": ["x"]},
+        {**good, "guesses": {"a": [float("inf"), True, 0]}}, {**good, "guesses": {"a": [1, True]}},
+        {**good, "guesses": {"a": [1, True, -1]}}, {**good, "quizzes": {"03/0": "b"}},
     ]  # fmt: skip
     assert {wall.status("tell", body, other) for body in wrong} <= {400, 429}
     assert wall.status("tell", b" " * (server.MOST_BYTES + 1), other) in (0, 400, 413)
@@ -417,7 +419,7 @@ def test_invented_names_are_forgotten():
     for minute in range(6):
         for number in range(30):
             message = Learner(f"{number}").message()
-            message["guesses"] = {f"guess {number} {minute} {n}": [1, False] for n in range(learner_state.MOST)}
+            message["guesses"] = {f"guess {number} {minute} {n}": [1, False, 0] for n in range(learner_state.MOST)}
             here.tell(f"{number}", room.checked(message), minute)
             for gone in range(100):
                 here.tell(f"{minute} {number} {gone}", message, minute)

@@ -1,5 +1,6 @@
 """The operations of a communicator, called through torch.distributed or mpi4py: what answers in these APIs do."""
 
+import functools
 import inspect
 
 import numpy as np
@@ -189,4 +190,4 @@ def by(api, answer):
             answer.__init__(self, *translated(arguments), **named)
 
         return type(answer.__name__, (answer,), {"__init__": construct})
-    return lambda *arguments, **named: answer(*translated(arguments), **named)
+    return functools.wraps(answer)(lambda *arguments, **named: answer(*translated(arguments), **named))

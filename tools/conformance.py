@@ -44,7 +44,7 @@ NAMES = {
             "set_requires_all_reduce", "set_reshard_after_forward", "set_reshard_after_backward",
             "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "set_gradient_divide_factor",
         )},
-        f"{FSDP}.MixedPrecisionPolicy": f"{FSDP}.MixedPrecisionPolicy",  # taken as it is
+        f"{FSDP}.MixedPrecisionPolicy": "dtlib.parallel.zero.sharded.MixedPrecisionPolicy",
         f"{FSDP}.CPUOffloadPolicy": "dtlib.parallel.zero.sharded.CPUOffloadPolicy",
         f"{ZERO}.ZeroRedundancyOptimizer": "dtlib.parallel.zero.ZeroOptimizer",
         **{f"{ZERO}.ZeroRedundancyOptimizer.{name}": f"dtlib.parallel.zero.ZeroOptimizer.{name}" for name in (

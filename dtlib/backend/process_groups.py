@@ -104,16 +104,11 @@ def emulate_network(latency: float, bandwidth: float, group: dist.ProcessGroup |
     EMULATED: for lessons, never for claims about performance. ``group`` is the default group if None. Later groups use
     the same network. All ranks call this function.
     """
-    if not (latency >= 0 and bandwidth > 0):
-        raise CommunicationError(
-            f"emulate_network(latency={latency!r}, bandwidth={bandwidth!r}): pass seconds from 0 on, and bytes per "
-            "second above 0."
-        )
     global network
-    group = group or dist.group.WORLD
+    wire, group = Wire(latency, bandwidth), group or dist.group.WORLD
     if not isinstance(group, Group):
         raise CommunicationError('emulate_network needs a group of the backend "dtlib": create one first.')
-    network = Wire(latency, bandwidth)
+    network = wire
     assert group.comm is not None
     group.comm.wire = network
 

@@ -33,7 +33,7 @@ SITE = Path(__file__).parent / "site"
 # The files of dtlib that the rooms import. A test opens every room in a browser.
 CARRIED = (
     "__init__.py", "errors.py", "files.py", "browser/**/*.py", "schedule/*.py", "theory/*.py", "planner/*.py",
-    *(f"comm/{name}.py" for name in ("__init__", "algorithms", "call", "mpi_collectives", "numbers", "selection")),
+    *(f"comm/{name}.py" for name in ("__init__", "algorithms", "call", "numbers", "objects", "selection")),
     "comm/waiting.py", "lessons/l03/steps.py", "lessons/l03/simulated_network.py",
     *(f"comm/watch/{name}.py" for name in ("__init__", "board", "deadlock", "missing_ranks", "recorder")),
     "lab/__init__.py", "lab/engines/__init__.py", "lab/checks/__init__.py", "lab/checks/exercise.py",

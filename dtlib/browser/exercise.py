@@ -6,7 +6,7 @@ from dtlib.browser.fields import Choice, Kept, Press, Text, put
 from dtlib.browser.simulated.cells import Ranks
 from dtlib.browser.sources import cells
 from dtlib.browser.svg import sentence
-from dtlib.lab.checks.exercise import Wrong
+from dtlib.browser.verdicts import verdict
 from dtlib.lab.checks.questions import as_html
 
 TITLE, LESSON = "Exercises", "11_beyond_one_machine_exercises"
@@ -51,10 +51,10 @@ def show(exercise: str, code: str, attempt: str, pressed: str = "") -> str:
     said = f'<div class="said">{as_html(asked)}</div>'
     if pressed == "take":
         return put("code", stub) + put("attempt", 0) + said
-    return (_checked(exercise, code, int(attempt) if attempt.isdigit() else 0) if pressed == "check" else "") + said
+    return (_checked(exercise, code, attempt) if pressed == "check" else "") + said
 
 
-def _checked(name: str, code: str, tried: int) -> str:
+def _checked(name: str, code: str, attempt: str) -> str:
     judged, rank = _named()[name][1], Ranks(1)
     found = rank.run(code)
     if problem := found.problem or found.failed[0]:
@@ -63,11 +63,6 @@ def _checked(name: str, code: str, tried: int) -> str:
     if answer is None:
         return sentence(f"Your cell defines no {judged.name}.", False)
     try:
-        score = judged.judge([judged.observe(answer, None)])
-        return sentence(f"Passed: {name}. {score or ''}", True)
-    except Wrong as wrong:
-        hint = wrong.hints[min(tried, len(wrong.hints) - 1)] if wrong.hints else ""
-        said = f"Not yet: {name}. Expected: {wrong.expected}. Got: {wrong.got}. Hint: {hint}"
-        return put("attempt", tried + 1) + sentence(said, False)
+        return verdict(name, lambda: judged.judge([judged.observe(answer, None)]), attempt)
     except Exception as problem:
         return sentence(f"Not yet: {name}. Your function raised {type(problem).__name__}: {problem}", False)

@@ -1,9 +1,9 @@
 """The room with the schedule puzzle, judged as in lesson 07."""
 
-from dtlib.browser.fields import Choice, Kept, Press, Text, put
+from dtlib.browser.fields import Choice, Kept, Press, Text
 from dtlib.browser.schedule import drawn
 from dtlib.browser.svg import sentence
-from dtlib.lab.checks.exercise import Wrong
+from dtlib.browser.verdicts import verdict
 from dtlib.lessons.l07 import judge_puzzle
 
 TITLE, LESSON = "Schedule puzzle", "07_schedule_puzzle_exercises"
@@ -28,14 +28,6 @@ def show(puzzle: str, order: str, attempt: str, pressed: str = "") -> str:
         return sentence("Write your order, then check it.")
     exercise = judge_puzzle.exercise(int(puzzle))
     observed = [judge_puzzle.observe(order)]
-    tried = int(attempt) if attempt.isdigit() else 0
     picture = exercise.picture(observed) if exercise.picture else None
     shown = drawn(picture.simulation, "Yours") if picture else ""
-    try:
-        score = exercise.judge(observed)
-        return sentence(f"Passed, level {puzzle}. {score.words}", True) + shown
-    except Wrong as wrong:
-        where = "" if wrong.rank is None else f", on rank {wrong.rank}"
-        hint = wrong.hints[min(tried, len(wrong.hints) - 1)] if wrong.hints else ""
-        said = f"Not yet{where}. Expected: {wrong.expected}. Got: {wrong.got}. Hint: {hint}"
-        return sentence(said, False) + shown + put("attempt", tried + 1)
+    return verdict(f"level {puzzle}", lambda: exercise.judge(observed), attempt) + shown

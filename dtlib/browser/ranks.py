@@ -2,14 +2,14 @@
 
 from functools import cache
 
-from dtlib.browser.fields import Choice, Press, Slider, Text, put
+from dtlib.browser.fields import Choice, Kept, Press, Slider, Text, put
 from dtlib.browser.simulated.cells import Outcome, Ranks
 from dtlib.browser.simulated.tensors import MADE, Tensor
 from dtlib.browser.sources import on_ranks
 from dtlib.browser.svg import WIDTH, Picture, letters_on, rank_label, sentence
-from dtlib.lab.checks.exercise import Wrong
+from dtlib.browser.verdicts import verdict
 from dtlib.lab.colours import rank_colour
-from dtlib.lessons.l00.judge_sum import judge_total
+from dtlib.lessons.l00.judge_sum import collectives_for, judge_total
 
 TITLE, LESSON = "Simulated ranks", "00_start_here"
 LABEL = "SIMULATED: one process, taking turns; messages and bytes are counted, times mean nothing"
@@ -50,11 +50,12 @@ FORM = (
     Press("run", "Run on all ranks"),
     Press("check", "Check first-sum"),
     Press("anew", "New ranks"),
+    Kept("attempt", "0"),
 )
 _now: dict[str, Ranks] = {}
 
 
-def show(cell: str, ranks: int, code: str, pressed: str = "") -> str:
+def show(cell: str, ranks: int, code: str, attempt: str, pressed: str = "") -> str:
     """Return the output of a cell, the verdict, or a message, as HTML; ``pressed`` names the button."""
     if pressed == "take":
         return (
@@ -63,7 +64,7 @@ def show(cell: str, ranks: int, code: str, pressed: str = "") -> str:
     if pressed == "anew" or _now.get("ranks", Ranks(1)).size != ranks:
         _now["ranks"] = Ranks(ranks)
     if pressed == "check":
-        return _checked(_now["ranks"])
+        return _checked(_now["ranks"], attempt)
     if pressed == "run":
         return outcome(_now["ranks"].run(code))
     return sentence(f"{ranks} new ranks. {LABEL}.")
@@ -130,7 +131,7 @@ def _trace(found: Outcome) -> str:
     return picture.html()
 
 
-def _checked(ranks: Ranks) -> str:
+def _checked(ranks: Ranks, attempt: str) -> str:
     """Return the verdict of lesson 00's judge on the variable ``total`` of all ranks."""
     observed = []
     for each in ranks.ranks:
@@ -138,10 +139,5 @@ def _checked(ranks: Ranks) -> str:
         value = value.tolist() if isinstance(value, Tensor) else value
         whole = isinstance(value, int | float) and not isinstance(value, bool) and int(value) == value
         shown = int(value) if isinstance(value, int | float) and whole else repr(value)[:80]
-        observed.append((shown, each.world.comm.collective_count))
-    try:
-        judge_total(observed)
-        return sentence("Passed: first-sum.", True)
-    except Wrong as wrong:
-        said = f"Not yet: first-sum, on rank {wrong.rank}. Expected: {wrong.expected}. Got: {wrong.got}. Hint: "
-        return sentence(said + wrong.hints[0], False)
+        observed.append((shown, collectives_for(shown, each.world.comm)))
+    return verdict("first-sum", lambda: judge_total(observed), attempt)

@@ -42,8 +42,8 @@ class Communicator(ObjectOperations):
 
     ``members[r]`` is the world rank of rank r, and ``world_rank`` is this rank's world rank. Every operation on tensors
     accepts ``async_op=True`` and then returns a handle with ``wait()`` and ``done()``. ``algorithm=`` overrides the
-    choice by size and number of ranks (selection.py). ``"mpi"`` calls MPI's own collective, which cannot be
-    interrupted. Counterparts: mpi4py's upper-case methods and the functions of ``torch.distributed``.
+    choice by size and number of ranks (selection.py); ``comm.mpi`` has MPI's own collectives. Counterparts: mpi4py's
+    upper-case methods and the functions of ``torch.distributed``.
     """
 
     simulated = False  # True if the other ranks do not exist (one_rank.py)
@@ -249,7 +249,7 @@ class Communicator(ObjectOperations):
         """Combine ``tensor`` over all ranks, element by element, in place; every rank gets the same result.
 
         ``op`` is ``sum``, ``mean``, ``max``, ``min`` or ``prod``; ``algorithm`` is ``ring``, ``recursive_doubling``,
-        ``rabenseifner``, ``tree``, ``naive`` or ``mpi``. Returns ``tensor``.
+        ``rabenseifner``, ``tree`` or ``naive``. Returns ``tensor``.
         """
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
             return nccl.all_reduce(tensor, op, async_op)
@@ -379,13 +379,9 @@ class Communicator(ObjectOperations):
 
         Each message takes ``latency`` seconds plus its bytes / ``bandwidth`` (bytes per second). All ranks call it.
         """
-        if not (latency >= 0 and bandwidth > 0):
-            raise CommunicationError(
-                f"emulate_network(latency={latency!r}, bandwidth={bandwidth!r}): pass seconds from 0 on, and bytes per "
-                "second above 0."
-            )
+        wire = Wire(latency, bandwidth)
         slow = self.split(0)
-        slow.wire = Wire(latency, bandwidth)
+        slow.wire = wire
         return slow
 
     # Splitting a tensor into chunks
@@ -431,10 +427,7 @@ class Communicator(ObjectOperations):
         The size of ``flat`` decides the algorithm. ``finish()`` returns the operation's result. ``facts`` are ``op``
         and ``peer`` of the call.
         """
-        # Refuse an impossible algorithm before anything is sent or published.
-        if algorithm == "mpi" and (async_op or self.simulated):
-            why = "needs MPI, and solo does without" if self.simulated else "cannot be asynchronous: MPI's call blocks"
-            raise CommunicationError(f"{operation}(algorithm='mpi') {why}; leave algorithm= out.")
+        # An unknown algorithm is refused before anything is sent or published.
         steps = choose(operation, 0 if flat is None else flat.nbytes, self.size, algorithm)
         # A separate tag keeps the messages apart from other pending collectives.
         link = self._link(self._next_tag())

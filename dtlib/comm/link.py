@@ -8,6 +8,7 @@ from threading import RLock
 from typing import TYPE_CHECKING
 
 from dtlib.comm.waiting import Link, Scratch
+from dtlib.errors import CommunicationError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,9 +60,17 @@ class Wire:
 
     Messages are sent in the order of ``hold``, even if a later one is tested first. Otherwise a rank that lost its core
     for a while could send the second message before the first, and MPI matches messages of one tag in sending order.
+
+    Raises:
+        CommunicationError: for a negative latency, or a bandwidth that is not above 0.
     """
 
     def __init__(self, latency: float, bandwidth: float):
+        if not (latency >= 0 and bandwidth > 0):
+            raise CommunicationError(
+                f"emulate_network(latency={latency!r}, bandwidth={bandwidth!r}): pass seconds from 0 on, and bytes per "
+                "second above 0."
+            )
         self.latency = latency
         self.bandwidth = bandwidth
         self._free_at = 0.0

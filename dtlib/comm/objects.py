@@ -1,4 +1,7 @@
-"""Object collectives (pickled), and argument checks, for communicators of all kinds."""
+"""Argument checks and object collectives (pickled), for communicators of all kinds.
+
+The page in the browser has no numpy, and uses the checks.
+"""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -6,52 +9,20 @@ from math import prod
 from operator import index
 from typing import NoReturn, TypeVar
 
-import numpy as np
-
-from dtlib.comm import types
-from dtlib.comm.call import shape_and_type
+from dtlib.comm.call import dtype_name, shape_and_type
 from dtlib.errors import CommunicationError
 
 V = TypeVar("V")
 
 
-class ObjectOperations:
-    """A base class for classes with ``rank``, ``size``, ``all_gather`` and ``broadcast``."""
+class ArgumentChecks:
+    """A base class for communicators of all kinds, also the page's; each check raises CommunicationError."""
 
     rank: int
     size: int
-    name: str
-    time_limit: float | None
-    members: Sequence[int]  # world ranks
-    all_gather: Callable
-    broadcast: Callable
-
-    def all_gather_object(self, thing: V) -> list[V]:
-        """Return a list of every rank's ``thing`` (any object that pickles), in rank order, on every rank."""
-        mine = np.frombuffer(_pickled(thing), dtype=np.uint8)
-        sizes = self.all_gather(np.zeros(self.size, dtype=np.int64), np.array([mine.size]))
-        # Pad every chunk to the longest, so that a single all_gather of equal chunks is enough.
-        padded = np.zeros(sizes.max(), dtype=np.uint8)
-        padded[: mine.size] = mine
-        chunks = self.all_gather(np.zeros((self.size, padded.size), dtype=np.uint8), padded)
-        return [_unpickled(chunk[:size], rank) for rank, (chunk, size) in enumerate(zip(chunks, sizes, strict=True))]
-
-    def broadcast_object(self, thing: V | None, root: int = 0) -> V:
-        """Return the ``thing`` of rank ``root`` (any object that pickles), on every rank."""
-        self._check_rank(root, "broadcast_object", "root")
-        mine = np.frombuffer(_pickled(thing) if self.rank == root else b"", dtype=np.uint8)
-        size = self.broadcast(np.array([mine.size]), root)
-        data = mine.copy() if self.rank == root else np.zeros(size[0], dtype=np.uint8)
-        return _unpickled(self.broadcast(data, root), root)
-
-    def __reduce__(self) -> NoReturn:
-        raise CommunicationError(
-            "A communicator cannot be copied or pickled, because all ranks would have to do it together: copy the "
-            "wrapped module, or save a state_dict()."
-        )
 
     def _check_whole(self, whole, count, chunk, chunk_count, operation):
-        if types.dtype_name(whole.dtype) != types.dtype_name(chunk.dtype) or count != self.size * chunk_count:
+        if dtype_name(whole.dtype) != dtype_name(chunk.dtype) or count != self.size * chunk_count:
             raise CommunicationError(
                 f"{operation} on {self.size} ranks needs two tensors of one dtype, one with {self.size} times as many "
                 f"elements as the other: they are {shape_and_type(whole)} and {shape_and_type(chunk)}."
@@ -62,7 +33,7 @@ class ObjectOperations:
 
         ``received`` and ``sent`` are output_split_sizes and input_split_sizes: rows per rank, or None for equal chunks.
         """
-        if types.dtype_name(out.dtype) != types.dtype_name(tensor.dtype):
+        if dtype_name(out.dtype) != dtype_name(tensor.dtype):
             raise CommunicationError(
                 f"all_to_all needs an out of tensor's dtype: out is {shape_and_type(out)}, tensor is "
                 f"{shape_and_type(tensor)}."
@@ -101,6 +72,44 @@ class ObjectOperations:
             raise CommunicationError(
                 f"{operation}({name}={rank!r}): the ranks of this communicator are 0 to {self.size - 1}."
             )
+
+
+class ObjectOperations(ArgumentChecks):
+    """A base class for communicators with ``all_gather`` and ``broadcast``."""
+
+    name: str
+    time_limit: float | None
+    members: Sequence[int]  # world ranks
+    all_gather: Callable
+    broadcast: Callable
+
+    def all_gather_object(self, thing: V) -> list[V]:
+        """Return a list of every rank's ``thing`` (any object that pickles), in rank order, on every rank."""
+        import numpy as np
+
+        mine = np.frombuffer(_pickled(thing), dtype=np.uint8)
+        sizes = self.all_gather(np.zeros(self.size, dtype=np.int64), np.array([mine.size]))
+        # Pad every chunk to the longest, so that a single all_gather of equal chunks is enough.
+        padded = np.zeros(sizes.max(), dtype=np.uint8)
+        padded[: mine.size] = mine
+        chunks = self.all_gather(np.zeros((self.size, padded.size), dtype=np.uint8), padded)
+        return [_unpickled(chunk[:size], rank) for rank, (chunk, size) in enumerate(zip(chunks, sizes, strict=True))]
+
+    def broadcast_object(self, thing: V | None, root: int = 0) -> V:
+        """Return the ``thing`` of rank ``root`` (any object that pickles), on every rank."""
+        import numpy as np
+
+        self._check_rank(root, "broadcast_object", "root")
+        mine = np.frombuffer(_pickled(thing) if self.rank == root else b"", dtype=np.uint8)
+        size = self.broadcast(np.array([mine.size]), root)
+        data = mine.copy() if self.rank == root else np.zeros(size[0], dtype=np.uint8)
+        return _unpickled(self.broadcast(data, root), root)
+
+    def __reduce__(self) -> NoReturn:
+        raise CommunicationError(
+            "A communicator cannot be copied or pickled, because all ranks would have to do it together: copy the "
+            "wrapped module, or save a state_dict()."
+        )
 
 
 class _Unpicklable(str):

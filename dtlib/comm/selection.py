@@ -1,19 +1,18 @@
 """Choose the algorithm for an operation and size, from measurements; ``algorithm=`` overrides the choice.
 
-The number of messages dominates for small arrays, the number of bytes for large ones. The sizes at which another
-algorithm becomes faster were measured on one machine with two cores. On a network they differ, but have the same
-order of magnitude.
+The limits of all_reduce are in theory/collectives.py (``chosen_all_reduce``), because the planner needs them, too.
 """
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
-from dtlib.comm import algorithms, mpi_collectives
+from dtlib.comm import algorithms
 from dtlib.errors import CommunicationError
+from dtlib.theory.collectives import chosen_all_reduce
 
 # The first algorithm is the default; only all_reduce is chosen by size.
 KNOWN: dict[str, dict[str, Callable[..., Iterator[list]]]] = {
-    "broadcast": {"tree": algorithms.tree_broadcast, "mpi": mpi_collectives.broadcast},
+    "broadcast": {"tree": algorithms.tree_broadcast},
     "reduce": {"tree": algorithms.tree_reduce},
     "scatter": {"direct": algorithms.direct_scatter},
     "gather": {"direct": algorithms.direct_gather},
@@ -23,7 +22,6 @@ KNOWN: dict[str, dict[str, Callable[..., Iterator[list]]]] = {
         "rabenseifner": algorithms.rabenseifner_all_reduce,
         "tree": algorithms.tree_all_reduce,
         "naive": algorithms.naive_all_reduce,
-        "mpi": mpi_collectives.all_reduce,
     },
     "reduce_scatter": {
         "ring": algorithms.ring_reduce_scatter,
@@ -33,15 +31,6 @@ KNOWN: dict[str, dict[str, Callable[..., Iterator[list]]]] = {
     "all_to_all": {"pairwise": algorithms.pairwise_all_to_all},
     "barrier": {"dissemination": algorithms.dissemination_barrier},
 }
-
-# all_reduce uses recursive doubling up to this many bytes, by number of ranks. Other numbers use the next larger key.
-DOUBLING_UP_TO = {2: 2**18, 4: 2**19}
-_ON_MANY_RANKS = min(DOUBLING_UP_TO.values())
-# Above that size and on more than four ranks, all_reduce uses Rabenseifner's algorithm. On eight ranks it is twice as
-# fast as the ring at 1 MB, and no faster from 16 MB on, where the number of rounds no longer matters. It needs half of
-# the array as scratch memory; the ring needs one rank's chunk. If the number of ranks is not a power of two, it sends
-# up to twice as many bytes, so the ring is used.
-HALVING_FROM_RANKS, HALVING_UP_TO = 5, 2**24
 
 
 # A program sends few different sizes, many times each.
@@ -59,8 +48,4 @@ def choose(operation: str, count: int, size: int, wanted: str | None = None) -> 
         return known[wanted]
     if operation != "all_reduce":
         return next(iter(known.values()))
-    limit = next((limit for ranks, limit in DOUBLING_UP_TO.items() if size <= ranks), _ON_MANY_RANKS)
-    if count <= limit:
-        return known["recursive_doubling"]
-    halving = HALVING_FROM_RANKS <= size == algorithms.largest_power_of_two(size) and count <= HALVING_UP_TO
-    return known["rabenseifner" if halving else "ring"]
+    return known[chosen_all_reduce(size, count)]

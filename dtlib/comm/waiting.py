@@ -48,14 +48,14 @@ NAPS = 0.1  # then sleep NAPS * (seconds waited so far)**2 seconds, such as 1 ms
 LONGEST_NAP = 0.05  # but at most this long
 LOOKS = 10  # polls in one call of `poll_pending`
 KEPT = 2**14  # bytes of scratch memory that are kept between calls
-NOTICE_SECONDS = 3.0  # until a notebook shows which rank is missing
 V = TypeVar("V")  # result of an operation
 LOOK_SECONDS = 0.25  # between two looks at the board
 LARGEST = 2**30  # bytes per piece of a longer message, because MPI counts in 31 bits
 
 oversubscribed = False  # True if ranks outnumber cores: then a rank that spins delays the rank that it waits for
 _naps_until = 0.0  # until then sleep instead of yielding, because other processes compute on this core
-# Shows a long wait in a notebook: called with a sentence, and with None once the wait is over.
+# Shows a long wait in a notebook: called with a sentence, and with None once the wait is over. lab/engines/cells.py
+# sets it; a script has watch/on_stderr.py instead.
 notice: Callable[[str | None], object] | None = None
 # Interrupted operations: MPI may still write into their buffers, which stay alive until their requests are complete.
 _abandoned: list[Operation] = []
@@ -358,7 +358,7 @@ class Operation(Generic[V]):
                     looked = now
                     self._show()
                     ended_since = min(ended_since, now) if deadlock.check_peers(call, now - ended_since) else inf
-                if notice is not None and now - max(told, started + NOTICE_SECONDS - 1) > 1:
+                if notice is not None and now - max(told, started + board.NOTICE_SECONDS - 1) > 1:
                     told = now
                     notice(f"{now - started:.0f} s in {call}: {deadlock.describe_missing()}")
                 time.sleep(min(LONGEST_NAP, NAPS * waited**2))

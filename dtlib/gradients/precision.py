@@ -161,9 +161,9 @@ def refuse_shards(parameters: Iterable[torch.Tensor], what: str) -> None:
 
 def clip_by_norm(
     gradients: Iterable[torch.Tensor | None], largest: float, comm: Communicator | None = None,
-    counted: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0,
+    counted: Iterable[torch.Tensor] | None = None,
 ) -> float:  # fmt: skip
-    """Scale gradients so that their joint norm is at most ``largest``; return the norm before scaling.
+    """Scale gradients so that their joint 2-norm is at most ``largest``; return the norm before scaling.
 
     Args:
         gradients: are scaled in place.
@@ -171,24 +171,14 @@ def clip_by_norm(
         comm: if set, gradients are shards, and the norm is over the shards of all ranks (one all-reduce).
         counted: the gradients that enter the norm; by default all. A gradient that several ranks have must be counted
             on one rank only.
-        norm_type: a number above 0; ``inf`` is the largest absolute value.
-
-    Raises:
-        DtlibError: if ``norm_type`` is not above 0.
     """
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise DtlibError(f"clip_grad_norm_(norm_type={norm_type:g}): pass a number above 0, such as 2, or inf.")
     # ShardedGradient refuses norms, so convert to ordinary tensors. This function includes the other ranks' shards.
     ordinary = [gradient.as_subclass(torch.Tensor) for gradient in gradients if gradient is not None]
     counted = ordinary if counted is None else [gradient.as_subclass(torch.Tensor) for gradient in counted]
-    norms = [torch.linalg.vector_norm(one, norm_type) for one in counted if one.numel()]
-    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.float64)
-    # Combine the norms of the ranks' shards: the maximum, or the root of the sum of powers.
-    if comm is not None and norm_type == float("inf"):
-        norm = comm.all_reduce(norm.double(), op="max")
-    elif comm is not None:
-        norm = comm.all_reduce(norm.double() ** norm_type).pow(1 / norm_type)
+    norms = [torch.linalg.vector_norm(one) for one in counted if one.numel()]
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+    if comm is not None:
+        norm = comm.all_reduce(norm.double().square()).sqrt()
     if ordinary:
         torch._foreach_mul_(ordinary, float(torch.clamp(largest / (norm + 1e-6), max=1.0)))
     return float(norm)

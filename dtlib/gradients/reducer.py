@@ -15,6 +15,8 @@ parameter, the bucket is launched at the end of the backward pass, with zeros fo
 The collective is an argument. With ``AllReduce`` every rank receives the average, and all buckets may be in flight at
 the same time. With ``ReduceScatter`` every rank receives its shard of the average. Only one bucket is in flight at a
 time, so only one bucket needs memory. Communication hooks and Horovod's compression have their own collectives.
+
+docs/explanation/how_a_gradient_travels.md follows one gradient through this file.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dtlib.comm.waiting import Operation, poll_pending, progress_thread
-from dtlib.errors import DtlibError
+from dtlib.errors import RESET, DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.same_model import PASSES, bits_of
 from dtlib.gradients.shard_info import give_kind, hooks_of_others, info_of
@@ -84,8 +86,8 @@ class Reducer:
         if self._launched:
             self._background.close()
             raise DtlibError(
-                "An earlier backward pass was interrupted while gradients were in flight: call dtlib.reset() on all "
-                "ranks, and wrap the model again."
+                f"An earlier backward pass was interrupted while gradients were in flight. {RESET} Then wrap the model "
+                "again."
             )
         self._under_way = False
 
@@ -143,7 +145,10 @@ class Reducer:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Launch the remaining buckets, wait for all buckets, and set the gradients to their averages."""
+        """Launch the remaining buckets, wait for all buckets, and set the gradients to their averages.
+
+        Autograd calls this method after the backward pass, because ``gradient_is_ready`` queues it.
+        """
         if not self._under_way:
             self._begin()
         while self._launched < len(self.buckets):
@@ -228,14 +233,14 @@ class RootBuffers:
 
 
 class Bucket:
-    """Gradients of ``parameters`` that are sent in one message, in ``dtype`` (by default that of the parameters)."""
+    """Gradients of ``parameters``, of one dtype, that are sent in one message."""
 
     # The buffer and the handle exist from the launch to the end of the pass.
     buffer: FlatBuffer
     handle: Operation
 
-    def __init__(self, parameters: list, dtype: torch.dtype | None = None):
-        self.parameters, self.dtype = parameters, dtype or parameters[0].dtype
+    def __init__(self, parameters: list):
+        self.parameters, self.dtype = parameters, parameters[0].dtype
         self.cut = [parameter for parameter in parameters if info_of(parameter).differs()]
         self.used = [False] * len(parameters)  # which parameters have a gradient on this rank
 
@@ -280,16 +285,14 @@ class GradientShard(Bucket):
     """A bucket whose average is sharded: each rank receives its shard.
 
     ``average`` is the sum of this rank's shards over the passes of a step, or None before the first shard has arrived.
-    Messages have dtype ``dtype``, and ``average`` has dtype ``kept_in``.
     """
 
     average: torch.Tensor | None
     _unscaled: torch.Tensor | None
 
-    def __init__(self, parameters: list, shards: Shards, dtype: torch.dtype | None = None,
-                 kept_in: torch.dtype | None = None):  # fmt: skip
-        self.shards, self.kept_in = shards, kept_in or parameters[0].dtype
-        super().__init__(parameters, dtype)
+    def __init__(self, parameters: list, shards: Shards):
+        super().__init__(parameters)
+        self.shards = shards
         self.forget()
 
     def complete(self) -> None:
@@ -314,7 +317,6 @@ class GradientShard(Bucket):
 
         A ``weighted`` shard still needs the factor of ``finish``, so it is kept separate from earlier passes.
         """
-        shard = shard.to(self.kept_in)
         if self.average is None:
             self.average = shard
         elif weighted:
@@ -349,7 +351,7 @@ class AllReduce:
 
     def __init__(self, comm: Communicator, algorithm: str | None = None):
         self.comm, self.algorithm = comm, algorithm
-        self.weight: float | None = 1 / comm.size
+        self.weight: float | None = 1 / comm.size  # gradients are averaged before they are sent, in `Bucket.fill`
 
     def launch(self, bucket: Bucket, weight: float | None, flags: list[bool]) -> None:
         """Start the all-reduce of a bucket's gradients, times ``weight``."""

@@ -15,8 +15,8 @@ names of tensors, and announces each tensor that is ready on all ranks (A. Serge
 easy distributed deep learning in TensorFlow", arXiv:1802.05799). Here ranks compare the names of their operations in
 notebooks, but not in scripts.
 
-Names, arguments and defaults follow ``horovod.torch`` 0.28, as far as its examples and tutorials use them. Other
-known names of ``horovod.torch`` raise ``MissingPart``, and the message names an alternative.
+Names, arguments and defaults follow ``horovod.torch`` 0.28, as far as its examples and tutorials use them. For other
+names, ``docs/reference/conformance/horovod.md`` has alternatives.
 """
 
 # ruff: noqa: F401, I001
@@ -24,15 +24,15 @@ from typing import NoReturn
 
 from dtlib.errors import DtlibError
 from dtlib.horovod.basics import (
-    HorovodInternalError, NotOffered, init, is_initialized, local_rank, local_size, rank, shutdown, size,
+    HorovodInternalError, init, is_initialized, local_rank, local_size, rank, shutdown, size,
 )  # fmt: skip
 from dtlib.horovod.compression import Compression
 from dtlib.horovod.functions import (
     allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters,
 )  # fmt: skip
 from dtlib.horovod.operations import (
-    Average, Max, Min, Product, Sum, allgather, allgather_async, allreduce, allreduce_, allreduce_async,
-    allreduce_async_, barrier, broadcast, broadcast_, broadcast_async, broadcast_async_, poll, synchronize,
+    Average, Sum, allgather, allgather_async, allreduce, allreduce_async, barrier, broadcast, broadcast_,
+    broadcast_async, synchronize,
 )  # fmt: skip
 from dtlib.horovod.optimizer import DistributedOptimizer
 
@@ -42,12 +42,6 @@ _LEFT_OUT = {
     "adasum": "use op=hvd.Average or op=hvd.Sum",
     "syncbatchnorm": "use SyncBatchNorm(features, comm) of dtlib.parallel.data.batch_norm, with dtlib.init().comm",
     "process": "all operations include all ranks; for a subset, call dtlib.init().comm.split(color)",
-    "threads": "call operations from one thread",
-    "cross_": "dtlib.init().node is the machine of this rank",
-    "_built": "operations run over MPI",
-    "_enabled": "operations run over MPI",
-    "homogeneous": "compare hvd.local_size() over ranks with hvd.allgather_object",
-    "timeline": "use `with dtlib.trace() as trace:`",
     "grouped": "call the asynchronous form for each tensor, then hvd.synchronize",
     "sparse": "gather indices and values with hvd.allgather, or pass tensor.to_dense()",
     "join": "give each rank as many batches as the others, or use join() of dtlib.parallel.data.DataParallel",
@@ -57,7 +51,7 @@ _LEFT_OUT = {
 
 
 class MissingPart(DtlibError, AttributeError):
-    """Error for a name of ``horovod.torch`` that is not offered here."""
+    """Error for a name that is not offered here, with an alternative."""
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -7,10 +7,6 @@ from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 
 
-class NotOffered(DtlibError, NotImplementedError):
-    """Error for a feature of Horovod that is not offered here."""
-
-
 class HorovodInternalError(DtlibError, RuntimeError):
     """Error for a collective that failed. It is a RuntimeError, like Horovod's exception of the same name."""
 
@@ -23,44 +19,34 @@ class _State:
 
 
 _state: _State | None = None
-_initialized = False
 
 
-def init(comm: object = None, process_sets: object = None) -> None:
-    """Create the communicator of Horovod's operations. All ranks call it; it may be called repeatedly.
+def init() -> None:
+    """Create the communicator of Horovod's operations, over all ranks. All ranks call it; it may be called repeatedly.
 
     Call it again on all ranks after ``dtlib.reset()``.
-
-    Raises:
-        NotOffered: if ``comm`` or ``process_sets`` selects a part of the ranks.
     """
-    global _state, _initialized
-    if comm is not None or process_sets:
-        raise NotOffered(
-            f"hvd.init({comm if process_sets is None else process_sets!r:.40}): it includes all ranks; for a subset, "
-            "use the operations of dtlib.init().comm.split(color)."
-        )
+    global _state
     world = dtlib.init()
     # dtlib.reset() replaces the world's communicator, so a copy of the old one must not be used any more.
     if _state is None or _state.world is not world.comm:
         own = world.comm.split(0)
         _state = _State(world.comm, own, own.all_gather_object(world.node))
-    _initialized = True
 
 
 def shutdown() -> None:
     """Mark Horovod as not initialised; ``init`` may be called again."""
-    global _initialized
-    _initialized = False
+    global _state
+    _state = None
 
 
 def is_initialized() -> bool:
     """Return whether ``init`` has been called, and no ``shutdown`` since."""
-    return _initialized
+    return _state is not None
 
 
 def _initialised() -> _State:
-    if not _initialized or _state is None:
+    if _state is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     return _state
 

@@ -16,13 +16,8 @@ def broadcast_parameters(params: Iterable, root_rank: int) -> None:
     ``params`` is ``model.state_dict()``, ``model.named_parameters()``, a list of such pairs, or a list of tensors.
     """
     # Sorted by name, so that all ranks broadcast in the same order.
-    if isinstance(params, dict):
-        params = sorted(params.items())
-    elif isinstance(params, Iterable) and not isinstance(params, (str, torch.Tensor)):
-        params = [one if isinstance(one, tuple) else (None, one) for one in params]
-    else:
-        raise ValueError(f"invalid params of type: {type(params)}; pass model.state_dict() or named_parameters().")
-    for name, tensor in params:
+    pairs = sorted(params.items()) if isinstance(params, dict) else params
+    for name, tensor in (one if isinstance(one, tuple) else (None, one) for one in pairs):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"broadcast_parameters: {name!r} is {type(tensor).__name__}, not a tensor: leave it out.")
         broadcast_(tensor.detach(), root_rank, name)

@@ -13,13 +13,10 @@ from torch import Tensor
 
 from dtlib.comm.waiting import Operation
 from dtlib.gradients.backward import with_gradient
-from dtlib.horovod.basics import HorovodInternalError, NotOffered, communicator, rank, size
+from dtlib.horovod.basics import HorovodInternalError, communicator, rank, size
 from dtlib.horovod.compression import Compression, NoneCompressor
 
-# The same numbers as in Horovod's library, where 2 is Adasum.
-Average, Sum, Min, Max, Product = 0, 1, 3, 4, 5
-OPS = {Average: "average", Sum: "sum", Min: "min", Max: "max", Product: "product"}
-COMM_OPS = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "prod"}
+Average, Sum = 0, 1  # the same numbers as in Horovod's library
 
 
 class Handle:
@@ -33,10 +30,6 @@ class Handle:
         self._waited, self._watched, self._finish = waited, watched, finish
         self._version = version_of(watched)
         self._result: Tensor | None = None
-
-    def done(self) -> bool:
-        """Return whether ``wait`` would return at once."""
-        return self._result is not None or self._waited.done()
 
     def wait(self) -> Tensor:
         """Wait, and return the result. Raises ``HorovodInternalError`` if the watched tensor has changed."""
@@ -63,18 +56,9 @@ def synchronize(handle: Handle) -> Tensor:
         HorovodInternalError: if the tensor was changed while the operation was pending.
         WaitTimeout: if a rank did not call the operation within the time limit of the communicator.
     """
-    return _checked(handle).wait()
-
-
-def poll(handle: Handle) -> bool:
-    """Return whether the operation is done, so that ``synchronize`` would return at once."""
-    return _checked(handle).done()
-
-
-def _checked(handle) -> Handle:
     if not isinstance(handle, Handle):
         raise ValueError(f"{handle!r:.40} is not a handle: pass the result of an asynchronous operation.")
-    return handle
+    return handle.wait()
 
 
 def barrier() -> None:
@@ -85,69 +69,49 @@ def barrier() -> None:
 # Averages and sums
 
 
-def allreduce_async(tensor: Tensor, average: None = None, name: str | None = None, op: int = Average) -> Handle:
+def allreduce_async(tensor: Tensor, *, name: str | None = None, op: int = Average) -> Handle:
     """Start ``allreduce`` of a copy of ``tensor``; return a handle. No gradients."""
-    return _reduce(tensor, average, name, op, in_place=False)
-
-
-def allreduce_async_(tensor: Tensor, average: None = None, name: str | None = None, op: int = Average) -> Handle:
-    """Start ``allreduce`` into ``tensor``; return a handle. No gradients."""
-    return _reduce(tensor, average, name, op, in_place=True)
-
-
-def allreduce_(tensor: Tensor, average: None = None, name: str | None = None, op: int = Average) -> Tensor:
-    """Run ``allreduce``, write the result into ``tensor``, and return it. No gradients."""
-    return _reduce(tensor, average, name, op, in_place=True).wait()
-
-
-def allreduce(tensor: Tensor, average: None = None, name: str | None = None,
-              compression: type[NoneCompressor] = Compression.none, op: int = Average) -> Tensor:  # fmt: skip
-    """Return the average over ranks of ``tensor``, or the sum, minimum, maximum or product, as ``op`` says.
-
-    Averages and sums are differentiable. Averages of integers are rounded towards zero. ``average`` is Horovod's
-    deprecated argument, and raises ``ValueError``.
-    """
-
-    def forward(tensor):
-        short, ctx = compression.compress(tensor)
-        return compression.decompress(_reduce(short, average, name, op, in_place=False).wait(), ctx)
-
-    def backward(gradient):
-        if op not in (Average, Sum):
-            raise NotOffered(f"allreduce(op=hvd.{OPS[op].title()}) has no gradient here: pass tensor.detach().")
-        return allreduce(gradient.contiguous(), None, None, compression, op)
-
-    return _differentiable(tensor, forward, backward)
-
-
-def _reduce(tensor, average, name, op: int, in_place: bool) -> Handle:
-    if average is not None:
-        raise ValueError(f"average={average!r:.40} is deprecated in Horovod: write op=hvd.Average or op=hvd.Sum.")
     check_op(op, "allreduce")
-    own = _start(tensor, "allreduce", name)
-    out = own if in_place else own.clone()
-    waited = communicator().all_reduce(out.data, COMM_OPS[op], async_op=True)
+    out = _start(tensor, "allreduce", name).clone()
+    waited = communicator().all_reduce(out.data, async_op=True)
 
     def finish():
         # As in Horovod, averages of integers are truncated towards zero.
         if op == Average:
             out.div_(size(), rounding_mode=None if out.is_floating_point() else "trunc")
-        return _written(out, tensor if in_place else out)
+        return _written(out)
 
     return Handle(waited, out, finish)
 
 
-def _written(out: Tensor, result: Tensor) -> Tensor:
-    """Return ``result``, after increasing the version counter of ``out``: autograd has not seen MPI's writes."""
+def allreduce(tensor: Tensor, *, name: str | None = None, compression: type[NoneCompressor] = Compression.none,
+              op: int = Average) -> Tensor:  # fmt: skip
+    """Return the average over ranks of ``tensor``, or the sum, as ``op`` says. The operation is differentiable.
+
+    Averages of integers are rounded towards zero.
+    """
+
+    def forward(tensor):
+        short, ctx = compression.compress(tensor)
+        return compression.decompress(allreduce_async(short, name=name, op=op).wait(), ctx)
+
+    def backward(gradient):
+        return allreduce(gradient.contiguous(), compression=compression, op=op)
+
+    return _differentiable(tensor, forward, backward)
+
+
+def _written(out: Tensor) -> Tensor:
+    """Return ``out`` with its version counter increased: autograd has not seen MPI's writes."""
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
-    return result
+    return out
 
 
 def check_op(op: int, operation: str) -> None:
-    """Raise ``ValueError`` unless ``op`` is one of Horovod's reductions."""
-    if op not in OPS:
-        raise ValueError(f"{operation}(op={op!r}): choose one of hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product.")
+    """Raise ``ValueError`` unless ``op`` is ``Average`` or ``Sum``."""
+    if op not in (Average, Sum):
+        raise ValueError(f"{operation}(op={op!r}): choose hvd.Average or hvd.Sum.")
 
 
 # Allgather and broadcast
@@ -182,17 +146,17 @@ def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
 
 def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None) -> Handle:
     """Start ``broadcast`` of a copy of ``tensor``; return a handle. No gradients."""
-    return _broadcast(tensor, root_rank, name, in_place=False)
-
-
-def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) -> Handle:
-    """Start ``broadcast`` into ``tensor``; return a handle. No gradients."""
-    return _broadcast(tensor, root_rank, name, in_place=True)
+    out, root = _start(tensor, "broadcast", name).clone(), operator.index(root_rank)
+    if not 0 <= root < size():
+        raise ValueError(f"broadcast(root_rank={root}): the ranks are 0 to {size() - 1}.")
+    waited = communicator().broadcast(out.data, root, async_op=True)
+    return Handle(waited, out, lambda: _written(out))
 
 
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
     """Broadcast ``tensor`` from ``root_rank`` in place, and return it. No gradients."""
-    return _broadcast(tensor, root_rank, name, in_place=True).wait()
+    tensor.detach().copy_(broadcast_async(tensor, root_rank, name).wait())
+    return tensor
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
@@ -203,15 +167,6 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor
         return average if rank() == root_rank else average.masked_fill(torch.tensor(True, device=average.device), 0)
 
     return _differentiable(tensor, lambda tensor: broadcast_async(tensor, root_rank, name).wait(), backward)
-
-
-def _broadcast(tensor, root_rank, name, in_place: bool) -> Handle:
-    own, root = _start(tensor, "broadcast", name), operator.index(root_rank)
-    if not 0 <= root < size():
-        raise ValueError(f"broadcast(root_rank={root}): the ranks are 0 to {size() - 1}.")
-    out = own if in_place else own.clone()
-    waited = communicator().broadcast(out.data, root, async_op=True)
-    return Handle(waited, out, lambda: _written(out, tensor if in_place else out))
 
 
 # Helpers: autograd, and checks of the arguments

@@ -15,12 +15,13 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dtlib.errors import number
 from dtlib.gradients.buckets import FIRST_BUCKET, LARGEST_BUCKET, buckets_of
 from dtlib.gradients.reducer import AllReduce, Bucket, Reducer
 from dtlib.gradients.same_model import check_same_model
 from dtlib.horovod.basics import HorovodInternalError, communicator, size
 from dtlib.horovod.compression import Compression, NoneCompressor
-from dtlib.horovod.operations import COMM_OPS, Average, check_op, version_of
+from dtlib.horovod.operations import Average, check_op, version_of
 
 
 class _Bucket(Bucket):
@@ -43,14 +44,14 @@ class _Compressed(AllReduce):
 
     def __init__(self, compression: type[NoneCompressor], op: int):
         super().__init__(communicator())
-        self.compression, self.op = compression, op
+        self.compression = compression
         self.weight = 1 / size() if op == Average else None
         self._short: dict[Bucket, tuple] = {}  # bucket -> (tensor in flight, context for decompress)
 
     def launch(self, bucket: Bucket, weight: float | None, flags: list[bool]) -> None:
         bucket.buffer = bucket.fill(weight, 0, free=False)
         self._short[bucket] = short, _ = self.compression.compress(bucket.buffer.flat)
-        bucket.handle = communicator().all_reduce(short, COMM_OPS[self.op], async_op=True)
+        bucket.handle = communicator().all_reduce(short, async_op=True)
 
     def collect(self, buckets: Sequence[Bucket], flags: list[bool]) -> tuple[list, list, list]:
         for bucket in buckets:
@@ -95,12 +96,9 @@ class _Distributed(Optimizer):
         if named_parameters is None:
             return {parameter: f"allreduce.noname.{i}" for i, parameter in enumerate(self._parameters())}
         named_parameters = list(named_parameters)
-        if not all(isinstance(one, tuple) for one in named_parameters):
-            raise ValueError("named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-                             "model.named_parameters().")  # fmt: skip
         names = [name for name, _ in named_parameters]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {twice}")
+        if len(set(names)) < len(names):
+            raise ValueError(f"named_parameters has names twice: {sorted(names)}. Pass model.named_parameters().")
         known = {parameter: name for name, parameter in named_parameters}
         if unnamed := [tuple(parameter.shape) for parameter in self._parameters() if parameter not in known]:
             raise ValueError(
@@ -158,7 +156,7 @@ class _Distributed(Optimizer):
 
     def step(self, closure=None):
         """Reduce the gradients, then step. With a ``closure``, which computes the gradients, reduce after it."""
-        inner = closure
+        loss = None if closure is None else closure()
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
@@ -166,18 +164,10 @@ class _Distributed(Optimizer):
                     "optimizer.synchronize(): gradients are reduced twice.",
                     stacklevel=2,
                 )
-            if closure is None:
-                self.synchronize()
-            else:
-
-                def inner():
-                    loss = closure()
-                    self.synchronize()
-                    return loss
-
-        result = super().step(inner)
+            self.synchronize()
+        super().step()
         self._synchronized = False
-        return result
+        return loss
 
     def zero_grad(self, *args, **kwargs):
         if any(delay != self.backward_passes_per_step for delay in self._delay.values()):
@@ -199,8 +189,7 @@ class _Distributed(Optimizer):
 
 def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
                          compression: type[NoneCompressor] = Compression.none, backward_passes_per_step: int = 1,
-                         op: int = Average, num_groups: int = 0, groups: object = None,
-                         sparse_as_dense: bool = False) -> _Distributed:  # fmt: skip
+                         op: int = Average) -> _Distributed:  # fmt: skip
     """Return an optimizer of the same class that averages gradients over ranks before each step.
 
     Args:
@@ -208,8 +197,7 @@ def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[
         named_parameters: ``model.named_parameters()``; names are compared between ranks.
         compression: ``Compression.fp16`` sends gradients in 16 bits.
         backward_passes_per_step: the number of backward passes whose gradients are added before they are reduced.
-        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
-        num_groups, groups, sparse_as_dense: ignored. Gradients are sent in buckets; sparse gradients are refused.
+        op: ``Average`` or ``Sum``. Gradients must not be sparse.
 
     ``step()`` waits for all gradients. To change gradients before the step, as clipping and a GradScaler do::
 
@@ -229,10 +217,7 @@ def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[
         raise ValueError("DistributedOptimizer: this optimizer is wrapped already; wrap the torch optimizer once.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("DistributedOptimizer: LBFGS computes more gradients on some ranks: use SGD or Adam.")
-    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step <= 0:
-        raise ValueError(
-            f"backward_passes_per_step must be > 0, a whole number, and is {backward_passes_per_step!r:.40}"
-        )
+    number("backward_passes_per_step", backward_passes_per_step, error=ValueError)
     # As in Horovod, the result is an instance of a new class that has the name and the methods of the old class.
     kind = type(optimizer.__class__.__name__, (_Distributed, optimizer.__class__), {})
     distributed: _Distributed = object.__new__(kind)

@@ -354,10 +354,8 @@ def _read_done(folder: Path) -> dict:
     path = folder / DONE
     record: dict = {"done": {}, "scores": {}}
     try:
-        found: Any = read_json(path, object)
-        if isinstance(found, list):  # a list of names, from an earlier version of the course
-            found = {"done": dict.fromkeys(found, True)}
-        kinds = [*(isinstance(each, dict) for each in (found, found.get("done", {}), found.get("scores", {})))]
+        found: Any = read_json(path, dict)
+        kinds = [isinstance(found.get(kind, {}), dict) for kind in record]
         if not all(kinds) or not all(isinstance(name, str) for name in found.get("done", {})):
             raise ValueError("its entries are not names")
         record |= found

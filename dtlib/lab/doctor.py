@@ -5,16 +5,13 @@ import importlib.util
 import ipaddress
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import dtlib
 from dtlib.comm import shared_gpus
 from dtlib.errors import DtlibError
-from dtlib.lab import doctor_code
 from dtlib.world import forking, loopback
 from dtlib.world.allocation import allocation
 from dtlib.world.launch import (
@@ -38,7 +35,8 @@ _WAIT = f"{_COUNT_WORLD}; import time; time.sleep(60)"
 
 
 def report() -> int:
-    """Print the findings as a table and as a short code; return 0 without problems, else 1."""
+    """Print the findings as a table and as a line for the instructor; return 0 without problems, else 1."""
+    import psutil
     from tabulate import tabulate
 
     rows = []
@@ -48,20 +46,13 @@ def report() -> int:
         except DtlibError as problem:
             rows.append(("!", name, str(problem)))
     print(tabulate(rows, tablefmt="plain"))
-    problems = sum(mark == "!" for mark, *_ in rows)
-    print(f"\nWould go wrong: {problems} (marked !)." if problems else "\nNothing would go wrong.")
-    failed = sum(1 << bit for bit, (mark, *_) in enumerate(rows) if mark == "!")
-    print(f"Your code: {doctor_code.encoded(doctor_code.of_this_machine(failed), dtlib.__version__)}")
-    return 1 if problems else 0
-
-
-def decode(codes: list[str]) -> int:
-    """Print the contents of learners' codes; return 0 without problems, 1 with any, and 2 for an unreadable code."""
-    print(doctor_code.report(codes, list(_LOOKS), dtlib.__version__))
-    try:
-        return int(any([doctor_code.decoded(code)[0].failed for code in codes]))
-    except DtlibError:
-        return 2
+    problems = [name for mark, name, _ in rows if mark]
+    print(f"\nWould go wrong: {len(problems)} (marked !)." if problems else "\nNothing would go wrong.")
+    # The line names no person and no folder.
+    machine = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, {usable_cores()} cores"
+    memory, wrong = psutil.virtual_memory().total / 1e9, ", ".join(problems) or "nothing"
+    print(f"For your instructor: dtlib {dtlib.__version__}, {machine}, {memory:.0f} GB, wrong: {wrong}")
+    return int(bool(problems))
 
 
 def _python() -> str:
@@ -209,35 +200,8 @@ def _forked_ranks() -> str:
     return "started separately: a process that has imported torch cannot be forked here"
 
 
-def _bytecode() -> str:
-    """Report whether every process must compile torch or dtlib again."""
-    own = Path(dtlib.__file__).parent
-    packages = {own: list(own.rglob("*.py"))}
-    if (torch := importlib.util.find_spec("torch")) and torch.origin:
-        # Installation compiles only the imported files of torch, so one file stands for the package.
-        packages[Path(torch.origin).parent] = [Path(torch.origin)]
-    missing = [folder for folder, sources in packages.items() if not all(map(_is_compiled, sources))]
-    closed = [str(folder) for folder in missing if not (sys.pycache_prefix or os.access(folder, os.W_OK))]
-    if not missing:
-        return "torch and dtlib are compiled"
-    if not sys.dont_write_bytecode and not closed:
-        return "Python writes it at the first import"
-    why = f"{closed[0]} is read-only" if closed else "PYTHONDONTWRITEBYTECODE is set"
-    cure = shlex.join([sys.executable, "-m", "compileall", "-q", *map(str, missing)])
-    cure = f"export PYTHONPYCACHEPREFIX=~/.cache/pycache; {cure}" if closed else cure
-    names = " and ".join(folder.name for folder in missing)
-    return f"missing, and {why}: every kernel and rank compiles {names} again. To compile once: {cure}"
-
-
-def _is_compiled(source: Path) -> bool:
-    cached = importlib.util.cache_from_source(str(source))
-    return os.path.exists(cached) and os.path.getmtime(cached) >= source.stat().st_mtime
-
-
-# Add new checks at the end: learners' codes identify a check by its position.
 _LOOKS = {
     "Python": _python, "cores": _cores, "MPI library": library_version, "mpiexec": _mpiexec, "ranks": _world_of_two,
     "ports": _ports, "torch": _torch, "GPUs": _gpus, "scheduler": _scheduler, "JupyterLab": _jupyterlab,
     "workshop": _workshop, "engines": _engines, "start of ranks": _forked_ranks,
-    "bytecode": _bytecode,
 }  # fmt: skip

@@ -76,12 +76,9 @@ def last(number: int | None = None) -> None:
         raise DtlibError("lab.last() belongs in a notebook: a terminal still shows what was printed.")
     install(kernel)
     with _lock:
-        this = _cells.get(kernel.get_parent()["header"]["msg_id"])
-        if this is not None:
+        if this := _cells.get(kernel.get_parent()["header"]["msg_id"]):
             this.shows_another = True
-        kept = [ran for ran in _cells.values() if not ran.shows_another]
-    if number is not None:
-        kept = [ran for ran in kept if ran.number == number]
+        kept = [ran for ran in _cells.values() if not ran.shows_another and number in (None, ran.number)]
     if not kept:
         which = "No cell" if number is None else f"Cell [{number}]"
         raise DtlibError(f"{which} is stored: the kernel stores the outputs of its last {MOST_CELLS} cells.")

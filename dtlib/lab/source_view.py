@@ -1,14 +1,10 @@
 """Show the library's own source in a notebook with syntax colours, and read published tables."""
 
-import ast
 import csv
 import inspect
-import textwrap
-import tokenize
 from collections.abc import Callable
 from difflib import unified_diff
-from io import StringIO
-from itertools import groupby, product
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +15,7 @@ from pygments.lexers import DiffLexer, PythonLexer, TextLexer, get_lexer_for_fil
 
 import dtlib
 from dtlib.lab import course
-from dtlib.lab.tables import WIDEST, fold
+from dtlib.lab.tables import fold
 
 ROOT = Path(dtlib.__file__).parents[1]
 # Lines of 120 letters fit beside JupyterLab's file browser in a window of 1,280 pixels; longer lines wrap.
@@ -27,8 +23,6 @@ LINES = (
     "white-space: pre-wrap; word-break: normal; overflow-wrap: break-word; "
     "font-size: 11.2px; line-height: 1.4; margin: 0; padding: 6px"
 )
-# (end of a line, begin of the next) where a long line may be broken: between words of code, or of a string.
-JOINTS = [("", ""), *((q + end, kind + q) for end, q, kind in product(("", " \\"), "\"'", ["", *"frb"])), ("\\", "")]
 
 
 def read(*things: Callable | ModuleType | Path) -> None:
@@ -82,40 +76,6 @@ def _file(thing) -> str:
 def _show(where: str, texts: list[str], lexer) -> None:
     # CSS classes instead of colours, so that the page's theme applies (settings/custom/custom.css; in the book,
     # Sphinx's).
-    html = highlight("\n\n\n".join(texts), lexer, HtmlFormatter(cssclass="highlight dtlib-code", prestyles=LINES))
-    folded = "\n\n\n".join(map(_fold_code if isinstance(lexer, PythonLexer) else fold, texts))
-    display({"text/plain": f"{where}\n\n{folded}", "text/html": f"<code>{where}</code>{html}"}, raw=True)
-
-
-def _fold_code(source: str) -> str:
-    """Return the same Python in short lines: long comments move above their line, and long strings are split."""
-    lines = source.split("\n")
-    tokens = list(tokenize.generate_tokens(StringIO(source).readline))
-    for row, column, comment in [(*each.start, each.string) for each in tokens if each.type == tokenize.COMMENT][::-1]:
-        if len(line := lines[row - 1]) > WIDEST:
-            indent = " " * (len(line) - len(line.lstrip()))
-            above = textwrap.wrap(comment, WIDEST, initial_indent=indent, subsequent_indent=f"{indent}# ")
-            lines[row - 1 : row] = above + [line[:column].rstrip()] * (column > len(indent))
-    meaning = _meaning(source)
-    # The loop also visits the lines that it inserts. A break counts only if Python still reads the same code.
-    for row, line in enumerate(lines):
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        places = range(WIDEST - 2, len(indent) + 1, -1) if len(line) > WIDEST else ()
-        for at, (end, begin) in product((at for at in places if line[at] == " "), JOINTS):
-            both = [f"{line[:at]} {end}".rstrip(), indent + begin + line[at + 1 :]]
-            if len(both[0]) <= WIDEST and _meaning("\n".join([*lines[:row], *both, *lines[row + 1 :]])) == meaning:
-                lines[row : row + 1] = both
-                break
-    return "\n".join(lines)
-
-
-def _meaning(source: str) -> str | None:
-    """Return the syntax tree of a source, with white space in docstrings normalised; None if it is not Python."""
-    try:
-        tree = ast.parse(textwrap.dedent(source))
-    except SyntaxError:
-        return None
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            node.value.value = " ".join(node.value.value.split())
-    return ast.dump(tree)
+    text = "\n\n\n".join(texts)
+    html = highlight(text, lexer, HtmlFormatter(cssclass="highlight dtlib-code", prestyles=LINES))
+    display({"text/plain": f"{where}\n\n{fold(text)}", "text/html": f"<code>{where}</code>{html}"}, raw=True)

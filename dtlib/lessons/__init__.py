@@ -7,4 +7,6 @@ figures.py        its figures
 judge_*.py        EXERCISES: checks of answers, with error messages and hints; observe_*.py runs the answers
 predictions.py    the questions that learners predict, and the comments on their predictions
 quiz.toml         its multiple-choice questions
+
+lab/checks/exercise.py reads the names in ``EXERCISES = {...}`` from the text, without importing it: keep that form.
 """

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from dtlib.planner.mesh import Plan, check
 from dtlib.planner.model import Model, PlanError
-from dtlib.theory.collectives import elements_sent
+from dtlib.theory.collectives import chosen_all_reduce, elements_sent
 from dtlib.theory.zero import zero_bytes, zero_wire_elements
 
 FIRST_BUCKET, LEAST_BUCKET, LARGEST_BUCKET = 2**20, 4 * 2**20, 25 * 2**20  # bytes, as in gradients/buckets.py
@@ -110,9 +110,5 @@ def _buckets(sizes: list[int], zero: int, bucket: int) -> list[list[int]]:
 
 
 def _all_reduced(ranks: int, rank: int, count: int) -> int:
-    """Return the elements that a rank sends in an all-reduce, with the algorithm that comm.selection chooses.
-
-    The limits are those for two and for four ranks.
-    """
-    short = ELEMENT * count <= (2**18 if ranks <= 2 else 2**19)
-    return elements_sent("all_reduce", "recursive_doubling" if short else "ring", ranks, rank, count)
+    """Return the elements that a rank sends in an all-reduce, with the algorithm that the communicator chooses."""
+    return elements_sent("all_reduce", chosen_all_reduce(ranks, ELEMENT * count), ranks, rank, count)

@@ -69,11 +69,10 @@ def summary(best: list[Estimate], tried: list[Estimate]) -> str:
     fit = sum(e.fits for e in tried)
     says = [f"{fit} of {len(tried)} meshes of {best[0].plan.gpus} {best[0].device.name} fit."]
     if (tied := ties(best)) > 1:
-        says.append(f"{tied} of the shown plans tie (1=): their bands overlap that of the fastest.")
-    says.append("Nine of ten steps are expected between the bounds of their band.")
+        says.append(f"1=: {tied} of the shown plans tie, because their times (from, to) overlap those of the fastest.")
+    says.append("from, to: nine of ten steps are expected to take a time between these.")
     if any(e.outside for e in best):
-        says.append("~: nothing like it was measured; the bounds are those of papers on which nothing was fitted.")
-    says.append(
-        f"MFU: useful operations over the data sheet's.\nGiB: {MEMORY_ERROR:.0%} off where memory was measured."
-    )
+        says.append("~: nothing like it was measured; from and to are those of papers on which nothing was fitted.")
+    says.append("MFU: useful operations per second, as a share of the GPU's peak in its data sheet.")
+    says.append(f"GiB: memory per GPU. Where memory was measured, the planner was {MEMORY_ERROR:.0%} off.")
     return "\n".join(says)

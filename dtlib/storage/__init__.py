@@ -7,7 +7,6 @@ order.py           the order of an epoch, and the slice of each rank: pure funct
 loader.py          batches for a rank: workers, prefetch, exact resume
 cache.py           keep samples in memory, or copy files to a local folder
 files.py           open and read files, count reads, report damage with file and offset
-slots.py           shared memory in which workers pass batches to the loop
 page_cache.py      empty the operating system's page cache, and measure its contents
 utilisation.py     emulated accelerators, and the fraction of time in which they compute
 mlperf.py          workloads of MLPerf Storage, scaled to a laptop

@@ -3,7 +3,6 @@
 import os
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +11,6 @@ from dtlib.errors import DtlibError
 from dtlib.files import opened_to_read
 
 COUNTED = ("opens", "reads", "bytes", "jumps", "hits")
-SIZES = tuple(4**power for power in range(5, 14))  # 1 KiB to 64 MiB: the upper bounds of the histogram's bins
 MOST_PROCESSES = 65  # the main process and 64 workers
 MOST_OPEN = 64  # open files per process
 
@@ -32,28 +30,18 @@ class Counters:
     """Counters of all processes of a reader, in shared memory. Each worker writes its own row, so no lock is needed.
 
     They are ``opens`` of files, ``reads``, ``bytes`` read, ``jumps`` (reads that do not begin at the end of the file's
-    last read), ``hits`` (samples read from memory), and a histogram of the sizes of reads.
+    last read), and ``hits`` (samples read from memory).
     """
 
     def __init__(self):
-        self._rows = torch.zeros(MOST_PROCESSES, len(COUNTED) + len(SIZES) + 1, dtype=torch.int64).share_memory_()
+        self._rows = torch.zeros(MOST_PROCESSES, len(COUNTED), dtype=torch.int64).share_memory_()
 
-    def add(self, sizes: Sequence[int] = (), **counts: int) -> None:
-        """Add the ``sizes`` of reads, and other counts by name.
-
-        Call it once for each batch, because a call takes as long as a read.
-        """
-        row = self._row()
+    def add(self, **counts: int) -> None:
+        """Add counts by name. Call it once for each batch, because a call takes as long as a read."""
+        worker = torch.utils.data.get_worker_info()
+        row = self._rows[0 if worker is None else 1 + worker.id].numpy()
         for name, count in counts.items():
             row[COUNTED.index(name)] += count
-        row[COUNTED.index("reads")] += len(sizes)
-        row[COUNTED.index("bytes")] += sum(sizes)
-        for size, count in Counter(sizes).items():
-            row[len(COUNTED) + next((at for at, end in enumerate(SIZES) if size <= end), len(SIZES))] += count
-
-    def _row(self):
-        worker = torch.utils.data.get_worker_info()
-        return self._rows[0 if worker is None else 1 + worker.id].numpy()
 
     def reset(self) -> None:
         """Set all counters to zero."""
@@ -61,17 +49,12 @@ class Counters:
 
     def totals(self) -> dict[str, int]:
         """Return the sum over all processes, by name."""
-        return dict(zip(COUNTED, self._rows.sum(0).tolist(), strict=False))
+        return dict(zip(COUNTED, self._rows.sum(0).tolist(), strict=True))
 
     @property
     def randomness(self) -> float:
         """The fraction of reads that are jumps."""
         return self.totals()["jumps"] / max(1, self.totals()["reads"])
-
-    def read_sizes(self) -> dict[int | None, int]:
-        """Return the histogram: upper bound in bytes -> number of reads; None is the bin above the last bound."""
-        counts = self._rows.sum(0).tolist()[len(COUNTED) :]
-        return {size: count for size, count in zip((*SIZES, None), counts, strict=True) if count}
 
 
 class Files:
@@ -87,9 +70,7 @@ class Files:
         # name -> [descriptor, size, end of the last read]. Forked workers may share a descriptor, because reads pass
         # their offset and do not use the descriptor's position.
         self._open: OrderedDict[str, list[int]] = OrderedDict()
-        # Since the last ``count``: sizes of reads, jumps and opens.
-        self._sizes: list[int] = []
-        self._jumps, self._opens = 0, 0
+        self._uncounted: Counter[str] = Counter()  # since the last ``count``
 
     def path(self, name: str) -> Path:
         """Return the path of file ``name``."""
@@ -109,9 +90,10 @@ class Files:
             if not got:
                 break
             done += got
-        self._jumps += offset != opened[2]
+        self._uncounted["reads"] += 1
+        self._uncounted["bytes"] += done
+        self._uncounted["jumps"] += offset != opened[2]
         opened[2] = offset + done
-        self._sizes.append(done)
         return done
 
     def will_need(self, name: str, offset: int, length: int) -> None:
@@ -121,8 +103,8 @@ class Files:
 
     def count(self) -> None:
         """Add the reads since the last call to the counters."""
-        self.counters.add(self._sizes, jumps=self._jumps, opens=self._opens)
-        self._sizes, self._jumps, self._opens = [], 0, 0
+        self.counters.add(**self._uncounted)
+        self._uncounted.clear()
 
     def _opened(self, name: str) -> list:
         opened = self._open.get(name)
@@ -130,7 +112,7 @@ class Files:
             return opened
         if self.open_delay:
             time.sleep(self.open_delay)
-        self._opens += 1
+        self._uncounted["opens"] += 1
         path = f"{self.folder}/{name}"
         try:
             descriptor = opened_to_read(str(path))
@@ -152,4 +134,4 @@ class Files:
         self.close()
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_open": OrderedDict(), "_sizes": [], "_jumps": 0, "_opens": 0}
+        return {**self.__dict__, "_open": OrderedDict(), "_uncounted": Counter()}

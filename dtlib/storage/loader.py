@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 from dtlib.errors import DtlibError, number
 from dtlib.storage.files import MOST_PROCESSES
 from dtlib.storage.order import order, slice_of_rank
-from dtlib.storage.slots import SlotDataset, Slots
+
+SHARED = 2**20  # bytes of the smallest batch that workers pass in shared memory
 
 
 @runtime_checkable
@@ -184,14 +185,11 @@ class Loader:
         """Return an iterator over (batch, skipped errors), or an error, for each step; by workers or by a thread."""
         source = _Batches(self.reader)
         if self.workers:
-            # One slot for each batch that is read ahead, one for the loop's current batch, and one for its next batch.
-            ahead, sample_bytes = self.workers * self.prefetch, getattr(self.reader, "sample_bytes", 0)
-            slots = Slots(ahead + 2, self.batch_size, sample_bytes)
             read_by_workers = DataLoader(
-                SlotDataset(source, slots), batch_size=None, sampler=slots.with_slots(steps),
-                num_workers=self.workers, prefetch_factor=self.prefetch, collate_fn=_as_it_is,
+                source, batch_size=None, sampler=steps, num_workers=self.workers, prefetch_factor=self.prefetch,
+                collate_fn=_sent,
             )  # fmt: skip
-            return map(slots.take, _of_living(read_by_workers))
+            return map(_received, _of_living(read_by_workers))
         return _in_thread(source.__getitem__, steps, self.prefetch)
 
 
@@ -214,8 +212,17 @@ class _Batches(Dataset):
             return error
 
 
-def _as_it_is(batch):
-    return batch
+def _sent(got):
+    """Return what a worker sends: large batches travel in torch's shared memory, small ones faster through a pipe."""
+    if isinstance(got, DtlibError) or sum(x.nbytes for x in got[0].values()) >= SHARED:
+        return got
+    return {name: x.numpy() for name, x in got[0].items()}, got[1]
+
+
+def _received(got):
+    if isinstance(got, DtlibError):
+        return got
+    return {name: torch.as_tensor(values) for name, values in got[0].items()}, got[1]
 
 
 def _of_living(workers):

@@ -6,10 +6,9 @@ of DeepSpeed (deepspeed.ai/docs/config-json). Names and batch arithmetic are Dee
 
 import difflib
 import json
-import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import TypeAlias, TypeVar, get_type_hints
+from typing import TypeAlias, TypeVar, get_args, get_type_hints
 
 from dtlib.errors import MOST, DtlibError, number
 from dtlib.files import read_text
@@ -113,46 +112,24 @@ class Config:
     steps_per_print: int | None = None
 
 
-_SECTIONS = {
-    "optimizer": TypeAndParams, "scheduler": TypeAndParams, "bf16": BFloat16, "fp16": Float16,
-    "zero_optimization": ZeroOptimization, "zero_optimization.offload_optimizer": OffloadOptimizer,
-    "pipeline": Pipeline,
-}  # fmt: skip
-_MAY_BE_NULL = ("optimizer", "scheduler", "zero_optimization.offload_optimizer")
 _POSITIVE = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "loss_scale_window",
     "hysteresis", "reduce_bucket_size", "min_loss_scale", "steps_per_print", "stages", "steps", "epochs", "save_every",
-)  # fmt: skip
-# In these sections DeepSpeed has more keys, for logging, buffers and communication. They change nothing here, so one
-# warning lists all of them.
-_IGNORED_IN = ("", "bf16.", "zero_optimization.", "zero_optimization.offload_optimizer.")
-# An unknown key at least this similar to a known key (difflib's ratio) is refused as a typing error.
-TYPO = 0.8
-# These keys ask for another kind of training or other arithmetic. They are accepted when switched off, else refused.
-_MUST_BE_OFF = (
-    "amp", "autotuning", "communication_data_type", "compression_training", "curriculum_learning", "data_efficiency",
-    "data_types", "eigenvalue", "elasticity", "fp32_allreduce", "hybrid_engine", "progressive_layer_drop",
-    "quantize_training", "sparse_attention", "tensor_parallel", "torch_autocast", "auto_cast",
-    "consecutive_hysteresis", "fp16_master_weights_and_grads", "check_grad_overflow", "bf16_master_weights_and_grads",
-    "bf16_optimizer_states", "zero_quantized_weights", "zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights", "zenflow",
 )  # fmt: skip
 MOST_POWERS_OF_TWO = 127
 STAGES = (0, 1, 2, 3)
 OFFLOAD_DEVICES = ("none", "cpu")
 
 
-def read(config: AnyConfig, ranks: int, rank: int = 0) -> Config:
+def read(config: AnyConfig, ranks: int, others: bool = False) -> Config:
     """Return a checked ``Config`` for ``ranks`` ranks, from a dictionary or the path of a JSON file.
 
-    Rank 0 gives one warning that lists all keys without an effect here.
+    ``others``: leave out unknown keys instead of refusing them, because DeepSpeed itself will check them.
 
     Raises:
         ConfigError: with the key, the value and a value that works.
     """
-    config = dictionary_of(config)
-    inert: list[str] = []
-    made = section(Config, _with_new_names(config), "", inert)
+    made = section(Config, dictionary_of(config), "", others)
     if made.bf16.enabled and made.fp16.enabled:
         raise ConfigError("bf16.enabled and fp16.enabled are both true, but a model has one type: disable one of them.")
     if made.fp16.initial_scale_power > MOST_POWERS_OF_TWO:
@@ -160,24 +137,13 @@ def read(config: AnyConfig, ranks: int, rank: int = 0) -> Config:
             f"fp16.initial_scale_power is {made.fp16.initial_scale_power}, but float32 ends at 2 ** "
             f"{MOST_POWERS_OF_TWO}: use less, such as 16."
         )
-    if made.zero_optimization.stage not in STAGES:
-        known = ", ".join(map(str, STAGES))
-        raise ConfigError(f"zero_optimization.stage is {made.zero_optimization.stage}: choose one of {known}.")
-    device = made.zero_optimization.offload_optimizer.device
-    parameters = config.get("zero_optimization", {}).get("offload_param")
-    parameters = parameters if isinstance(parameters, dict) else {}
-    for key, where in {"offload_optimizer": device, "offload_param": parameters.get("device", "none")}.items():
-        if where not in OFFLOAD_DEVICES:
-            raise ConfigError(
-                f"zero_optimization.{key}.device is {where!r}: choose one of {', '.join(OFFLOAD_DEVICES)}."
-            )
-    if device == "cpu" and not made.zero_optimization.stage:
+    stage, device = made.zero_optimization.stage, made.zero_optimization.offload_optimizer.device
+    for key, value, known in (("stage", stage, STAGES), ("offload_optimizer.device", device, OFFLOAD_DEVICES)):
+        if value not in known:
+            raise ConfigError(f"zero_optimization.{key} is {value!r}: choose one of {', '.join(map(str, known))}.")
+    if device == "cpu" and not stage:
         raise ConfigError("zero_optimization.offload_optimizer needs shards: set zero_optimization.stage to 1, 2 or 3.")
     complete(made, ranks)
-    if made.zero_optimization.stage == 3 and made.zero_optimization.reduce_bucket_size:
-        inert.append("zero_optimization.reduce_bucket_size")
-    if inert and rank == 0:
-        warnings.warn(f"These keys of the config change nothing here: {', '.join(inert)}.", stacklevel=3)
     return made
 
 
@@ -258,64 +224,26 @@ def _check_values(value, name: str = "") -> None:
         raise ConfigError(f"{name} is 'auto', which only Hugging Face's Trainer supports: set it, or leave it out.")
 
 
-def _with_new_names(config: dict) -> dict:
-    """Return the config with old key names replaced by new ones."""
-    config, zero = dict(config), config.get("zero_optimization")
-    if "bfloat16" in config and "bf16" in config:
-        raise ConfigError("bfloat16 is the old name of bf16, and both are set: leave bfloat16 out.")
-    if "bfloat16" in config:
-        config["bf16"] = config.pop("bfloat16")
-    if isinstance(zero, dict) and "cpu_offload" in zero:
-        config["zero_optimization"] = zero = dict(zero)
-        offload = _checked("zero_optimization.cpu_offload", "cpu_offload", zero.pop("cpu_offload"), bool | None)
-        if offload and zero.setdefault("offload_optimizer", {"device": "cpu"}) != {"device": "cpu"}:
-            raise ConfigError(
-                "zero_optimization.cpu_offload is the old name of offload_optimizer, and both are set: leave "
-                "cpu_offload out."
-            )
-    return config
-
-
-def section(kind: type[S], values: object, prefix: str, inert: list[str] | None = None) -> S:
-    """Return a dataclass made from one section of the config.
-
-    Keys without an effect are appended to ``inert``. If ``inert`` is None, every unknown key is refused.
-    """
+def section(kind: type[S], values: object, prefix: str, others: bool = False) -> S:
+    """Return a dataclass made from a section of the config; refuse unknown keys, or leave them out with ``others``."""
     if not isinstance(values, dict):
         raise ConfigError(f"{prefix.rstrip('.')} is {_shown(values)}: pass a dictionary.")
     known, made = get_type_hints(kind), {}
-    ignored = inert if prefix in _IGNORED_IN else None
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if key in known and name not in _SECTIONS:
-            made[key] = _checked(name, key, value, known[key])
-        elif key in known:
-            if value is not None or name not in _MAY_BE_NULL:
-                made[key] = section(_SECTIONS[name], value, f"{name}.", inert)
-        elif inert is not None and key in _MUST_BE_OFF:
-            if not _is_off(value):
-                raise ConfigError(f"{name} is {_shown(value)}, which dtlib does not support: leave it out.")
-            inert.append(name)
-        else:
-            # DeepSpeed's sections ignore unknown keys, so only very similar ones count as typing errors there.
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6 if ignored is None else TYPO)
-            if near or ignored is None:
-                cure = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
-                raise ConfigError(f"{name} is no key of the config: {cure}")
-            ignored.append(name)
+        if key in known:
+            inner = next((one for one in (known[key], *get_args(known[key])) if is_dataclass(one)), None)
+            if isinstance(inner, type):
+                made[key] = section(inner, value, f"{name}.", others)
+            else:
+                made[key] = _checked(name, key, value, known[key])
+        elif not others:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            cure = f"did you mean {near[0]!r}?" if near else f"leave it out. Known are {', '.join(known)}."
+            raise ConfigError(f"{name} is no key of the config: {cure}")
     if kind is TypeAndParams and "type" not in made:
         raise ConfigError(f'{prefix}type is missing: name one, as in {{"type": "AdamW", "params": {{"lr": 0.001}}}}.')
     return kind(**made)
-
-
-def _is_off(value) -> bool:
-    """Return whether a value switches its feature off.
-
-    Such values are ``false``, ``null``, a section with ``"enabled": false``, and a section without values.
-    """
-    if isinstance(value, dict):
-        return not value.get("enabled", any(not _is_off(entry) for entry in value.values()))
-    return value is None or value is False
 
 
 def _shown(value) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -27,18 +27,14 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedEngine(Engine):
-    """Our engine's interface around DeepSpeed's engine ``theirs``.
-
-    ``theirs`` is a ``DeepSpeedEngine`` or, with several ``stages``, a ``PipelineEngine`` of DeepSpeed. ``comm``
-    contains the ranks that run the same stage.
-    """
+    """Our engine's interface around DeepSpeed's engine ``theirs``."""
 
     def __init__(
         self, theirs: deepspeed.DeepSpeedEngine, scheduler: LRScheduler | None, config: Config, comm: Communicator,
-        loader: RankLoader | None, stages: int,
+        loader: RankLoader | None,
     ):  # fmt: skip
         self.theirs, self.module, self.optimizer, self.lr_scheduler = theirs, theirs.module, theirs.optimizer, scheduler
-        self.config, self.comm, self.stages = config, comm, stages
+        self.config, self.comm = config, comm
         self.micro_steps = 0
         self._count()
         self.before_step_hooks = []
@@ -48,9 +44,7 @@ class DeepSpeedEngine(Engine):
         self.global_steps, self.skipped_steps = self.theirs.global_steps, self.theirs.skipped_steps
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Return the model's output for one micro-batch; raise for a pipeline."""
-        if self.stages > 1:
-            raise DtlibError("A pipeline is not called on one micro-batch: use train_batch() or eval_batch().")
+        """Return the model's output for one micro-batch."""
         return self.theirs(*args, **kwargs)
 
     __call__ = forward
@@ -67,18 +61,6 @@ class DeepSpeedEngine(Engine):
                 hook()
         self.theirs.step()
         self._count()
-
-    def train_batch(self, data_iter: Iterator | None = None, loss_fn: Callable | None = None) -> Tensor:
-        """Run a complete step; with several stages, DeepSpeed's pipeline runs it."""
-        if self.stages == 1:
-            return super().train_batch(data_iter, loss_fn)
-        if loss_fn is not None:
-            raise DtlibError("The loss of a pipeline belongs to its last stage: pass PipelineModule(loss_fn=...).")
-        for hook in self.before_step_hooks:
-            hook()
-        loss = self.theirs.train_batch(data_iter if data_iter is not None else self._batches)
-        self._count()
-        return loss
 
     def zero_grad(self) -> None:
         self.theirs.zero_grad()
@@ -100,13 +82,12 @@ class DeepSpeedEngine(Engine):
         return self.theirs.is_gradient_accumulation_boundary()
 
     def save_checkpoint(
-        self, save_dir: str | Path, tag: str | int | None = None, client_state: dict | None = None,
-        save_latest: bool = True,
-    ) -> None:  # fmt: skip
+        self, save_dir: str | Path, tag: str | int | None = None, client_state: dict | None = None
+    ) -> None:
         """Save DeepSpeed's own checkpoint, with the position in the data; only the same number of ranks can load it."""
         loader = self._loader.state_dict() if self._loader is not None else None
         state = {"client_state": client_state or {}, "loader": loader, "ranks": self.world_size}
-        self.theirs.save_checkpoint(str(save_dir), tag=tag, client_state=state, save_latest=save_latest)
+        self.theirs.save_checkpoint(str(save_dir), tag=tag, client_state=state)
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | int | None = None, load_lr_scheduler_states: bool = True
@@ -142,42 +123,17 @@ class DeepSpeedEngine(Engine):
     def _whole(self, mine, like):
         return production.whole(mine)
 
-    def gather(self, model: nn.Module) -> None:
-        """Write the trained values into ``model``, which is not sharded; all ranks call this."""
-        if self.stages == 1:
-            return super().gather(model)
-        # A stage names its layers by number, and only the ranks of a stage store them. So every parameter is broadcast
-        # by the first rank that has it.
-        everyone = init().comm
-        tied: dict = {"remove_duplicate": False}
-        tensors = [*self.module.named_parameters(**tied), *self.module.named_buffers(**tied)]
-        own = {f"layers.{name}": tensor.detach() for name, tensor in tensors}
-        specs: list = vars(self.module)["_layer_specs"]
-        # DeepSpeed names tied layers by their key: add each under the numbers of its layers.
-        for i, spec in enumerate(specs):
-            for name, tensor in tensors:
-                if name.startswith(place := f"tied_modules.{getattr(spec, 'key', None)}."):
-                    own[f"layers.{i}.{name.removeprefix(place)}"] = tensor.detach()
-        with torch.no_grad():
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                owners = everyone.all_gather_object(name in own)
-                value = own.get(name, tensor).clone()
-                tensor.copy_(everyone.broadcast(value, root=owners.index(True)))
 
-
-def data_ranks(model: nn.Module, comm: Communicator) -> Communicator:
-    """Return the ranks that divide the batches: all, or those with the same stage of DeepSpeed's pipeline.
-
-    All ranks of the world call this.
+def check_deepspeed(model: nn.Module, comm: Communicator) -> None:
+    """Refuse pipelines, and a communicator that is not the world's.
 
     Raises:
-        DtlibError: for a communicator that is not the world's.
+        DtlibError: on every rank.
     """
+    if hasattr(model, "num_stages"):  # our PipelineModule, or DeepSpeed's
+        raise DtlibError("runtime='deepspeed' trains no pipelines: use runtime='dtlib' or 'torch'.")
     if comm is not init().comm:
         raise DtlibError("DeepSpeed trains on all ranks of the world: leave comm out, or use runtime='dtlib'.")
-    if not production.is_pipeline(model):
-        return comm
-    return comm.split(vars(model)["stage_id"])
 
 
 def deepspeed_engine(
@@ -185,16 +141,13 @@ def deepspeed_engine(
     scheduler: LRScheduler | Callable | None, loader: RankLoader | None, comm: Communicator,
 ) -> tuple[Engine, Optimizer, RankLoader | None, LRScheduler | None]:  # fmt: skip
     """Return ``engine, optimizer, dataloader, scheduler`` like ``initialize``, with DeepSpeed inside."""
-    stages = getattr(model, "num_stages", 1) if production.is_pipeline(model) else 1
-    if settings.pipeline.stages not in (None, stages):
-        raise DtlibError(f"pipeline.stages is {settings.pipeline.stages}, but the module has {stages}: set the same.")
     if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
         raise DtlibError("DeepSpeed does not average float64: train in float32 (run.float64 of a config is false).")
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name in groups]
     trained = [parameter for name, parameter in model.named_parameters() if name in names]
     make = partial(make_optimizer, [groups[name] for name in names])
     theirs, made = production.engine(model, config, make, trained, scheduler)
-    engine = DeepSpeedEngine(theirs, made, settings, comm, loader, stages)
+    engine = DeepSpeedEngine(theirs, made, settings, comm, loader)
     return engine, engine.optimizer, loader, made
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from dtlib.errors import DtlibError
-from dtlib.parallel.pipeline import LayerSpec, TiedLayerSpec
 from dtlib.training.torch_runtime import process_group
 from dtlib.world import init
 from dtlib.world.machine import gpu_names
@@ -70,44 +69,11 @@ def engine(
     # DeepSpeed clips at 1 and prints by default. A config without these keys must do neither.
     theirs = {"gradient_clipping": 0.0, "steps_per_print": 10**9}
     theirs |= {key: value for key, value in config.items() if key not in OURS}
-    pipeline = {k: v for k, v in config.get("pipeline", {}).items() if k not in ("schedule", "stages")}
-    deepspeed = library()
-    if not is_pipeline(model):
-        from deepspeed.utils import groups
-
-        groups.mpu = None  # forget the grid of an earlier pipeline, or DeepSpeed uses it for this model
-    made = deepspeed.initialize(
+    made = library().initialize(
         model=model, optimizer=optimizer, model_parameters=parameters, lr_scheduler=scheduler,
-        config={**theirs, **({"pipeline": pipeline} if pipeline else {}), **FOR_ITS_OPTIMIZERS},
+        config={**theirs, **FOR_ITS_OPTIMIZERS},
     )  # fmt: skip
     return made[0], made[3]
-
-
-def is_pipeline(model: object) -> bool:
-    """Return whether a model is DeepSpeed's own ``PipelineModule``."""
-    return find_spec("deepspeed") is not None and type(model).__module__.startswith("deepspeed.")
-
-
-def pipeline_module(layers: Iterable, stages: int, loss_fn: Callable | None, seed: int) -> nn.Module:
-    """Return layers as DeepSpeed's ``PipelineModule``, with the same initial values as in ours."""
-    deepspeed = library()
-    from deepspeed import pipe
-
-    def theirs(layer):
-        if isinstance(layer, TiedLayerSpec):
-            return pipe.TiedLayerSpec(
-                layer.key, layer.typename, *layer.module_args, forward_fn=layer.forward_fn,
-                tied_weight_attr=layer.tied_weight_attr, **layer.module_kwargs,
-            )  # fmt: skip
-        if isinstance(layer, LayerSpec):
-            return pipe.LayerSpec(layer.typename, *layer.module_args, **layer.module_kwargs)
-        return layer
-
-    return deepspeed.pipe.PipelineModule(
-        [theirs(layer) for layer in layers], num_stages=stages, loss_fn=loss_fn, seed_layers=True, base_seed=seed,
-        seed_fn=lambda number: torch.manual_seed(int(number)), partition_method="parameters",
-        dynamic_shape=True,
-    )  # fmt: skip
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:

@@ -171,20 +171,11 @@ class Engine:
         Raises:
             DtlibError: without data, or if ``data_iter`` ends before the step does.
         """
-        batches = data_iter if data_iter is not None else self._batches
-        if batches is None or not hasattr(batches, "__next__"):
-            what = "no data" if batches is None else f"a {type(batches).__name__}, which is not an iterator"
-            raise DtlibError(
-                f"train_batch() has {what}: pass data_iter, such as iter(loader), or training_data to initialize()."
-            )
         steps, first = self.gradient_accumulation_steps(), self.micro_steps
         loss_fn = loss_fn or torch.nn.functional.cross_entropy
         total = torch.zeros((), dtype=torch.float64)
         try:
-            for number in range(steps):
-                if (batch := next(batches, None)) is None:
-                    raise DtlibError(f"train_batch() needs {steps} micro-batches, but data_iter ended after {number}.")
-                x, y = batch
+            for x, y in self._micro_batches(data_iter):
                 loss = self.backward(loss_fn(self(x), y))
                 total += loss.detach().double().cpu() / steps
                 self.step()
@@ -193,6 +184,19 @@ class Engine:
             self.zero_grad()
             raise
         return self.comm.all_reduce(total, op="mean")
+
+    def _micro_batches(self, data_iter: Iterator | None) -> Iterator:
+        """Yield the micro-batches of one step."""
+        batches = data_iter if data_iter is not None else self._batches
+        if batches is None or not hasattr(batches, "__next__"):
+            what = "no data" if batches is None else f"a {type(batches).__name__}, which is not an iterator"
+            raise DtlibError(
+                f"train_batch() has {what}: pass data_iter, such as iter(loader), or training_data to initialize()."
+            )
+        for number in range(steps := self.gradient_accumulation_steps()):
+            if (batch := next(batches, None)) is None:
+                raise DtlibError(f"train_batch() needs {steps} micro-batches, but data_iter ended after {number}.")
+            yield batch
 
     def held(self) -> dict[str, list]:
         """Return the tensors that strategy and optimizer store on this rank, by purpose (measure/buffers.py)."""
@@ -237,17 +241,16 @@ class Engine:
     # Checkpoints
 
     def save_checkpoint(
-        self, save_dir: str | Path, tag: str | int | None = None, client_state: dict | None = None,
-        save_latest: bool = True,
-    ) -> None:  # fmt: skip
+        self, save_dir: str | Path, tag: str | int | None = None, client_state: dict | None = None
+    ) -> None:
         """Save the complete state of training; any number of ranks and any ZeRO stage can load it.
 
-        All ranks call this, after a step. A pipeline needs the same number of stages to load it. See dtlib.checkpoint.
+        All ranks call this, after a step. A pipeline needs the same number of stages to load it. ``tag`` is written to
+        the file ``latest``, from which ``load_checkpoint`` reads its default. See dtlib.checkpoint.
 
         Args:
             save_dir: the checkpoint is the folder ``tag`` in it, by default ``global_step`` and the number of steps.
             client_state: a dictionary that JSON can store; ``load_checkpoint`` returns it.
-            save_latest: write ``tag`` to the file ``latest``, from which ``load_checkpoint`` reads its default.
 
         Raises:
             CheckpointError: on all ranks, if the checkpoint cannot be written.
@@ -267,10 +270,9 @@ class Engine:
         counts = {name: getattr(self, name) for name in COUNTS}
         extra = {"client_state": client_state, "counts": counts, **extra}
         checkpoint.save(self._place(save_dir, tag), extra=extra, **saved)
-        if save_latest:
-            # Each pipeline stage saves its own checkpoint. Wait for all of them before `latest` names this one.
-            self._everyone.barrier()
-            checkpoint.write_latest(Path(save_dir) / LATEST, tag, self._everyone)
+        # Each pipeline stage saves its own checkpoint. Wait for all of them before `latest` names this one.
+        self._everyone.barrier()
+        checkpoint.write_latest(Path(save_dir) / LATEST, tag, self._everyone)
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | int | None = None, load_lr_scheduler_states: bool = True
@@ -301,7 +303,7 @@ class Engine:
         assert isinstance(extra, dict)
         self.zero_grad()
         self._backwards = 0
-        if load_lr_scheduler_states and self.lr_scheduler is not None and "scheduler" in extra:
+        if load_lr_scheduler_states and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(extra["scheduler"])
         if self._scale.dynamic and extra["kinds"]["dynamic"]:
             self._scale.load_state_dict(extra["loss_scale"])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dtlib.comm import Communicator, as_communicator
+from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import refuse_shards
 from dtlib.gradients.shard_info import info_of
@@ -20,7 +20,7 @@ from dtlib.parallel.pipeline import PipelineModule
 from dtlib.training import config as configuration
 from dtlib.training.config import AnyConfig, ConfigError
 from dtlib.training.data import AnyData, RankLoader
-from dtlib.training.deepspeed_engine import data_ranks, deepspeed_engine
+from dtlib.training.deepspeed_engine import check_deepspeed, deepspeed_engine
 from dtlib.training.engine import Engine
 from dtlib.training.pipeline_engine import PipelineEngine, check_pipeline
 from dtlib.training.rates import SCHEDULERS
@@ -39,7 +39,7 @@ _stages: WeakKeyDictionary = WeakKeyDictionary()
 def initialize(
     model: nn.Module | None = None, config: AnyConfig | None = None, optimizer: Optimizer | Callable | None = None,
     model_parameters: Iterable | None = None, training_data: AnyData | None = None,
-    lr_scheduler: LRScheduler | Callable | None = None, collate_fn: Callable | None = None, runtime: str = "dtlib",
+    lr_scheduler: Callable | None = None, collate_fn: Callable | None = None, runtime: str = "dtlib",
     comm: AnyCommunicator | None = None, *, args: object = None,
 ) -> tuple[Engine, Optimizer, RankLoader | None, LRScheduler | None]:  # fmt: skip
     """Make ``model`` trainable on all ranks; return ``engine, optimizer, dataloader, lr_scheduler``.
@@ -62,8 +62,7 @@ def initialize(
             with the config's optimizer.
         training_data: a ``Dataset``, or a reader of ``dtlib.storage``, whose batches are tuples of its fields.
             ``dataloader`` then yields this rank's micro-batches; without ``training_data`` it is None.
-        lr_scheduler: used instead of the config's. Either a function from the optimizer to a scheduler, or a scheduler
-            made for the ``optimizer`` that is passed.
+        lr_scheduler: used instead of the config's: a function from the optimizer to a scheduler.
         collate_fn: makes a batch from a list of samples, as in torch's ``DataLoader``.
         args: a script's arguments; ``args.deepspeed_config`` is the path of the config if ``config`` is None.
         runtime: ``dtlib``; ``torch`` for the same engine on torch's own classes (strategies.py); or ``deepspeed``.
@@ -81,11 +80,11 @@ def initialize(
     comm = as_communicator(comm) if comm is not None else init().comm
     if runtime not in RUNTIMES:
         raise DtlibError(f"initialize(runtime={runtime!r}): choose one of {', '.join(RUNTIMES)}.")
+    if runtime == "deepspeed":
+        check_deepspeed(model, comm)
     if isinstance(model, PipelineModule):
         comm = model.data_comm or model.comm.split(model.comm.rank)
-    if runtime == "deepspeed":
-        comm = data_ranks(model, comm)
-    settings = configuration.read(config, comm.size, comm.rank)
+    settings = configuration.read(config, comm.size, others=runtime == "deepspeed")
     _check_same(comm, {"runtime": runtime, **vars(settings)})
     if settings.bf16.enabled or settings.fp16.enabled:
         model.to(torch.bfloat16 if settings.bf16.enabled else torch.float16)
@@ -97,17 +96,16 @@ def initialize(
         micro = settings.train_micro_batch_size_per_gpu
         assert micro is not None  # filled in by read()
         loader = RankLoader(training_data, micro, comm.rank, comm.size, settings.seed, collate_fn)
-    if runtime == "deepspeed":
-        return deepspeed_engine(
-            model, settings, configuration.dictionary_of(config), groups, partial(_optimizer, settings, optimizer),
-            lr_scheduler, loader, comm,
-        )  # fmt: skip
-    # DeepSpeed checks its own models. The checks below are for runtimes "dtlib" and "torch".
     if settings.pipeline.stages not in (None, 1) and not isinstance(model, PipelineModule):
         raise ConfigError(
             f"pipeline.stages is {settings.pipeline.stages}, but the model is not a PipelineModule: build one from its "
             "layers."
         )
+    if runtime == "deepspeed":
+        return deepspeed_engine(
+            model, settings, configuration.dictionary_of(config), groups, partial(_optimizer, settings, optimizer),
+            lr_scheduler, loader, comm,
+        )  # fmt: skip
     if isinstance(model, PipelineModule):
         check_pipeline(model, settings, runtime)
     if settings.gradient_clipping:
@@ -158,30 +156,12 @@ def initialize(
     if stage == 0 and isinstance(model, PipelineModule) and comm.size == 1:
         kind = Alone
     strategy = kind(model, comm, trained, make, settings.zero_optimization)
-    scheduler = _scheduler(settings, lr_scheduler, strategy.optimizer, optimizer)
+    scheduler = _scheduler(settings, lr_scheduler, strategy.optimizer)
     if isinstance(model, PipelineModule):
         engine: Engine = PipelineEngine(model, strategy, scheduler, settings, comm, loader, runtime)
     else:
         engine = Engine(model, strategy, scheduler, settings, comm, loader)
     return engine, strategy.optimizer, loader, scheduler
-
-
-def pipeline_of(
-    runtime: str, layers: Iterable, stages: int, loss_fn: Callable | None, seed: int, comm: Communicator | None = None,
-    data_comm: Communicator | None = None, everyone: Communicator | None = None, cuts: str | list[int] = "parameters",
-) -> nn.Module:  # fmt: skip
-    """Return layers as the ``PipelineModule`` that ``initialize`` accepts with this runtime.
-
-    ``data_comm`` contains the ranks with the same stage, ``everyone`` the ranks of all pipelines.
-    """
-    if runtime == "deepspeed":
-        from dtlib.training.deepspeed_runtime import pipeline_module
-
-        return pipeline_module(layers, stages, loss_fn, seed)
-    module = PipelineModule(layers, stages, loss_fn, cuts, comm, seed)
-    if data_comm is not None and everyone is not None:
-        module.data_comm, module.everyone = data_comm, everyone
-    return module
 
 
 def _check_same(comm, settings: dict) -> None:
@@ -259,13 +239,14 @@ def _optimizer(settings, given, group_of, parameters):
         raise ConfigError(f"optimizer.params {params} do not match {settings.optimizer.type}: {problem}.") from None
 
 
-def _scheduler(settings, given, optimizer, given_optimizer):
+def _scheduler(settings, given, optimizer):
     if given is not None:
-        scheduler = given
-        if callable(given):
-            scheduler = given(optimizer)
-        else:
-            _bind(scheduler, given_optimizer, optimizer)
+        if not callable(given):
+            raise DtlibError(
+                f"lr_scheduler is a {type(given).__name__}, made for another optimizer: pass a function, such as "
+                "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)."
+            )
+        scheduler = given(optimizer)
         if isinstance(scheduler, ReduceLROnPlateau):
             raise DtlibError(
                 "ReduceLROnPlateau needs a loss, but the engine's step() has none: create it with the optimizer that "
@@ -281,17 +262,3 @@ def _scheduler(settings, given, optimizer, given_optimizer):
         return SCHEDULERS[name](optimizer, **params)
     except TypeError as problem:
         raise ConfigError(f"scheduler.params {params} do not match {name}: {problem}.") from None
-
-
-def _bind(scheduler, before, optimizer) -> None:
-    """Attach a scheduler, and the schedulers inside it, to ``optimizer``, which replaced the optimizer ``before``."""
-    bound = getattr(scheduler, "optimizer", optimizer)
-    if bound is not optimizer and bound is not before:
-        raise DtlibError(
-            f"This {type(scheduler).__name__} was created for another optimizer: pass a function that creates it, such "
-            "as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)."
-        )
-    if hasattr(scheduler, "optimizer"):
-        scheduler.optimizer = optimizer
-    for inside in getattr(scheduler, "_schedulers", ()):
-        _bind(inside, before, optimizer)

@@ -142,14 +142,7 @@ class PipelineEngine(Engine):
         return stages.broadcast((like if mine is None else mine.detach()).clone(), root=owner)
 
     def _run(self, what: str, data_iter):
-        batches = data_iter if data_iter is not None else self._batches
-        if batches is None:
-            raise DtlibError("train_batch() has no data: pass data_iter, or pass training_data to initialize().")
-        count = self.gradient_accumulation_steps()
-        try:
-            pairs = [next(batches) for _ in range(count)]
-        except StopIteration:
-            raise DtlibError(f"data_iter ended before the {count} micro-batches of a step.") from None
+        pairs, count = list(self._micro_batches(data_iter)), self.gradient_accumulation_steps()
         if len({tuple(tensor.shape[1:] for tensor in tree_leaves(pair)) for pair in pairs}) > 1:
             raise DtlibError(
                 "Micro-batches of a step differ in more than their number of samples: pad all to one shape."

@@ -35,11 +35,12 @@ from dtlib.gradients.shard_info import note
 from dtlib.measure.memory import memory
 from dtlib.measure.progress import RankProgress, tell
 from dtlib.parallel import expert
+from dtlib.parallel.pipeline import PipelineModule
 from dtlib.parallel.pipeline.cuts import balanced_cuts, parameters_of
 from dtlib.parallel.tensor import whole_state_dict
 from dtlib.training.config import AnyConfig
 from dtlib.training.engine import LATEST
-from dtlib.training.initialization import RUNTIMES, initialize, pipeline_of
+from dtlib.training.initialization import RUNTIMES, initialize
 from dtlib.training.run_config import CONFIGS as CONFIGS
 from dtlib.training.run_config import read
 from dtlib.workloads.shared_tokens import Shared
@@ -125,7 +126,7 @@ class _Training:
         self.device, self.dtype = world.device, torch.float64 if run.float64 else torch.float32
         model = work.model
         if self.stages > 1:
-            model = pipeline_of(runtime, work.layers, self.stages, work.loss_fn, work.seed, **self._pipes(comm))
+            model = self._pipeline(work, comm)
         if axes["context"] > 1:
             # Each rank computes gradients of its own tokens only; the strategies must know this.
             for parameter in model.parameters():
@@ -203,14 +204,16 @@ class _Training:
                 self.after_step(step + 1, losses[-1])
             return losses, time.perf_counter() - began, held
 
-    def _pipes(self, comm) -> dict:
-        """Return arguments of ``pipeline_of``: communicators and, with tensor ranks, the stage boundaries."""
-        found = {"comm": self.mesh["pipe"], "data_comm": self.mesh["data", "context", "expert"], "everyone": comm}
+    def _pipeline(self, work, comm) -> PipelineModule:
+        """Return this rank's stage; with tensor ranks, each tensor coordinate has its own pipelines."""
+        cuts: str | list[int] = "parameters"
         # Balance the stages by the unsharded layers, so that they do not depend on the number of tensor ranks.
         if self.tensor > 1:
             cuts = balanced_cuts([parameters_of(layer) for layer in self.work.layers], self.stages)
-            found |= {"everyone": self.mesh["data", "pipe", "context", "expert"], "cuts": cuts}
-        return found
+        module = PipelineModule(work.layers, self.stages, work.loss_fn, cuts, self.mesh["pipe"], work.seed)
+        module.data_comm = self.mesh["data", "context", "expert"]
+        module.everyone = self.mesh["data", "pipe", "context", "expert"] if self.tensor > 1 else comm
+        return module
 
     def _check_memory_limit(self, held: list[int]) -> None:
         """Raise if a rank's bytes exceed ``run.memory_limit``."""

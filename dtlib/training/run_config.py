@@ -119,8 +119,7 @@ def read(
     _check_experts(own.get("experts") or 0, axes, (config.get("zero_optimization") or {}).get("stage") or 0, config)
     if run.link_bandwidth and runtime != "dtlib":
         raise ConfigError("run.link_bandwidth slows only dtlib's own messages: leave it out, or use --runtime=dtlib.")
-    # Check the other keys now. Rank 1 gives no warnings; initialize() does later.
-    configuration.read(config, comm.size // stages // tensor, rank=1)
+    configuration.read(config, comm.size // stages // tensor, others=runtime == "deepspeed")
     return partial(workload, own), run, config, axes, context
 
 

@@ -24,25 +24,22 @@ def applied(state: dict, now: float, kind: str, fields: dict, pid: int) -> None:
     """Change the state of a learner by one event. ``state["spent"]`` are seconds per exercise."""
     _spend(state, now)
     status, place = state.setdefault("status", ["works", "", now]), state.setdefault("place", ["", "", ""])
-    spoken_of = status[3] if len(status) > 3 else None
+    stuck, spoken_of = status[0] == "stuck", status[3] if len(status) > 3 else None
     if kind == "cell":
         if (there := place_of(fields["cell"])) is not None:
             place[:] = there
-        if status[0] == "stuck" or spoken_of not in (None, place[2]):
+        if stuck or spoken_of not in (None, place[2]):
             state["status"] = ["works", "", now]
         state["runs"] = pid
-    elif kind == "ended":
+    elif kind in ("ended", "started"):
         state["runs"] = None
-        if fields["fine"] and status[0] == "stuck":
-            state["status"] = ["works", "", now]
-    elif kind == "started":
-        state["runs"] = None
-        if status[0] == "stuck":
+        if stuck and fields.get("fine", True):
             state["status"] = ["works", "", now]
     elif kind == "waits":
-        if fields["says"] or status[0] == "stuck":
-            since = status[2] if status[0] == "stuck" else now
-            state["status"] = ["stuck", fields["says"], since] if fields["says"] else ["works", "", now]
+        if fields["says"]:
+            state["status"] = ["stuck", fields["says"], status[2] if stuck else now]
+        elif stuck:
+            state["status"] = ["works", "", now]
     elif kind == "verdict":
         exercise, mistake, says = fields["exercise"], fields["mistake"], fields["says"][:SAYS]
         place[2] = exercise
@@ -59,10 +56,10 @@ def applied(state: dict, now: float, kind: str, fields: dict, pid: int) -> None:
             name = f"{fields['name']}: {key}" if key != "" else fields["name"]
             before = guesses.get(name)
             if value is not None and not (before and before[1]):  # after a comparison the learner knows the value
-                guesses[name] = [_plain(value), fields["compared"]]
+                guesses[name] = [_plain(value), fields["compared"], now]
     elif kind == "quiz":
         # The first choice counts, as it does in the quiz.
-        state.setdefault("quizzes", {}).setdefault(f"{fields['quiz']}/{fields['number']}", fields["letter"])
+        state.setdefault("quizzes", {}).setdefault(f"{fields['quiz']}/{fields['number']}", [fields["letter"], now])
     for known in (state.get(name, {}) for name in ("wrong", "guesses", "quizzes", "spent")):
         while len(known) > MOST:
             del known[next(iter(known))]
@@ -74,10 +71,14 @@ def message(state: dict, now: float) -> dict:
     idle = 0 if state.get("runs") else now - state["last"]
     _spend(state, now)
     kind, says, since = state.get("status", ["works", "", now])[:3]
+    guesses, quizzes = (
+        {name: [*answer, round(now - when)] for name, (*answer, when) in state.get(answers, {}).items()}
+        for answers in ("guesses", "quizzes")
+    )
     return {
         "alias": state["alias"], "kind": kind, "says": says, "for": round(now - since), "idle": round(idle),
         "place": state.get("place", ["", "", ""]), "passed": len(state.get("passed", ())),
-        "wrong": state.get("wrong", {}), "guesses": state.get("guesses", {}), "quizzes": state.get("quizzes", {}),
+        "wrong": state.get("wrong", {}), "guesses": guesses, "quizzes": quizzes,
         "spent": {name: round(seconds) for name, seconds in state["spent"].items()},
     }  # fmt: skip
 

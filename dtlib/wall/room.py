@@ -25,34 +25,21 @@ class Room:
     def __init__(self):
         self.learners = {}  # number -> (message, when it arrived)
         self.left: deque = deque(maxlen=MOST_LEFT)  # learners' numbers
-        # number -> {name of a prediction or quiz question in this learner's message: time of the answer}
-        self._asked = {}
 
     def tell(self, number: str, message: dict, now: float) -> bool:
         """Replace a learner's message; return False if the room is full or the learner has left."""
         for gone in [each for each, (_, seen) in self.learners.items() if now - seen > GONE_SECONDS]:
-            self._forget(gone)
+            del self.learners[gone]
         if number in self.left or (number not in self.learners and len(self.learners) >= MOST_LEARNERS):
             return False
-        # Note when each answer changed, so that the page can show the latest question.
-        before = self.learners.get(number, ({"guesses": {}, "quizzes": {}},))[0]
-        asked = self._asked.get(number, {})
-        self._asked[number] = {
-            name: asked.get(name, 0) if message[kind][name] == before[kind].get(name) else now
-            for kind in ("guesses", "quizzes") for name in message[kind]
-        }  # fmt: skip
         self.learners[number] = message, now
         return True
 
     def leave(self, number: str) -> None:
         """Remove a learner; later messages of this learner are refused."""
         if number in self.learners:
-            self._forget(number)
+            del self.learners[number]
             self.left.append(number)
-
-    def _forget(self, number: str) -> None:
-        del self.learners[number]
-        self._asked.pop(number, None)  # missing if the learner has answered nothing
 
     def shown(self, now: float) -> dict:
         """Return the content of the page, ready for JSON."""
@@ -67,15 +54,12 @@ class Room:
         }
 
     def _latest(self, kind: str, messages: list[dict], show: Callable):
-        """Return the summary of the latest question; if none was answered since the start, of the most answered one."""
-        answered = Counter(name.partition(": ")[0] for message in messages for name in message[kind])
-        if not answered:
-            return None
-        when: dict[str, float] = {}
-        for name, then in (each for asked in self._asked.values() for each in asked.items()):
-            name = name.partition(": ")[0]
-            when[name] = max(then, when.get(name, 0))
-        return show(max(answered, key=lambda name: (when.get(name, 0), answered[name])), messages)
+        """Return the summary of the question that was answered last, or None."""
+        when = {
+            name: seen - ago
+            for message, seen in self.learners.values() for name, (*_, ago) in message[kind].items()
+        }  # fmt: skip
+        return show(max(when, key=when.__getitem__).partition(": ")[0], messages) if when else None
 
 
 def _tile(message: dict, silent: float) -> dict:
@@ -116,7 +100,7 @@ def _guesses(name: str, messages: list[dict]) -> dict:
     """Return a histogram for each predicted value, and how many learners have seen the outcome."""
     found = defaultdict(list)
     for message in messages:
-        for key, (guess, compared) in message["guesses"].items():
+        for key, (guess, compared, _) in message["guesses"].items():
             if key.partition(": ")[0] == name:
                 found[key].append((guess, compared))
     seen = max(sum(compared for _, compared in each) for each in found.values())
@@ -146,7 +130,7 @@ def _choices(name: str, messages: list[dict]) -> dict:
     """Return a question's options, each with the number of learners who chose it first. The right one is not marked."""
     quiz, number = name.split("/")
     question = quizzes()[quiz].questions[int(number)]
-    chosen = Counter(message["quizzes"].get(name) for message in messages)
+    chosen = Counter(message["quizzes"][name][0] for message in messages if name in message["quizzes"])
     options = [[f"{letter}  {question.chosen(letter).says}", chosen[letter]] for letter in question.letters]
     return {"name": f"{quiz}, question {int(number) + 1}", "asks": question.asks, "options": options}
 
@@ -164,8 +148,10 @@ def checked(message: dict) -> dict:
             "for": _number(message["for"]), "idle": _number(message["idle"]), "passed": _number(message["passed"]),
             "place": [_text(each, SHORT) for each in message["place"]],
             "wrong": _table(message["wrong"], lambda it: [_number(it[0]), _text(it[1], SAYS)]),
-            "guesses": _table(message["guesses"], lambda it: [_guess(it[0]), it[1] is True]),
-            "quizzes": {name: each for name, each in message["quizzes"].items() if _is_choice(name, each)},
+            "guesses": _table(message["guesses"], lambda it: [_guess(it[0]), it[1] is True, _number(it[2])]),
+            "quizzes": {
+                name: [it[0], _number(it[1])] for name, it in message["quizzes"].items() if _is_choice(name, it[0])
+            },
             "spent": _table(message["spent"], _number),
         }  # fmt: skip
     except (LookupError, TypeError, AttributeError):

@@ -1,12 +1,11 @@
 """Read articles with summaries, in the file formats of CNN/DailyMail.
 
     *.story     the article, then for each highlight "@highlight" and a sentence
-    *.jsonl, *.json, *.parquet     rows with the columns article, highlights, id
+    *.parquet   rows with the columns article, highlights, id
 
 Broken stories are left out and reported; the other stories are used.
 """
 
-import json
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from dtlib.errors import DtlibError
 
 DATA = Path(__file__).parents[1] / "course" / "data"
 EMBEDDED = DATA / "docstrings.tar.xz"
-ENDINGS = (".story", ".jsonl", ".json", ".parquet")
+ENDINGS = (".story", ".parquet")
 COLUMNS = ("article", "highlights")
 WHERE = (
     "CNN/DailyMail has .story files at https://cs.nyu.edu/~kcho/DMQA/ and Parquet files at "
@@ -135,36 +134,15 @@ def _read(path: Path) -> Iterator[Story | Broken]:
     try:
         if path.suffix == ".parquet":
             yield from _parquet(path)
-        elif path.suffix == ".story":
-            yield story(str(path), path.read_text(encoding="utf-8-sig"))
         else:
-            yield from _json(path, path.read_text(encoding="utf-8-sig"))
+            yield story(str(path), path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         yield Broken(str(path), f"is not UTF-8 (byte {error.start})")
     except OSError as error:
         yield Broken(str(path), f"cannot be read ({error.strerror or error})")
 
 
-def _json(path: Path, text: str) -> Iterator[Story | Broken]:
-    """Parse a JSON list of objects, or one object per line."""
-    if path.suffix == ".json" and text.lstrip().startswith("["):
-        try:
-            yield from (_row(f"{path} entry {i}", row) for i, row in enumerate(json.loads(text), 1))
-        except (ValueError, RecursionError) as error:
-            yield Broken(str(path), f"is no JSON ({error})")
-        return
-    # Not splitlines(): it also splits at U+2028, which may be inside a JSON string.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                yield _row(f"{path} line {number}", json.loads(line))
-            except (ValueError, RecursionError) as error:
-                yield Broken(f"{path} line {number}", f"is no JSON ({error})")
-
-
 def _row(where: str, row) -> Story | Broken:
-    if not isinstance(row, dict):
-        return Broken(where, "is not an object with the columns article and highlights")
     one = _story(where, *(row.get(column) for column in COLUMNS))
     return one._replace(name=str(row.get("id") or where)) if isinstance(one, Story) else one
 

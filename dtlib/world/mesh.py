@@ -41,29 +41,18 @@ class Mesh:
                     "axes in the same order on all ranks."
                 )
         self.coordinates = coordinates_of(comm.rank, self.shape)
-        # A split needs all ranks, so create all communicators now: later, one rank may ask for one alone.
         self._comm = comm
         self._communicators: dict = {}
-        for axis, here in self.coordinates.items():
-            # The first rank on a line of the grid is the color of this line's communicator.
-            line = rank_of({**self.coordinates, axis: 0}, self.shape)
-            self._communicators[axis] = comm.split(line, key=here)
+        # A split needs all ranks, so create the communicators of single axes now: later, one rank may ask alone.
+        for axis in self.shape:
+            self[axis]
 
     def __getitem__(self, axis: str | tuple[str, ...]) -> Communicator:
-        if isinstance(axis, tuple):
-            return self._joined(axis)
-        if axis not in self._communicators:
-            raise DtlibError(f"This mesh has no axis {axis!r}: choose one of {', '.join(self.shape)}.")
-        return self._communicators[axis]
-
-    def _joined(self, axes: tuple[str, ...]):
-        """Return the communicator of the ranks that differ in these axes only.
-
-        All ranks make the first call together, because it splits the communicator.
-        """
+        axes = (axis,) if isinstance(axis, str) else axis
         if unknown := [axis for axis in axes if axis not in self.shape]:
-            raise DtlibError(f"This mesh has no axis {unknown[0]!r}: choose from {', '.join(self.shape)}.")
+            raise DtlibError(f"This mesh has no axis {unknown[0]!r}: choose one of {', '.join(self.shape)}.")
         if axes not in self._communicators:
+            # The first rank on a line of the grid is the color of this line's communicator.
             line = rank_of({**self.coordinates, **dict.fromkeys(axes, 0)}, self.shape)
             self._communicators[axes] = self._comm.split(line, key=self._comm.rank)
         return self._communicators[axes]
@@ -86,15 +75,10 @@ def shape_of(axes: dict[str, int], ranks: int) -> dict[str, int]:
         raise DtlibError(f"{asked}: only one axis can be -1, because the rest cannot be divided between two.")
     known = math.prod(size for size in axes.values() if size != -1)
     left, rest = divmod(ranks, known)
-    if -1 in axes.values() and (rest or not left):
+    if rest or not left or (left > 1 and -1 not in axes.values()):
         raise DtlibError(
-            f"{asked}: {ranks} ranks cannot be divided by {known}, the product of the other axes: choose axes whose "
-            f"product divides {ranks}."
-        )
-    if -1 not in axes.values() and known != ranks:
-        raise DtlibError(
-            f"{asked} has {known} places, but there are {ranks} ranks: choose axes whose product is {ranks}, or set "
-            "one of them to -1."
+            f"{asked} does not fit {ranks} ranks, because its numbers give {known}: choose axes whose product is "
+            f"{ranks}, or divides it beside an axis of -1."
         )
     return {axis: left if size == -1 else size for axis, size in axes.items()}
 

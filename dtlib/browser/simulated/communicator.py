@@ -2,12 +2,14 @@
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from types import coroutine
 from typing import NoReturn, TypeAlias, Union
 
 from dtlib.browser.simulated.tensors import Tensor
 from dtlib.comm.algorithms import chunks_of, same_memory
 from dtlib.comm.call import Call, callers_line, shape_and_type
 from dtlib.comm.numbers import COMBINE, combiner
+from dtlib.comm.objects import ArgumentChecks
 from dtlib.comm.selection import choose
 from dtlib.comm.waiting import Operation, Queue
 from dtlib.comm.watch.board import Sighting
@@ -82,20 +84,11 @@ class Handle:
         """Return the operation; the cell awaits it."""
         return self._pending
 
-    def done(self) -> "Look":
-        """Return an awaitable that tells whether the operation is complete."""
-        return Look(self._pending.task)
-
-
-class Look:
-    """An awaitable that lets the other ranks run once, then returns whether the operation is complete."""
-
-    def __init__(self, task: Operation):
-        self._task = task
-
-    def __await__(self) -> Generator[None, None, bool]:
+    @coroutine
+    def done(self) -> Generator[None, None, bool]:
+        """Let the other ranks run once, then return whether the operation is complete; the cell awaits it."""
         yield None
-        return self._task.complete
+        return self._pending.task.complete
 
 
 class AllCalled:
@@ -109,7 +102,7 @@ class AllCalled:
         return len(self._said) == self._size
 
 
-class SimulatedCommunicator:
+class SimulatedCommunicator(ArgumentChecks):
     """The operations of ``dtlib.comm.Communicator`` on tensors of the stand-in."""
 
     simulated = True
@@ -184,11 +177,7 @@ class SimulatedCommunicator:
         return self._collective("all_gather", tensor, (chunks,), lambda: out, async_op)
 
     def all_to_all(self, out: Tensor, tensor: Tensor, async_op: bool = False) -> Started:
-        if out.shape != tensor.shape or len(tensor.flat) % self.size:
-            raise CommunicationError(
-                f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal chunks: out is "
-                f"{shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
-            )
+        self._pieces(out, tensor, None, None)
         arguments = chunks_of(_flat(out, "all_to_all"), self.size), chunks_of(tensor.flat.copy(), self.size)
         return self._collective("all_to_all", tensor, arguments, lambda: out, async_op)
 
@@ -221,10 +210,6 @@ class SimulatedCommunicator:
         return SimulatedLink(self.wires.network, self.rank, (self._world, tag), what)
 
     def _collective(self, operation, tensor, arguments, finish, async_op, algorithm=None, **facts):
-        if algorithm == "mpi":
-            raise CommunicationError(
-                f"{operation}(algorithm='mpi') needs MPI, which is not here: leave algorithm= out."
-            )
         self.collective_count += 1
         steps = choose(operation, tensor.nbytes if tensor is not None else 0, self.size, algorithm)
         members, number = tuple(range(self.size)), self.collective_count
@@ -261,18 +246,8 @@ class SimulatedCommunicator:
         return tensor
 
     def _chunks(self, whole, chunk, operation):
-        if len(_flat(whole, operation)) != self.size * len(_flat(chunk, operation)) or whole.dtype != chunk.dtype:
-            raise CommunicationError(
-                f"{operation} on {self.size} ranks needs two tensors of one dtype, one with {self.size} times as many "
-                f"elements as the other: they are {shape_and_type(whole)} and {shape_and_type(chunk)}."
-            )
+        self._check_whole(whole, len(_flat(whole, operation)), chunk, len(_flat(chunk, operation)), operation)
         return chunks_of(whole.flat, self.size)
-
-    def _check_rank(self, rank, operation, name):
-        if not hasattr(rank, "__index__") or not 0 <= rank < self.size:
-            raise CommunicationError(
-                f"{operation}({name}={rank!r}): the ranks of this communicator are 0 to {self.size - 1}."
-            )
 
 
 def _receive(link, flat, source, call):

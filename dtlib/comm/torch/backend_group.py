@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed as dist
@@ -24,13 +24,12 @@ from torch.distributed import distributed_c10d as c10d
 from dtlib.comm import waiting
 from dtlib.comm.link import CALLER_TAGS
 from dtlib.comm.objects import ObjectOperations
-from dtlib.comm.torch.backend_work import GroupError, GroupWork, ReceivedFromAny, joined, torchs_errors
-from dtlib.comm.torch.reductions import bitwise, dense, factor, moved, named
+from dtlib.comm.torch.backend_work import GroupError, GroupWork, joined, torchs_errors
+from dtlib.comm.torch.reductions import dense, factor, moved, named
 
 # This tag is for the group's own messages; lower tags are for callers.
 TAG_OF_NEW_GROUPS = CALLER_TAGS - 1
 Tensors = list[torch.Tensor]
-WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Group(dist.ProcessGroup):
@@ -226,32 +225,10 @@ class Group(dist.ProcessGroup):
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
         [tensor] = tensors
-        work = self._begin(None, [partial(self._alive().recv, moved(tensor), source, self._own(tag))], tensors)
-        work._source_rank = work.source_rank = lambda: source
-        return work
+        return self._begin(None, [partial(self._alive().recv, moved(tensor), source, self._own(tag))], tensors)
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
-        from mpi4py import MPI
-
-        [tensor], comm, tag, status = tensors, self._alive(), self._own(tag), MPI.Status()
-
-        class AnyMessage:
-            """A stand-in for an MPI request: waiting.py polls it through ``Testall``."""
-
-            @staticmethod
-            def Testall(_):
-                return comm.mpi.Iprobe(MPI.ANY_SOURCE, tag, status)
-
-        def find():
-            return status.Get_source() if AnyMessage.Testall(None) else None
-
-        def wait_until_found(timeout):
-            comm.wait_for(AnyMessage(), tensor, "recv from any rank", (timeout and timeout.total_seconds()) or None)
-            return status.Get_source()
-
-        # First find a sender by probing, then start the receive from that rank.
-        receive = partial(comm.recv, moved(tensor), tag=tag, async_op=True)
-        return self._collected(ReceivedFromAny(find, wait_until_found, receive, tensors))
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> NoReturn:
+        raise GroupError("The backend dtlib does not receive from any rank: pass src= or group_src=.")
 
     # Coalescing: several operations as one work
 
@@ -309,35 +286,10 @@ class Group(dist.ProcessGroup):
     def _all_reduce(self, tensor, opts):
         if tensor.is_sparse:
             return self._all_reduce_sparse(tensor, opts)
-        if function := bitwise(opts.reduceOp):
-            return self._fold(function, tensor, tensor, opts)
         if tensor.requires_grad:
             warn_of_activations(tensor)
-        if tensor.dtype in WHOLE_NUMBERS and opts.reduceOp == dist.ReduceOp.AVG:
-            return self._exact_mean(tensor, opts)
         mine, name = self._to_reduce(tensor, opts)
         return self._begin(opts, [partial(self._alive().all_reduce, mine, name)], [tensor])
-
-    def _exact_mean(self, tensor, opts):
-        """Compute the mean of integers, if their sum is divisible by the number of ranks.
-
-        Every rank gathers all values, so that either all ranks raise or none. Quotients and remainders are added
-        separately, because the sum may overflow.
-        """
-        size = self.size()
-        whole = torch.empty((size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-
-        def finish():
-            each = whole.long()
-            rest = (each % size).sum(0)
-            if (rest % size).any():
-                raise GroupError(
-                    f"all_reduce(op=AVG) of {str(tensor.dtype)[6:]}: a sum is not a multiple of {size}, the number of "
-                    "ranks, so the mean would be rounded: use op=SUM and divide, or pass tensor.float()."
-                )
-            tensor.detach().copy_(each.div(size, rounding_mode="floor").sum(0) + rest // size)
-
-        return self._begin(opts, [partial(self._alive().all_gather, whole, tensor.detach())], [tensor], finish)
 
     def _to_reduce(self, tensor, opts, in_place=True):
         """Return the tensor to send, multiplied by the reduction's factor, and the name of the reduction."""
@@ -362,36 +314,13 @@ class Group(dist.ProcessGroup):
             tensor.copy_(total)
         return GroupWork((), [tensor])
 
-    def _fold(self, function, out, tensor, opts):
-        """Reduce with an operation that the communicator lacks: gather all tensors, then combine them in rank order."""
-        whole = torch.empty((self.size(), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-
-        def finish():
-            total = whole[0]
-            for one in whole[1:]:
-                total = function(total, one)
-            out.detach().copy_(total)
-
-        return self._begin(opts, [partial(self._alive().all_gather, whole, tensor.detach())], [out], finish)
-
     def _reduce(self, tensor, root, opts):
-        if function := bitwise(opts.reduceOp):
-            out = tensor if self.rank() == root else tensor.detach().clone()
-            return self._fold(function, out, tensor, opts)
         mine, name = self._to_reduce(tensor, opts)
         return self._begin(opts, [partial(self._alive().reduce, mine, root, name)], [tensor])
 
     def _reduce_scatter(self, output, input, opts):
-        if function := bitwise(opts.reduceOp):
-            return self._fold_and_cut(function, output, input, opts)
         mine, name = self._to_reduce(input, opts, in_place=False)
         return self._begin(opts, [partial(self._alive().reduce_scatter, dense(output), mine, name)], [output])
-
-    def _fold_and_cut(self, function, output, input, opts):
-        whole = torch.empty_like(input)
-        self._fold(function, whole, input, opts).wait()
-        output.detach().copy_(whole.reshape(self.size(), *output.shape)[self.rank()])
-        return GroupWork((), [output])
 
     def _reduce_scatter_list(self, output, inputs, opts):
         if all(tensor.shape == output.shape for tensor in inputs):

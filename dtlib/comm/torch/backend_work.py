@@ -47,12 +47,12 @@ class torchs_errors:
 class GroupWork(dist._Work):
     """Several operations of a communicator as one ``Work``.
 
-    ``handles`` are pending operations and ``result`` their output tensors. ``finish()`` copies results into the
-    caller's tensors. ``limit`` is a time limit in seconds that replaces the group's.
+    ``handles`` are pending operations, or other works. ``result`` are their output tensors. ``finish()`` copies results
+    into the caller's tensors. ``limit`` is a time limit in seconds that replaces the group's.
     """
 
     def __init__(
-        self, handles: Sequence[waiting.Operation | _Inside], result: list, finish: Finish = None,
+        self, handles: Sequence[waiting.Operation | GroupWork], result: list, finish: Finish = None,
         limit: float | None = None,
     ):  # fmt: skip
         super().__init__()
@@ -88,6 +88,8 @@ class GroupWork(dist._Work):
             with suppress(Exception):  # `exception()` returns it
                 self.wait()
         return True
+
+    done = is_completed  # a work inside another work has the interface of an operation's handle
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -134,6 +136,8 @@ class GroupWork(dist._Work):
         for handle in self._handles:
             handle._time_limit = seconds
 
+    _time_limit = property(fset=_allow)
+
 
 class _Future(torch.futures.Future):
     """A future that completes when Python waits for it, or for a future chained to it (as hook_with_zero_step does)."""
@@ -159,58 +163,10 @@ class _Future(torch.futures.Future):
         return following
 
 
-class _Inside:
-    """A work inside another work, with the interface of an operation's handle."""
-
-    def __init__(self, work):
-        self.wait, self.done, self._allow = work.wait, work.is_completed, work._allow
-
-    _time_limit = property(fset=lambda self, seconds: self._allow(seconds))
-
-
 def joined(works: Sequence[GroupWork], result: list | None = None, finish: Finish = None) -> GroupWork:
     """Return one work for several."""
     result = [tensor for work in works for tensor in work._result] if result is None else result
-    return GroupWork([_Inside(work) for work in works], result, finish)
-
-
-class ReceivedFromAny(GroupWork):
-    """A receive from any rank: ``wait`` or ``is_completed`` finds the sender, and then ``source_rank`` returns it.
-
-    ``find()`` returns the rank from which a message has arrived, or None; ``receive(rank)`` starts to receive from it.
-    """
-
-    def __init__(
-        self, find: Callable[[], int | None], wait_until_found: Callable[[timedelta | None], int],
-        receive: Callable[[int], waiting.Operation], result: list,
-    ):  # fmt: skip
-        super().__init__((), result)
-        self._find, self._wait_until_found, self._receive = find, wait_until_found, receive
-        self._source: int | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if self._source is None:
-            with torchs_errors():
-                self._take(self._wait_until_found(timeout))
-        return super().wait(timeout)
-
-    def is_completed(self) -> bool:
-        waiting.advance_all()
-        if self._source is None and (source := self._find()) is not None:
-            self._take(source)
-        return self._source is not None and super().is_completed()
-
-    def _take(self, source: int) -> None:
-        self._source = source
-        self._handles = (self._receive(source),)
-
-    def source_rank(self) -> int:
-        """Return the sender's rank; raise GroupError before a message has arrived."""
-        if self._source is None:
-            raise GroupError("No message has arrived yet, so its sender is not known: call wait() first.")
-        return self._source
-
-    _source_rank = source_rank
+    return GroupWork(works, result, finish)
 
 
 def _tensors(result):

@@ -1,7 +1,5 @@
 """Translate torch's arguments for the communicator: tensors that it can send, and reductions by name."""
 
-from collections.abc import Callable
-
 import torch
 from torch.distributed import ReduceOp
 
@@ -12,7 +10,6 @@ NAMES = (
     (ReduceOp.SUM, "sum"), (ReduceOp.AVG, "mean"), (ReduceOp.MAX, "max"), (ReduceOp.MIN, "min"),
     (ReduceOp.PRODUCT, "prod"), (ReduceOp.PREMUL_SUM, "sum"),
 )  # fmt: skip
-BITWISE = ((ReduceOp.BAND, torch.bitwise_and), (ReduceOp.BOR, torch.bitwise_or), (ReduceOp.BXOR, torch.bitwise_xor))
 OF_BOOLEANS = {"sum": "max", "prod": "min"}  # any and all, as in NCCL
 
 
@@ -20,15 +17,12 @@ def named(op: ReduceOp, tensor: torch.Tensor) -> str:
     """Return the communicator's name of a reduction. (``op`` supports ``==`` but has no hash.)"""
     name = next((name for known, name in NAMES if op == known), None)
     if name is None:
-        raise CommunicationError(f"The backend dtlib does not support {op}: choose an op of gloo.")
+        raise CommunicationError(
+            "The backend dtlib has the reductions SUM, AVG, MAX, MIN and PRODUCT: use one of them."
+        )
     if tensor.is_complex() and name not in ("sum", "mean"):
         raise CommunicationError(f"{op} of complex numbers differs from {op} of their parts: reduce with SUM or AVG.")
     return OF_BOOLEANS.get(name, name) if tensor.dtype is torch.bool else name
-
-
-def bitwise(op: ReduceOp) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Return the function of a bitwise reduction, or None."""
-    return None if op == ReduceOp.SUM else next((function for known, function in BITWISE if op == known), None)
 
 
 def factor(op: ReduceOp) -> float | torch.Tensor | None:

@@ -37,15 +37,16 @@ LONGEST = 80
 CARRY_SECONDS = 0.5
 
 PROGRAM = "program"
+NOTICE_SECONDS = 3.0  # until a message shows which rank is missing
 
 # The board of this process, or None before `dtlib.init()` has created one.
 current: Board | None = None
 # The notebook cell that this rank runs, if the notebook has set it; PROGRAM in a script.
 cell = ""
 # This rank's last operation: operation, op, peer, algorithm, group, number, and whether it was on the board from its
-# start.
+# start. `Operation.start` in waiting.py sets it.
 last: tuple = ("", "", None, "", "", 0, False)
-# The operation in which this rank waits, set once the wait has lasted longer than usual.
+# The operation in which this rank waits. `Operation._wait` sets it once the wait has lasted longer than usual.
 waits: Call | None = None
 
 

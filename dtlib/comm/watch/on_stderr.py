@@ -13,7 +13,6 @@ from dtlib.comm.call import line_outside
 from dtlib.comm.watch import board, missing_ranks
 
 LOOK_SECONDS = 0.4
-NOTICE_SECONDS = 3.0
 AGAIN_SECONDS = 60.0
 # Lines that may wait for other ranks without dtlib's operations: in mpi4py, or in a process group of torch.
 OPERATIONS = re.compile(
@@ -31,6 +30,7 @@ def start() -> None:
 
 def _follow(mine: board.Board) -> None:
     main = threading.main_thread().ident or 0
+    # The rank has been in the line or operation `where` since the time `since`; the next message is due at `again`.
     where, last, since, again = "", None, 0.0, 0.0
     while True:
         time.sleep(LOOK_SECONDS)
@@ -56,7 +56,7 @@ def _follow(mine: board.Board) -> None:
         now = time.monotonic()
         if where != before:
             since = now if before else since
-            again = since + NOTICE_SECONDS
+            again = since + board.NOTICE_SECONDS
         if stuck and now >= again:
             again = now + AGAIN_SECONDS
             _tell(mine, f"{now - since:.0f} s in {where}")

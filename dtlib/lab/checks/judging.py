@@ -8,6 +8,7 @@ observations, without further messages, and broadcasts its verdict:
     rank 2   observe(answer, comm) -> waited for rank 1    /
 
 An exercise without ranks is judged in the notebook, in the same two steps: observe(answer, None) -> judge([...]).
+docs/explanation/how_exercises_are_judged.md follows one check through the code.
 """
 
 import hashlib
@@ -55,7 +56,7 @@ def check(name: str) -> None:
             return
     else:
         exercise = EXERCISES[name]
-        verdict = _judge_from_notebook(name) if exercise.needs_ranks else judge_here(name)
+        verdict = _ask_ranks_for_verdict(name) if exercise.needs_ranks else judge_here(name)
         # Only the notebook's kernel knows which cells ran.
         verdict.note = _note_on_last_cell(exercise, verdict.mistake) or verdict.note
     _tell(verdict)
@@ -97,16 +98,16 @@ def _note_on_last_cell(exercise: Exercise, mistake: str) -> str:
     return ""
 
 
-def _judge_from_notebook(name: str) -> Verdict:
+def _ask_ranks_for_verdict(name: str) -> Verdict:
     from dtlib.lab.engines.engine_set import current
 
-    answers = current().view.apply_async(_judge_for_notebook, name)
+    answers = current().view.apply_async(_verdict_for_notebook, name)
     while not answers.done():
         answers.wait(0.1)  # short waits, so that Stop can interrupt
     return Verdict(**answers.get()[0])
 
 
-def _judge_for_notebook(name: str) -> dict:
+def _verdict_for_notebook(name: str) -> dict:
     return asdict(judge_on_this_rank(name))
 
 

@@ -31,8 +31,7 @@ def install(shell: InteractiveShell, engines: EngineSet) -> None:
     inspect_here = kernel.do_inspect
 
     def do_inspect(code, cursor_pos, detail_level=0, omit_sections=()):
-        number = code.count("\n", 0, cursor_pos)
-        if _for_ranks(code, number) is not None:
+        if _for_ranks(code, code.count("\n", 0, cursor_pos)) is not None:
             found = _ask(on_ranks.inspect, token_at_cursor(code, cursor_pos), detail_level)
             if found is not None:
                 return {"status": "ok", "data": found, "metadata": {}, "found": bool(found)}
@@ -70,8 +69,7 @@ def _for_ranks(cell: str, number: int) -> int | None:
     lines = cell.split("\n")
     if number and lines[0].startswith("%%px"):
         return 0
-    line = lines[number]
-    return line.index("%px ") + 4 if line.lstrip().startswith("%px ") else None
+    return lines[number].index("%px ") + 4 if lines[number].lstrip().startswith("%px ") else None
 
 
 def _ask(question, *arguments):

@@ -156,7 +156,9 @@ def engines(n: int | None = None, restart: bool = False, profile: str | Path | N
         runs = record.keeper() and note.get("connection")  # without a connection, the start was not completed
         suits = runs and not restart and ranks in (None, note["ranks"])
         # Keep ranks that already belong to this notebook and answer: names on them stay.
-        if not (suits and _current and record.is_owned_here() and _answers(_current)):
+        if suits and _current and record.is_owned_here() and _answers(_current):
+            print("The ranks still run, and keep their variables. lab.last() shows output that a closed page missed.")
+        else:
             if _current:
                 _current.close()
             engine_set = _take_over(record) if suits else None
@@ -174,7 +176,9 @@ def _take_over(record) -> EngineSet | None:
     holder = None if record.is_owned_here() else record.read("holder.json").get("notebook")
     record.attach(workshop.notebook_name())
     engine_set = _connect(record)
-    if engine_set and holder:
+    if engine_set and holder == workshop.notebook_name():
+        print("The ranks of this notebook still run. The variables on them are deleted.")
+    elif engine_set and holder:
         print(f"These {engine_set.size} ranks were running for {holder}: this notebook takes them over.")
         print("The variables on them are deleted. To switch back, run lab.engines() in the other notebook.")
     return engine_set
@@ -263,12 +267,11 @@ def _connect(record, say=lambda how_far: None) -> EngineSet | None:
     say("they join one world")
     engine_set = EngineSet(record, client)
     rows = _join_world(engine_set, record, note)
-    if rows is None:
-        engine_set.close()
-        return None
-    sizes = {row["size"] for row in rows}
+    sizes = {row["size"] for row in rows or ()}
     if sizes != {note["ranks"]}:
         engine_set.close()
+        if rows is None:
+            return None
         raise DtlibError(
             f"{note['ranks']} engines started, but they form MPI worlds of {sorted(sizes)} ranks, because mpiexec and "
             "mpi4py use different MPI libraries: run `dtlib doctor`."

@@ -12,6 +12,7 @@ from dtlib.lab.engines.cell_errors import NAME, did_you_mean, names
 from dtlib.lab.engines.extension import load_ipython_extension
 from dtlib.lab.engines.live_view import ranks_in_words
 from dtlib.lab.foreign import EngineSet
+from dtlib.world import after_reset
 
 
 def install(engines: EngineSet) -> None:
@@ -59,8 +60,7 @@ class RankMagics(ParallelMagics):
         self._refuse_await(cell)
         if cell.strip() == "dtlib.reset()":
             cell = "dtlib.reset();"  # the semicolon hides each rank's World
-        block = self.view.block if block is None else block
-        if not block:
+        if not (self.view.block if block is None else block):
             return super().parallel_execute(cell, block=False, save_name=save_name)
         # A reset from the panel's thread waits for this lock.
         with self.engines.turn:
@@ -83,13 +83,20 @@ def _explain_local_name_error(engines, shell, kind, value, trace, tb_offset=None
     lines = shell.InteractiveTB.structured_traceback(kind, value, trace, tb_offset=tb_offset)
     if match := NAME.search(str(value)):
         name = match.group(1)
+        cure = did_you_mean(name, shell.user_ns)
         if _ranks_know(engines, name):
             cure = f"`{name}` is defined on the ranks but not in the notebook: start the cell with %%px."
-        else:
-            cure = did_you_mean(name, shell.user_ns)
         lines += [cure] * bool(cure)
     shell._showtraceback(kind, value, lines)
     return lines
+
+
+def _refuse_reset() -> None:
+    """Raise after ``dtlib.reset()`` in a cell without %px: it has no effect on the ranks."""
+    raise DtlibError("This resets the notebook, which is no rank. To reset the ranks, type %px dtlib.reset().")
+
+
+after_reset.append(_refuse_reset)
 
 
 def _ranks_know(engines, name: str) -> bool:

@@ -1,17 +1,29 @@
 """Lesson 00: check of the sum over all ranks, on every rank."""
 
+from weakref import WeakKeyDictionary
+
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
+
+# Communicator -> the value at its last check, and its numbers of collectives before that value and at the check.
+_checked: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def observe_total(total, comm):
-    """Return ``total`` and the number of collectives that this rank has called on the world's communicator.
-
-    ``total`` is an integer, or text if it is no whole number. The number of collectives is None if they are not
-    counted. It shows whether ranks have communicated, because a learner may have typed the right sum.
-    """
+    """Return ``total``, an integer or else a text, and ``collectives_for`` it on the world's communicator."""
     from dtlib.world import init
 
-    return _value_of(total), getattr(init().comm, "collective_count", None)
+    return _value_of(total), collectives_for(_value_of(total), init().comm)
+
+
+def collectives_for(value, comm) -> int | None:
+    """Return the number of collectives of ``comm`` since the last check of another value; None if it does not count.
+
+    It shows whether ranks have communicated for this value, because a learner may have typed the right sum.
+    """
+    count = getattr(comm, "collective_count", None)
+    checked, before, at_check = _checked.get(comm, (value, 0, 0))
+    _checked[comm] = value, before if value == checked else at_check, count
+    return count and count - _checked[comm][1]
 
 
 def _value_of(total):

@@ -256,3 +256,5 @@ lab.quiz("00")
 # **If something hangs:** press Stop (the square above), then run `%px dtlib.reset()`. If that does not help:
 # `lab.engines(restart=True)`, then run the cells from the top, because all names on the ranks are gone. `lab.panel()`
 # opens a panel on the right that shows what each rank does, with a Reset button.
+#
+# **If the page was closed while a cell ran:** the cell continues. `lab.last()` shows the outputs that the page has missed.

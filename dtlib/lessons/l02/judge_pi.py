@@ -40,8 +40,7 @@ def observe_estimate(estimate_pi, comm):
 
     The numbers include one with a remainder, numbers below the number of ranks, and a large one.
     """
-    few = (max(1, comm.size - 1), 1)
-    sizes = (1000 * comm.size, 1000 * comm.size + comm.size - 1, *few, MANY * comm.size)
+    sizes = (1000 * comm.size, 1000 * comm.size + comm.size - 1, max(1, comm.size - 1), 1, MANY * comm.size)
     return [_observed(estimate_pi, points, comm) for points in sizes]
 
 

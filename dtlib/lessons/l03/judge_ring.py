@@ -52,6 +52,9 @@ def _judge_errors(cases) -> None:
     wrong("other-chunk", "more arrived" in got, "messages of the size of the receiving chunk", got,
           "Two ranks expect different chunks. Which chunk does the left neighbour send in this step?",
           "In every step of both halves each rank sends one chunk to the right and receives one from the left.")
+    wrong("truncated", "TRUNCATE" in got, "messages of the type and length of the array that receives them", got,
+          "MPI has received more bytes than the array can hold. Do type and length of both sides agree?",
+          "np.empty_like(chunk) has the type and the length of the chunk.")
     wrong("remainder", length not in (lengths(len(cases))[0], lengths(len(cases))[-1]) and not waited,
           f"no error with {length} elements on {len(cases)} ranks", got,
           "Lengths that divide by the number of ranks work. Cut other lengths into unequal chunks.",

@@ -29,8 +29,7 @@ def _judge_beginning(cases) -> None:
         for name, expected in truth.items():
             if case["begins"][name] == expected:
                 continue
-            what = f"{name} of the {case['model']} net: rank 0's values on every rank"
-            wrong = rows(rank, what)
+            wrong = rows(rank, f"{name} of the {case['model']} net: rank 0's values on every rank")
             wrong("buffers-not-broadcast", name in ("shift",
                                                     "scale"), "other values: a buffer that differs on this rank",
                   "The output also depends on buffers. Are they equal on all ranks? state_dict() omits some.",
@@ -180,8 +179,7 @@ def _judge_weights(cases, rank, where, ratio, everywhere) -> None:
         for n in {n for _, n in everywhere}
     }
     counts = ", ".join(f"{case['samples']}" for case in cases)
-    expected = f"{where}: the mean over all samples (the ranks have {counts})"
-    wrong = rows(rank, expected)
+    wrong = rows(rank, f"{where}: the mean over all samples (the ranks have {counts})")
     wrong("unweighted", all(_close(cases[r]["gradients"][n], mean[n]) for r, n in everywhere),
           "the mean over ranks: each rank has the same weight, with few or many samples",
           "One rank has one sample, another has five. Should their gradients have the same weight?",

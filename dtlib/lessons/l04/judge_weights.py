@@ -84,8 +84,7 @@ def judge(observations) -> None:
 
 def _judge_weights(kind, counts, got, right, where) -> None:
     size, total = len(counts), sum(counts)
-    expected = f"the mean losses of {where} with weights {_words(right)}"
-    wrong = rows(None, expected, f"weights {_words(got)}")
+    wrong = rows(None, f"the mean losses of {where} with weights {_words(right)}", f"weights {_words(got)}")
     mean = total // size
     wrong("whole-number-mean", kind == "short" and mean and _same(got, [count / mean for count in counts]),
           "The mean number of images per rank may be a fraction. Does your code use // or int()?",

@@ -13,10 +13,9 @@ def judge_adam(observations) -> None:
         _judge_steps(cases)
     if len(observations) == 1:
         return
-    for cases in zip(*observations, strict=True):
-        _judge_sent(cases)
-    for cases in zip(*observations, strict=True):
-        _judge_held(cases)
+    for judge_cost in (_judge_held, _judge_sent):  # an answer with all states may send more bytes because of that
+        for cases in zip(*observations, strict=True):
+            judge_cost(cases)
 
 
 def judge_errors(cases) -> None:

@@ -147,8 +147,7 @@ def _judge_memory(case, rank: int, ranks: int) -> None:
 def _judge_gathering(case, rank: int, ranks: int) -> None:
     wanted = (ranks - 1) * length_of(_count(case["kind"]), ranks) * NUMBER
     for call, sent in enumerate(case["sent"]):
-        what = f"{wanted} bytes sent in call {call + 1}: each shard to the other ranks"
-        wrong = rows(rank, what)
+        wrong = rows(rank, f"{wanted} bytes sent in call {call + 1}: each shard to the other ranks")
         wrong("too-many-bytes", sent > wanted + SPARE, f"{sent} bytes",
               f"The values are right, but you send {sent / max(1, wanted):.1f} times the bytes. How often do you "
               "gather?", "One comm.all_gather(whole, own) in each call is enough, for weight and bias together.")

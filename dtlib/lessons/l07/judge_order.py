@@ -76,8 +76,7 @@ def judge_in_flight(cases) -> None:
     for rank, case in cases.items():
         most = min(size - rank, case["M"])
         peak = peak_activations([[Action(rank, *action) for action in actions_of(case)]])[0]
-        expected = f"at most {most} micro-batches in flight on rank {rank} of {size}"
-        wrong = rows(rank, expected)
+        wrong = rows(rank, f"at most {most} micro-batches in flight on rank {rank} of {size}")
         wrong("too-many-activations", peak > most, f"{peak}: {words_of(case)}",
               "The values are right. But when does the first backward pass start?",
               "First comm.size - comm.rank - 1 forward passes; then one forward, one backward in turn; then the rest.")

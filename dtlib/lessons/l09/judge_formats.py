@@ -53,8 +53,7 @@ def judge_cost(observations) -> None:
         )
         for form, got in of_forms:
             wanted = cost(form, *budget)
-            expected = f"{wanted:.6g} s for {form}: {case}"
-            wrong = rows(None, expected)
+            wrong = rows(None, f"{wanted:.6g} s for {form}: {case}")
             wrong("type", isinstance(got, str), got, "Return a number of seconds.", f"return {FORMULA}")
             if math.isclose(got, wanted, rel_tol=1e-9):
                 continue

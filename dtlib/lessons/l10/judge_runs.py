@@ -16,7 +16,7 @@ def observe_config(config, comm):
     from dtlib.training import config as configuration
 
     try:
-        read = configuration.read(config, comm.size, rank=1)
+        read = configuration.read(config, comm.size)
     except DtlibError as problem:
         return {"refused": str(problem)}
     scheme = "mixed_adam" if read.bf16.enabled or read.fp16.enabled else "adam"

@@ -107,8 +107,7 @@ def judge_merge(observations) -> None:
         for what, ((a, lse), (b, block_lse)) in pairs(rank).items():
             (out, total), right = seen[what], torch.logaddexp(lse, block_lse)
             w, v = ((each - right).exp()[:, None] for each in (lse, block_lse))
-            expected = f"{what}: the average over the keys of both"
-            wrong = rows(rank, expected)
+            wrong = rows(rank, f"{what}: the average over the keys of both")
             if not (out.isfinite().all() and total.isfinite().all()):
                 first = what == "the first block"
                 wrong("no-number-at-first" if first else "overflow", True, "no number",

@@ -42,7 +42,7 @@ class ContextParallel(nn.Module):
             Its inputs are (batch, heads, tokens, width), causal or not. The query heads are a multiple of the key
             heads.
         comm: the ranks that share each sequence; all of them have the same parameters.
-        order: ``zigzag``, ``contiguous`` or ``striped`` (order.py).
+        order: ``zigzag`` or ``contiguous`` (order.py).
         method: ``ring`` or ``ulysses``.
         overlap: with ``ring``, send keys and values while computing.
 

@@ -1,9 +1,8 @@
-"""Three orders that assign the tokens of a sequence of any length to ranks.
+"""Two orders that assign the tokens of a sequence of any length to ranks.
 
     12 tokens on 3 ranks     rank 0             rank 1             rank 2             causal work
     contiguous               0 1 2 3            4 5 6 7            8 9 10 11          most on the last rank
     zigzag                   0 1 10 11          2 3 8 9            4 5 6 7            equal
-    striped                  0 3 6 9            1 4 7 10           2 5 8 11           about equal, half of each block
 
 If the length is not divisible, chunks differ by one token.
 """
@@ -12,13 +11,11 @@ import torch
 
 from dtlib.errors import DtlibError
 
-ORDERS = ("contiguous", "zigzag", "striped")
+ORDERS = ("contiguous", "zigzag")
 
 
 def positions_of(rank: int, ranks: int, length: int, order: str) -> torch.Tensor:
     """Return the positions of this rank's tokens in a sequence of ``length``, ascending; int64."""
-    if order == "striped":
-        return torch.arange(length)[rank::ranks]
     if order == "contiguous":
         return torch.arange(length * rank // ranks, length * (rank + 1) // ranks)
     if order != "zigzag":

@@ -119,6 +119,6 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None =
     return RingAttention.apply(q, k, v, group or dist.group.WORLD, causal, order)
 
 
-# The full class (module.py, attention.py) adds: grouped-query heads, slices of different lengths, a striped order, 16
+# The full class (module.py, attention.py) adds: grouped-query heads, slices of different lengths, 16
 # bits with float32 statistics, recomputation, splitting and gathering of sequences, and torch's attention in any
 # module. Where dtlib is installed, checks.py checks the contract above. This file imports only torch.

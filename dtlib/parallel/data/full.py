@@ -33,14 +33,12 @@ class DataParallel(nn.Module):
             ``dtlib.init()``.
         bucket_cap_mb: maximum size of a bucket in MiB; the first bucket is at most 1 MiB. Default: the size of the
             largest parameter, but at least 4 and at most 25.
-        broadcast_buffers: broadcast rank 0's buffers before the first forward pass of each training step.
         progress: how pending messages progress. With ``"inline"``, backward hooks poll: best if computing keeps all
             cores busy. With ``"thread"``, a thread polls: best if cores are idle (an accelerator, a slow network). The
             default depends on the parameters' device.
         algorithm: the ``all_reduce`` algorithm. Default: chosen by message size.
-        device_ids, output_device: accepted for compatibility with torch; must name the module's current device.
-        find_unused_parameters, gradient_as_bucket_view: accepted for compatibility with torch and ignored; this class
-            always behaves as if both were True.
+
+    Rank 0's buffers are broadcast before the first forward pass of each training step.
 
     If batch sizes differ between ranks, set ``model.batch_size = len(x)`` on all ranks before the step. Gradients are
     then weighted by the batch size: a mean over samples, not over ranks. A parameter that no rank has used keeps
@@ -57,17 +55,13 @@ class DataParallel(nn.Module):
     """
 
     def __init__(self, module: nn.Module, comm: AnyCommunicator | None = None, bucket_cap_mb: float | None = None,
-                 broadcast_buffers: bool = True, progress: str | None = None, algorithm: str | None = None,
-                 device_ids: list | None = None, output_device: torch.device | int | str | None = None,
-                 find_unused_parameters: bool = True, gradient_as_bucket_view: bool = True):  # fmt: skip
+                 progress: str | None = None, algorithm: str | None = None):  # fmt: skip
         super().__init__()
         for hook in _hooks.pop(module, ()):  # hooks of an earlier wrapper of this module
             hook.remove()
         self.module = module
-        _check_devices(module, [*(device_ids or []), *([] if output_device is None else [output_device])])
         self.comm = as_communicator(init().comm if comm is None else comm)
         self.batch_size: int | None = None
-        self.broadcast_buffers = broadcast_buffers
         named = {name: p for name, p in module.named_parameters() if p.requires_grad and not self._is_an_experts(p)}
         _check_parameters(named, dict(module.named_modules()), self.comm, bucket_cap_mb)
         names = {parameter: name for name, parameter in named.items()}
@@ -108,8 +102,7 @@ class DataParallel(nn.Module):
             self.forwards += 1
             if self._join is not None:
                 self._join = self._announce(True)
-            if self.broadcast_buffers:
-                self._root_buffers.broadcast(0 if self._join is None else _last_with_a_batch(self._join))
+            self._root_buffers.broadcast(0 if self._join is None else _last_with_a_batch(self._join))
         return self.module(*args, **kwargs)
 
     def _is_an_experts(self, parameter) -> bool:
@@ -186,9 +179,8 @@ class DataParallel(nn.Module):
 
     def _shadow(self) -> None:
         """Run all collectives of one training step with zero gradients."""
-        if self.broadcast_buffers:
-            assert self._join is not None
-            self._root_buffers.broadcast(_last_with_a_batch(self._join))
+        assert self._join is not None
+        self._root_buffers.broadcast(_last_with_a_batch(self._join))
         for parameter in self._trained:
             parameter.grad = None
         self._reducer.check()
@@ -213,18 +205,6 @@ _hooks: WeakKeyDictionary = WeakKeyDictionary()  # for each wrapped module, the 
 def _last_with_a_batch(flags: list[int]) -> int:
     """Return the highest rank that has a batch, whose buffers all ranks receive, as in torch."""
     return max(rank for rank, has_batch in enumerate(flags) if has_batch)
-
-
-def _check_devices(module, asked) -> None:
-    has = {parameter.device for parameter in module.parameters()}
-    for given in asked:
-        device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
-        if {device} != has and not {device.type} == {one.type for one in has} == {"cpu"}:
-            places = ", ".join(sorted(map(str, has)))
-            raise DtlibError(
-                f"DataParallel got the device {given!r}, but this rank's module is on {places}: first move it with "
-                "module.to(device), or leave device_ids and output_device out."
-            )
 
 
 def _check_parameters(named: dict, modules, comm, bucket_cap_mb) -> None:

@@ -114,5 +114,6 @@ class DataParallelBuckets(DataParallelHooks):
 
 # DataParallel in full.py adds: unused parameters, gradient accumulation with no_sync(), batches of different sizes,
 # ranks that run out of batches (join), several dtypes, a thread that polls messages if cores are idle, and a small
-# first bucket. Its hooks are in gradients/reducer.py and its bucket memory in gradients/buckets.py. Where dtlib
-# is installed, checks.py checks the contracts above. This file imports only torch.
+# first bucket. It divides before it sends. Its hooks are in gradients/reducer.py and its bucket memory in
+# gradients/buckets.py. Where dtlib is installed, checks.py wraps these methods and checks the contracts above. This
+# file imports only torch. docs/explanation/how_a_gradient_travels.md follows one gradient from here to MPI.

@@ -6,6 +6,6 @@ of experts.
 """
 
 from dtlib.parallel.expert import checks  # noqa: F401  # installs the checks of plain.py on import
-from dtlib.parallel.expert.layer import MixtureOfExperts, clip_grad_norm_, load_whole_state_dict, whole_state_dict
+from dtlib.parallel.expert.layer import MixtureOfExperts, clip_grad_norm_, whole_state_dict
 
-__all__ = ["MixtureOfExperts", "clip_grad_norm_", "load_whole_state_dict", "whole_state_dict"]
+__all__ = ["MixtureOfExperts", "clip_grad_norm_", "whole_state_dict"]

@@ -2,8 +2,8 @@
 
 Ranks may have different numbers of tokens, and padding tokens, which use no expert capacity. The auxiliary losses are
 means over the tokens of all ranks without padding: ``balance``, and ``z_loss``, which keeps logits small (B. Zoph et
-al., "ST-MoE", arXiv:2202.08906, section 3). Capacity, balance and jitter: W. Fedus et al., "Switch transformers",
-arXiv:2101.03961. Shared experts for all tokens: D. Dai et al., "DeepSeekMoE", arXiv:2401.06066.
+al., "ST-MoE", arXiv:2202.08906, section 3). Capacity and balance: W. Fedus et al., "Switch transformers",
+arXiv:2101.03961.
 """
 
 import math
@@ -39,16 +39,14 @@ class MixtureOfExperts(nn.Module):
             beyond that are dropped, second choices first. None: all tokens are accepted.
         data: the ranks with copies of the same experts. The experts' gradients are averaged over these ranks when the
             backward pass has computed them.
-        shared: a module for all tokens, whose output is added; its parameters are equal on all ranks.
-        jitter: in training, the gate's inputs are multiplied by random numbers from 1 - jitter to 1 + jitter.
 
     After a forward pass, ``balance`` (1 if all experts receive the same number of tokens) and ``z_loss`` are this
     rank's parts of means over the tokens of all ranks. Add them to the loss; its gradients are averaged over ranks.
     ``choices`` is the number of choices per expert on all ranks. ``dropped`` is the number of this rank's choices that
     were dropped.
 
-    ``state_dict()`` names experts by their numbers. ``whole_state_dict`` contains all experts, and
-    ``load_whole_state_dict`` loads this rank's experts from it, on any number of ranks.
+    ``state_dict()`` names experts by their numbers, and ``whole_state_dict`` contains all experts.
+    dtlib.checkpoint loads them on any number of ranks.
 
     Raises:
         DtlibError: on every rank, if arguments differ between ranks or are invalid.
@@ -57,12 +55,11 @@ class MixtureOfExperts(nn.Module):
     communicates_in_forward = True  # read by code that lets ranks stop early, such as DataParallel.join
 
     def __init__(self, width: int, experts: Iterable[nn.Module], comm: AnyCommunicator, top: int = 1,
-                 capacity: float | None = None, data: AnyCommunicator | None = None, shared: nn.Module | None = None,
-                 jitter: float = 0.0):  # fmt: skip
+                 capacity: float | None = None, data: AnyCommunicator | None = None):  # fmt: skip
         super().__init__()
         self.comm, self.data = as_communicator(comm), None if data is None else as_communicator(data)
         experts = list(experts)
-        self.top, self.capacity, self.jitter, self.count = top, capacity, jitter, len(experts) * self.comm.size
+        self.top, self.capacity, self.count = top, capacity, len(experts) * self.comm.size
         shapes = tuple((name, tuple(p.shape)) for e in experts for name, p in e.named_parameters())
         self._check(width, shapes, len(experts))
         if any(info_of(parameter).experts for expert in experts for parameter in expert.parameters()):
@@ -72,10 +69,9 @@ class MixtureOfExperts(nn.Module):
             )
         first = self.comm.rank * len(experts)
         self.experts = nn.ModuleDict({str(first + number): expert for number, expert in enumerate(experts)})
-        self.gate, self.shared = nn.Linear(width, self.count, bias=False), shared
+        self.gate = nn.Linear(width, self.count, bias=False)
         for comm in filter(None, (self.comm, self.data)):
-            for parameter in [*self.gate.parameters(), *(shared.parameters() if shared else ())]:
-                comm.broadcast(parameter.data)
+            comm.broadcast(self.gate.weight.data)
         for parameter in self.experts.parameters():
             copy = (self.data.rank if self.data else 0) if self.comm.size > 1 or self.data is not None else None
             # A checkpoint saves only the first copy of an expert.
@@ -89,19 +85,17 @@ class MixtureOfExperts(nn.Module):
                     parameter.register_post_accumulate_grad_hook(self._average)
 
     def _check(self, width, shapes, here) -> None:
-        asked = self.comm.all_gather_object((width, shapes, self.top, self.capacity, self.jitter))
+        asked = self.comm.all_gather_object((width, shapes, self.top, self.capacity))
         for rank, others in enumerate(asked):
             if others != asked[0]:
                 raise DtlibError(
-                    f"MixtureOfExperts: (width, experts, top, capacity, jitter) is {asked[0]} on rank 0 and {others} "
+                    f"MixtureOfExperts: (width, experts, top, capacity) is {asked[0]} on rank 0 and {others} "
                     f"on rank {rank}: pass the same on all ranks."
                 )
         if here < 1 or not 1 <= self.top <= min(2, self.count):
             raise DtlibError(f"MixtureOfExperts(top={self.top}) of {self.count} experts: top is 1, or 2 of 2 or more.")
         if self.capacity is not None and not self.capacity > 0:
             raise DtlibError(f"MixtureOfExperts(capacity={self.capacity}): a number above 0, or None for all tokens.")
-        if not 0 <= self.jitter < 1:
-            raise DtlibError(f"MixtureOfExperts(jitter={self.jitter}): pass a number from 0 on, below 1.")
 
     def _average(self, parameter) -> None:
         assert self.data is not None
@@ -134,14 +128,9 @@ class MixtureOfExperts(nn.Module):
             token, weight, counts = token[place < places], weight[place < places], counts.clamp(max=places)
         self.dropped = len(expert) - len(token)
         back = self._through_experts(tokens[token], counts) * weight[:, None].to(x.dtype)
-        out = torch.zeros_like(tokens).index_add(0, token, back)
-        if self.shared is not None:
-            out = out + self.shared(tokens) * counting[:, None]
-        return out.view_as(x)
+        return torch.zeros_like(tokens).index_add(0, token, back).view_as(x)
 
     def _logits(self, tokens):
-        if self.training and self.jitter:
-            tokens = tokens * torch.empty_like(tokens).uniform_(1 - self.jitter, 1 + self.jitter)
         # Compute the gate in float32, because a 16-bit softmax could choose other experts.
         wide = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):
@@ -209,30 +198,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, comm: AnyCommunicator) ->
 def whole_state_dict(model: nn.Module, comm: AnyCommunicator) -> dict[str, torch.Tensor]:
     """Return ``model.state_dict()`` with the experts of all ranks of ``comm``, the expert axis, on every rank.
 
-    All ranks call it. Save it on one rank; ``load_whole_state_dict`` loads it on any number of ranks.
+    All ranks call it.
     """
     ours = {name for name, parameter in model.named_parameters() if info_of(parameter).experts}
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     experts = as_communicator(comm).all_gather_object({name: state[name] for name in state if name in ours})
     return state | {name: value for one in experts for name, value in one.items()}
-
-
-def load_whole_state_dict(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Load this rank's experts and all parameters that every rank has from the result of ``whole_state_dict``.
-
-    Raises:
-        DtlibError: if the state lacks a parameter, or has another number of experts than the model.
-    """
-    own = model.state_dict()
-    if missing := sorted(own.keys() - state.keys()):
-        raise DtlibError(f"load_whole_state_dict: the state lacks {missing[0]}: pass the result of whole_state_dict.")
-    for path, module in model.named_modules():
-        if isinstance(module, MixtureOfExperts):
-            prefix = f"{path}.experts.".removeprefix(".")
-            found = {int(name[len(prefix) :].split(".")[0]) for name in state if name.startswith(prefix)}
-            if len(found) != module.count:
-                raise DtlibError(
-                    f"load_whole_state_dict: the state has {len(found)} experts of {path or 'the model'}, but the "
-                    f"model has {module.count}: use the same number of experts."
-                )
-    model.load_state_dict({name: state[name] for name in own})

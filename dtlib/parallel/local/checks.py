@@ -3,6 +3,7 @@
 With these checks, ``group`` may also be a dtlib communicator.
 """
 
+from torch import nn
 from torch.optim import Optimizer
 
 from dtlib.comm import AnyCommunicator
@@ -20,24 +21,22 @@ def _construct(plainly, self, group: AnyCommunicator | None, model, optimizer, s
         raise DtlibError(f"{who}(sync_every={sync_every!r}): pass the number of steps per round, 1 or more.")
     if len({parameter.dtype for parameter in named.values()}) != 1 or any(True for _ in model.buffers()):
         raise DtlibError(f"{who}: use a model of one dtype without buffers, or the full class.")
-    check_optimizer(self, model, optimizer)
+    check_optimizer(who, model, optimizer)
     plainly(self, group, model, optimizer, sync_every)
 
 
 def _construct_outer(plainly, self, group, model, inner_optimizer, outer_optimizer, sync_every):
-    check_optimizer(self, model, outer_optimizer)
+    check_optimizer(type(self).__name__, model, outer_optimizer)
     plainly(self, group, model, inner_optimizer, outer_optimizer, sync_every)
 
 
-def check_optimizer(local: LocalSGD, model: object, optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose parameters are not exactly the trained parameters of the model."""
+def check_optimizer(who: str, model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that lacks trained parameters of the model, or has parameters of another model."""
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}  # type: ignore[attr-defined]
-    if known != trained:
-        raise DtlibError(
-            f"{type(local).__name__}: an optimizer has {len(known)} parameters, but the model trains {len(trained)}: "
-            "give it all of them."
-        )
+    missing = [name for name, one in model.named_parameters() if one.requires_grad and one not in known]
+    if missing or known - set(model.parameters()):
+        what = f"lacks {missing[0]}" if missing else "has parameters of another model"
+        raise DtlibError(f"{who}: {type(optimizer).__name__} {what}: give it all trained parameters of this model.")
 
 
 around(LocalSGD, "__init__", _construct)

@@ -82,6 +82,5 @@ class DiLoCo(LocalSGD):
             parameter.grad = None
 
 
-# LocalSGD and DiLoCo in full.py add: model fragments that are sent in turn while the next steps are computed, ranks
-# that die between two rounds, checkpoints, buffers, and several dtypes. Where dtlib is installed, checks.py checks
-# the contract above. This file imports only torch.
+# LocalSGD and DiLoCo in full.py add: checkpoints, buffers, several dtypes, and a last message after a partial round.
+# Where dtlib is installed, checks.py checks the contract above. This file imports only torch.

@@ -83,37 +83,26 @@ class Replicator:
 
     # Inside step_fn
 
-    def map_reduce(self, value: torch.Tensor | Callable, op: str = "sum") -> torch.Tensor:
+    def map_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Combine one tensor of every replica element by element; gradients flow back to every replica.
 
-        Args:
-            value: this replica's tensor, or a function that returns it: ``value(replica_id)``.
-            op: ``sum``, ``mean``, ``max`` or ``min``.
-
-        A function can divide work: ``lambda replica_id: total(items[replica_id::replicator.replicas])``.
+        ``op`` is ``sum`` or ``mean``.
         """
-        tensor = self._mapped(value, "map_reduce")
+        _check_tensor(tensor, "map_reduce")
         if op not in MAP_REDUCE_OPS:
             raise DtlibError(f"map_reduce has no op {op!r}: choose one of {', '.join(MAP_REDUCE_OPS)}.")
         # Raise the same errors as with processes for tensors that cannot be combined.
         types.combiner(tensor, op, "map_reduce")
         return exchanged(tensor, f"all_reduce {op}", self._exchange)
 
-    def map_gather(self, value: torch.Tensor | Callable) -> torch.Tensor:
+    def map_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate every replica's tensor along the first axis; numbers become a vector.
 
-        ``value`` is as in ``map_reduce`` and has the same shape on all replicas. Gradients flow back to every replica.
+        ``tensor`` has the same shape on all replicas. Gradients flow back to every replica.
         """
-        tensor = self._mapped(value, "map_gather")
+        _check_tensor(tensor, "map_gather")
         types.check_name(types.dtype_name(tensor.dtype), "map_gather")
         return exchanged(tensor, "all_gather", self._exchange)
-
-    def _mapped(self, value, name):
-        if callable(value) and not isinstance(value, torch.Tensor):
-            value = value(self.replica_id)
-        if not isinstance(value, torch.Tensor):
-            raise DtlibError(f"{name} takes a tensor, or a function of replica_id, and got {type(value).__name__}.")
-        return value
 
     # Running
 
@@ -123,8 +112,8 @@ class Replicator:
         Args:
             step_fn: ``step_fn(inputs)`` is the step of one replica. It returns None, a tensor, or tuples, lists and
                 dictionaries of tensors. With in-graph replication, it is captured once per replica in each step.
-            input_fn: ``input_fn(replica_id)`` returns an iterable of inputs for that replica, or a function that
-                returns the next inputs. Inputs are tensors, or tuples, lists and dictionaries of tensors.
+            input_fn: ``input_fn(replica_id)`` returns an iterable of inputs for that replica. Inputs are tensors, or
+                tuples, lists and dictionaries of tensors.
             steps: number of steps. Default: until the first replica has no more inputs.
 
         Returns:
@@ -134,7 +123,7 @@ class Replicator:
             DtlibError: if inputs end before ``steps``, and for a line that cannot be captured.
         """
         here = [self.replica_id] if self.comm else range(self.replicas)
-        sources = [_inputs_of(input_fn, replica) for replica in here]
+        sources = [iter(input_fn(replica)) for replica in here]
         results: list[list] = []
         while steps is None or len(results) < steps:
             inputs = self._next_inputs(sources, steps, len(results))
@@ -217,9 +206,9 @@ class Replicator:
         return stacked.unflatten(0, (len(column) // self.replicas, self.replicas))
 
 
-def _inputs_of(input_fn, replica):
-    given = input_fn(replica)
-    return iter(given, object()) if callable(given) else iter(given)
+def _check_tensor(tensor, name: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise DtlibError(f"{name} takes a tensor, and got {type(tensor).__name__}: use torch.tensor().")
 
 
 def _copied(leaf):

@@ -17,7 +17,7 @@ from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import with_gradient
 
-MAP_REDUCE_OPS = ("sum", "mean", "max", "min")
+MAP_REDUCE_OPS = ("sum", "mean")
 GRADIENT = {
     "all_reduce sum": "all_reduce sum",
     "all_reduce mean": "all_reduce mean",
@@ -52,7 +52,7 @@ def among_all(tensors: list[Tensor], kind: str) -> list[Tensor]:
     if name == "reduce_scatter":
         return [chunk.clone() for chunk in stacked.sum(0).chunk(len(tensors))]
     if name == "all_reduce":
-        result: Tensor = getattr(torch, {"max": "amax", "min": "amin"}.get(op, op))(stacked, 0).to(stacked.dtype)
+        result = (stacked.mean(0) if op == "mean" else stacked.sum(0)).to(stacked.dtype)
     else:
         result = stacked.flatten(0, 1) if stacked.dim() > 1 else stacked
     return [result.clone() for _ in tensors]
@@ -60,22 +60,12 @@ def among_all(tensors: list[Tensor], kind: str) -> list[Tensor]:
 
 def exchanged(tensor: Tensor, kind: str, exchange: Exchange) -> Tensor:
     """Return ``exchange(tensor, kind)``, with gradients that flow back to every replica."""
-    shape, saved = tensor.shape, []
-
-    def forward(tensor):
-        result = exchange(tensor, kind)
-        if kind not in GRADIENT:
-            saved.append(tensor == result)
-        return result
+    shape = tensor.shape
 
     def backward(gradient):
-        if kind in GRADIENT:
-            return exchanged(gradient, GRADIENT[kind], exchange).reshape(shape)
-        # For max and min, all elements that equal the result share the gradient in equal parts.
-        holds = saved[0].to(gradient.dtype)
-        return holds / exchanged(holds, "all_reduce sum", exchange) * exchanged(gradient, "all_reduce sum", exchange)
+        return exchanged(gradient, GRADIENT[kind], exchange).reshape(shape)
 
-    return with_gradient(tensor, forward, backward)
+    return with_gradient(tensor, lambda tensor: exchange(tensor, kind), backward)
 
 
 def _shape_after(tensor, kind: str, replicas: int) -> tuple:

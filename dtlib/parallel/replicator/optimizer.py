@@ -3,6 +3,7 @@
 import torch
 
 from dtlib.errors import DtlibError
+from dtlib.gradients.reducer import check_dense
 from dtlib.parallel.replicator.exchange import APPLY, Exchange, exchanged
 
 
@@ -82,9 +83,5 @@ class ReplicatedOptimizer:
 
 
 def _flat(gradient, parameter):
-    if gradient is None:
-        return torch.zeros_like(parameter).flatten()
-    if gradient.layout != torch.strided:
-        shape = tuple(parameter.shape)
-        raise DtlibError(f"The gradient of a parameter of shape {shape} is sparse: build it with sparse=False.")
-    return gradient.flatten()
+    check_dense(gradient)
+    return (torch.zeros_like(parameter) if gradient is None else gradient).flatten()

@@ -21,7 +21,6 @@ S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion para
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import overload
 
 import torch
 from torch import nn, optim
@@ -37,9 +36,6 @@ from dtlib.gradients.same_model import check_same_model
 from dtlib.parallel.zero.argument_checks import check_arguments
 from dtlib.parallel.zero.sharded_bucket import ShardedBucket, WholeGradients, names_of
 from dtlib.world import init
-
-MASTER = "master"  # state key of the float32 master weights of a 16-bit parameter
-COUNTERS = ("step", "eta", "mu", "mu_product")  # states with one number per parameter, never sharded
 
 
 class ZeroOptimizer(optim.Optimizer):
@@ -100,7 +96,6 @@ class ZeroOptimizer(optim.Optimizer):
         self._names: dict[nn.Parameter, str] = {}
         self._shard_of: dict[nn.Parameter, tuple] = {}
         self._reduced = False  # True if gradients are averaged and step() can skip that
-        self._whole_state: dict | None = None
         self.masters = MasterWeights([])
         # The base class needs default settings, so take those of an optimizer with a dummy parameter.
         super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
@@ -109,14 +104,10 @@ class ZeroOptimizer(optim.Optimizer):
         self._connect()
 
     def add_param_group(self, param_group: dict) -> None:
-        """Train more parameters. All ranks call this after ``step()`` and before the next backward pass."""
-        is_made = hasattr(self, "optim")  # False if the base class's constructor adds the group
-        if is_made and self._has_pending_gradients():
-            raise DtlibError("A group cannot be added while gradients are pending: call step() or zero_grad() first.")
+        """Add a group at construction; the constructor of torch's optimizers calls this."""
+        if hasattr(self, "optim"):
+            raise DtlibError("ZeroOptimizer flattens its groups at construction: create a new one with all groups.")
         super().add_param_group(param_group)
-        if is_made:
-            self.optim.add_param_group(self._shard_group(len(self.param_groups) - 1))
-            self._connect()
 
     def _shard_group(self, number: int) -> dict:
         """Flatten and shard one group; return the local optimizer's group."""
@@ -192,8 +183,7 @@ class ZeroOptimizer(optim.Optimizer):
         for parameter, name in self._names.items():
             if parameter.requires_grad and parameter not in self._shard_of:
                 raise DtlibError(
-                    f"{name} was frozen when ZeroOptimizer was created, and is trained now: create a new "
-                    "ZeroOptimizer, or add it with add_param_group after you unfreeze it."
+                    f"{name} was frozen when ZeroOptimizer was created, and is trained now: create a new one."
                 )
             if self.stage == 2 and not is_freed(parameter.grad):
                 raise DtlibError(
@@ -208,10 +198,10 @@ class ZeroOptimizer(optim.Optimizer):
         waiting = any(not is_freed(parameter.grad) for parameter in self._shard_of)
         return waiting or self._reduced or bool(self._reducer.passes)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Scale all gradients so that their joint norm over the shards of all ranks is at most ``max_norm``.
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients so that their joint 2-norm over the shards of all ranks is at most ``max_norm``.
 
-        Call it between ``backward()`` and ``step()``. Returns the norm before scaling. ``norm_type`` may be ``inf``.
+        Call it between ``backward()`` and ``step()``. Returns the norm before scaling.
 
         Raises:
             DtlibError: for shards of tensor-parallel layers, because the other shards are on other ranks.
@@ -219,7 +209,7 @@ class ZeroOptimizer(optim.Optimizer):
         refuse_shards((p for group in self.param_groups for p in group["params"]), f"clip_grad_norm_({max_norm})")
         self.reduce_gradients()
         gradients = [master.grad for master in self.masters.masters]
-        return clip_by_norm(gradients, max_norm, self.comm, norm_type=norm_type)
+        return clip_by_norm(gradients, max_norm, self.comm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -236,11 +226,7 @@ class ZeroOptimizer(optim.Optimizer):
 
     # The step
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # one form
         """Average the gradients, update this rank's shard, and all-gather the new values.
 
         ``closure`` computes the loss again and calls ``backward()``; its result is returned.
@@ -253,7 +239,6 @@ class ZeroOptimizer(optim.Optimizer):
         for mine, local in zip(self.param_groups, self.optim.param_groups, strict=True):
             local.update(_settings_of(mine))  # a scheduler may have changed them
         self.optim.step()
-        self._whole_state = None
         self.give_values()
         self._forget_gradients()
         return loss
@@ -283,22 +268,11 @@ class ZeroOptimizer(optim.Optimizer):
             "masters": self.masters.masters,
         }
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the states of all shards on rank ``to``, where ``state_dict()`` is whole until the next ``step()``.
-
-        All ranks call it. The whole state equals the state of ``optimizer_class`` for all parameters, so any number of
-        ranks can load it. For 16-bit parameters it also contains the ``master``.
-        """
-        self._whole_state = _whole_state_of(self, to)
-
     def state_dict(self) -> dict:
-        """Return this rank's shard, or the whole state on the rank of ``consolidate_state_dict``.
+        """Return this rank's shard, which only the same rank of as many ranks can load.
 
-        A shard can only be loaded on the same rank with the same number of ranks. For another number, use
-        dtlib.checkpoint.
+        dtlib.checkpoint saves the states of all ranks, for any number of ranks and any strategy.
         """
-        if self._whole_state is not None:
-            return self._whole_state
         return {
             "rank": self.comm.rank,
             "size": self.comm.size,
@@ -307,110 +281,27 @@ class ZeroOptimizer(optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load this rank's shard, or the same whole state on all ranks.
-
-        A whole state may also come from ``optimizer_class`` itself.
-        """
+        """Load this rank's shard."""
         if self._has_pending_gradients():
             raise DtlibError("A state cannot be loaded while gradients are pending: call step() or zero_grad() first.")
-        self._whole_state = None
-        _load_state(self, state_dict)
+        place = state_dict.get("rank"), state_dict.get("size")
+        if place != (self.comm.rank, self.comm.size):
+            raise DtlibError(
+                f"This state belongs to rank {place[0]} of {place[1]}, but this is rank {self.comm.rank} of "
+                f"{self.comm.size}: use dtlib.checkpoint, which supports other numbers and optimizers."
+            )
+        self.optim.load_state_dict(state_dict["optimizer"])
+        with torch.no_grad():
+            for master, saved in zip(self.masters.masters, state_dict["masters"], strict=True):
+                master.copy_(saved)
+        for mine, local in zip(self.param_groups, self.optim.param_groups, strict=True):
+            mine.update(_settings_of(local))
         self.give_values()
 
 
 _hooks = WeakTensorKeyDictionary()  # for each parameter, the hook of its ZeroOptimizer
 
 
-# Convert between sharded states and the state of a single optimizer of all parameters.
-#
-#     shard of rank 0   exp_avg[0:4]  \
-#     shard of rank 1   exp_avg[4:8]   }  exp_avg in the parameter's shape; counters such as step are equal on all ranks
-
-
-def _whole_state_of(zero, to: int) -> dict | None:
-    """Return the state as torch's ``state_dict``, in host memory, on rank ``to``; None on the other ranks."""
-    if not 0 <= to < zero.comm.size:
-        raise DtlibError(f"consolidate_state_dict(to={to}): choose a rank from 0 to {zero.comm.size - 1}.")
-    whole = optim.Optimizer.state_dict(zero)
-    whole["state"] = {}
-    for i, parameter in enumerate(_parameters(zero)):
-        if parameter not in zero._shard_of:
-            continue
-        slice_, value, master = zero._shard_of[parameter]
-        mine = {key: _on_host(state) for key, state in zero.optim.state.get(master, {}).items()}
-        if master is not value:
-            mine[MASTER] = _on_host(master)
-        cut = {key for key, state in mine.items() if isinstance(state, torch.Tensor) and state.dim() == 1}
-        # Gather one parameter at a time, so that only rank ``to`` ever holds the whole state.
-        everyones = zero.comm.all_gather_object(mine)
-        if zero.comm.rank == to and mine:
-            whole["state"][i] = {
-                key: torch.cat([theirs[key] for theirs in everyones]).view(slice_.shape) if key in cut else state
-                for key, state in mine.items()
-            }
-    return whole if zero.comm.rank == to else None
-
-
-def _take_whole_state(zero, whole: dict) -> None:
-    """Load this rank's shard of a whole state into the local optimizer."""
-    optim.Optimizer.load_state_dict(zero, {**whole, "state": {}})
-    local = zero.optim.state_dict()
-    places = {master: i for i, master in enumerate(p for group in zero.optim.param_groups for p in group["params"])}
-    for mine, theirs in zip(local["param_groups"], zero.param_groups, strict=True):
-        mine.update(_settings_of(theirs))
-    local["state"] = {}
-    for i, parameter in enumerate(_parameters(zero)):
-        if parameter not in zero._shard_of:
-            continue
-        slice_, value, master = zero._shard_of[parameter]
-        state = dict(whole["state"].get(i, {}))
-        saved = state.pop(MASTER, parameter)
-        if master is not value:
-            with torch.no_grad():
-                master.copy_(saved.reshape(-1)[slice_.start : slice_.stop])
-        if state:
-            local["state"][places[master]] = {key: _cut(key, one, slice_) for key, one in state.items()}
-    zero.optim.load_state_dict(local)
-
-
-def _load_state(zero, state_dict: dict) -> None:
-    """Load this rank's shard, or its part of a whole state."""
-    if "param_groups" in state_dict:
-        return _take_whole_state(zero, state_dict)
-    place = state_dict.get("rank"), state_dict.get("size")
-    if place != (zero.comm.rank, zero.comm.size):
-        raise DtlibError(
-            f"This state belongs to rank {place[0]} of {place[1]}, but this is rank {zero.comm.rank} of "
-            f"{zero.comm.size}: use dtlib.checkpoint, which supports other numbers, or consolidate_state_dict."
-        )
-    zero.optim.load_state_dict(state_dict["optimizer"])
-    with torch.no_grad():
-        for master, saved in zip(zero.masters.masters, state_dict["masters"], strict=True):
-            master.copy_(saved)
-    for mine, local in zip(zero.param_groups, zero.optim.param_groups, strict=True):
-        mine.update(_settings_of(local))
-
-
 def _settings_of(group: dict) -> dict:
     """Return a group's settings, such as the learning rate, without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _on_host(state):
-    return state.detach().cpu().clone() if isinstance(state, torch.Tensor) else state
-
-
-def _cut(key: str, state, slice_):
-    """Return a copy of this rank's slice.
-
-    A view would keep the whole state alive, and torch's optimizers write into loaded states.
-    """
-    if not isinstance(state, torch.Tensor):
-        return state
-    is_whole = key not in COUNTERS and tuple(state.shape) == slice_.shape
-    return (state.reshape(-1)[slice_.start : slice_.stop] if is_whole else state).clone()
-
-
-def _parameters(zero) -> list:
-    """Return the parameters in the order in which torch numbers them."""
-    return [parameter for group in zero.param_groups for parameter in group["params"]]

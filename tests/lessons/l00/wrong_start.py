@@ -1,5 +1,9 @@
 """Plausible wrong answers to lesson 00: what `total` might be, and the mistake that the check must recognise."""
 
+import torch
+
+from dtlib.lessons.l00.judge_sum import observe_total
+
 
 def not_reduced(comm):
     return comm.rank
@@ -33,6 +37,11 @@ def on_rank_0_alone(comm):
     return sum(range(comm.size)) if comm.rank == 0 else comm.rank
 
 
+def typed_after_a_wrong_sum(comm):
+    observe_total(comm.all_reduce(torch.tensor(comm.rank), op="max"), comm)  # a check that ranks have communicated for
+    return sum(range(comm.size))
+
+
 MADE = {
     "first-sum": {
         not_reduced: "not-reduced",
@@ -43,5 +52,6 @@ MADE = {
         the_largest: "not-added",
         divided: "mean",
         on_rank_0_alone: "only-root",
+        typed_after_a_wrong_sum: "nothing-sent",
     },
 }

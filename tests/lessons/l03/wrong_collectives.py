@@ -242,6 +242,15 @@ def takes_float32_for_granted(comm, tensor):
         sending.wait()
 
 
+def receives_half_the_type_by_mpi4py(comm, tensor):
+    """An array of numpy's float32 for a message of float64."""
+    chunks = torch.tensor_split(tensor, comm.size)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sending = comm.mpi.Isend(chunks[comm.rank].numpy(), right)
+    comm.mpi.Recv(torch.empty(len(chunks[left])).numpy(), left)
+    sending.Wait()
+
+
 def element_by_element(comm, tensor):
     """A ring in which every element is a message."""
     rank, size = comm.rank, comm.size
@@ -382,6 +391,7 @@ WRONG = {
         travels_in_double_precision: ("wider-type", 2),
         takes_float64_for_granted: ("other-type", 2),
         takes_float32_for_granted: ("other-type", 2),
+        receives_half_the_type_by_mpi4py: ("truncated", 2),
         element_by_element: ("messages", 2),
         a_mean: ("divided", 2),
         takes_the_largest: ("other-op", 2),

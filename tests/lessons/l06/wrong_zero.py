@@ -411,7 +411,7 @@ WRONG = {
     "sharded-adam": {
         WholeStates: "whole-states",
         StatesOfFullLength: "whole-states",
-        StatesGathered: "too-many-bytes",
+        StatesGathered: "whole-states",
         StatesHidden: "whole-states",
         ReducesEverything: "too-many-bytes",
         GathersByAllReduce: "too-many-bytes",

@@ -16,20 +16,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-import torch
 from torch import nn
 
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import clip_by_norm, refuse_shards
-from dtlib.parallel.zero.sharded.policy import Policy
 from dtlib.parallel.zero.sharded.unit import Unit, plan_of, unit_of
 from dtlib.world import init
 
 
 def fully_shard(module: nn.Module, comm: AnyCommunicator | None = None, reshard_after_forward: bool = True,
-                prefetch: bool | None = None, progress: str | None = None, device: torch.device | str = "cpu",
-                mp_policy: object = None) -> nn.Module:  # fmt: skip
+                prefetch: bool | None = None, progress: str | None = None) -> nn.Module:  # fmt: skip
     """Make ``module`` a unit of stage 3, in place, and return it. Parameters of earlier units are left out.
 
     Call it on the blocks of a model first, then on the model. Between steps, the model's parameters are this rank's
@@ -50,12 +47,6 @@ def fully_shard(module: nn.Module, comm: AnyCommunicator | None = None, reshard_
         prefetch: gather the next unit while this one computes, in the order of the last forward pass. Default: True if
             cores are idle while computing (an accelerator, or an emulated network).
         progress: how pending messages progress, as for ``DataParallel``.
-        device: device for parameters on the meta device. They are allocated unit by unit and initialised by
-            ``reset_parameters()`` of their modules. So a model that is built under ``torch.device("meta")`` is never
-            whole on any rank.
-        mp_policy: torch's ``MixedPrecisionPolicy``. Whole parameters and floating inputs are cast to ``param_dtype``,
-            gradients are averaged in ``reduce_dtype``, and floating outputs are cast to ``output_dtype``. The
-            optimizer's shards keep their dtype. Within ``no_sync()``, gradients accumulate in ``param_dtype``.
 
     The module gets ``no_sync()``, ``clip_grad_norm_(max_norm)``, ``summon_full_params()`` and ``batch_size``. If
     ``batch_size`` is set, on all ranks, it weights this rank's gradients by its samples. All ranks must run the units
@@ -64,14 +55,13 @@ def fully_shard(module: nn.Module, comm: AnyCommunicator | None = None, reshard_
     Counterparts: ``torch.distributed.fsdp.fully_shard``; DeepSpeed's ZeRO stage 3.
 
     Raises:
-        DtlibError: for a parameter that modules of two units share, a parameter that cannot be averaged, and a module
-            on the meta device that has no ``reset_parameters()``. The message names the parameter or module.
+        DtlibError: for a parameter that modules of two units share, that cannot be averaged, or that is on the meta
+            device. The message names the parameter.
     """
     if unit_of(module) is not None:
         raise DtlibError(f"This {type(module).__name__} is already a unit: call fully_shard once for each module.")
-    policy = None if mp_policy is None else Policy.of(mp_policy)
     comm = as_communicator(init().comm if comm is None else comm)
-    module.__dict__["_unit"] = Unit(module, comm, reshard_after_forward, prefetch, progress, device, policy)
+    module.__dict__["_unit"] = Unit(module, comm, reshard_after_forward, prefetch, progress)
     # A subclass of the module's own class, so that isinstance checks of users still work.
     module.__class__ = type(f"Sharded{type(module).__name__}", (FullySharded, type(module)), {})
     return module
@@ -120,17 +110,17 @@ class FullySharded(nn.Module):
             for flat, memory in whole:
                 flat.scatter_full(memory)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Scale all gradients so that their joint norm over the shards of all ranks is at most ``max_norm``.
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients so that their joint 2-norm over the shards of all ranks is at most ``max_norm``.
 
-        Returns the norm before scaling. ``norm_type`` may be ``inf``.
+        Returns the norm before scaling.
 
         Raises:
             DtlibError: for shards of tensor-parallel layers, because the other shards are on other ranks.
         """
         refuse_shards(self.parameters(), f"clip_grad_norm_({max_norm})")
         gradients = [parameter.grad for parameter in self.parameters()]
-        return clip_by_norm(gradients, max_norm, self._unit.comm, norm_type=norm_type)
+        return clip_by_norm(gradients, max_norm, self._unit.comm)
 
     def held(self) -> dict[str, list]:
         """Return the buffers of this unit by purpose (measure/buffers.py)."""

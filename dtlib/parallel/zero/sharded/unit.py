@@ -23,17 +23,15 @@ from dtlib.gradients.local_gradient import ShardedGradient
 from dtlib.gradients.reducer import GradientShard, Reducer, ReduceScatter, progress_for
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shard_info import copy_info, hooks_of_others, info_of, note
-from dtlib.parallel.zero.sharded.parameter_locations import materialize, own_modules, places_of
-from dtlib.parallel.zero.sharded.policy import Policy
+from dtlib.parallel.zero.sharded.parameter_locations import own_modules, places_of
 
 
 class Unit:
     """The parameters of a module that are gathered and freed together."""
 
     def __init__(self, module: nn.Module, comm: Communicator, reshard_after_forward: bool, prefetch: bool | None,
-                 progress: str | None, device: torch.device | str, policy: Policy | None):  # fmt: skip
+                 progress: str | None):  # fmt: skip
         self.module, self.comm, self.reshard_after_forward = module, comm, reshard_after_forward
-        materialize(module, device)
         all_places = places_of(module)
         _check({parameter: places[0][2] for parameter, places in all_places.items()}, comm)
         for owner in own_modules(module):
@@ -46,14 +44,12 @@ class Unit:
         for parameter, places in all_places.items():
             kind = parameter.dtype, parameter.device, parameter.requires_grad
             kinds.setdefault(kind, {})[parameter] = places
-        self.flats = [Flat(same, comm, policy) for same in kinds.values()]
+        self.flats = [Flat(same, comm) for same in kinds.values()]
         for leaf in (leaf for flat in self.flats if flat.trained for leaf in flat.leaves):
             leaf.register_post_accumulate_grad_hook(self._gradient_is_ready)
         self.plan: Plan | None = None
         self._gathering: list[Operation] = []  # all-gathers in flight
         self._uses = 0  # forward passes of this module that have not ended
-        if policy:
-            policy.cast_around(module)
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward, always_call=True)
         # Submodules only have shards outside of the unit's forward pass, so refuse to call them directly.
@@ -66,7 +62,7 @@ class Unit:
         for flat in self.flats:
             if flat.is_free():
                 flat.make_room()
-                self._gathering.append(self.comm.all_gather(flat.memory(), flat.to_send(), async_op=True))
+                self._gathering.append(self.comm.all_gather(flat.memory(), flat.shard, async_op=True))
 
     def gather(self) -> None:
         """Make all parameters whole and put them into the modules."""
@@ -144,28 +140,24 @@ class Flat(GradientShard):
     views of the shard.
     """
 
-    def __init__(self, places: dict[nn.Parameter, list], comm: Communicator, policy: Policy | None):
+    def __init__(self, places: dict[nn.Parameter, list], comm: Communicator):
         first = next(iter(places))
         self.comm, self.trained = comm, first.requires_grad
         self.places = list(places.values())
         shards = Shards([parameter.shape for parameter in places], comm.rank, comm.size)
-        first_values = FlatBuffer(shards.shapes, first.dtype, first.device, shards.padding)
-        for parameter, view in zip(places, first_values.views, strict=True):
+        self.whole = FlatBuffer(shards.shapes, first.dtype, first.device, shards.padding)
+        for parameter, view in zip(places, self.whole.views, strict=True):
             view.copy_(parameter.detach())
         self.shard = torch.zeros(shards.length, dtype=first.dtype, device=first.device)
         # A second tensor for the same memory, for the reason given in memory().
-        comm.scatter(self.shard, torch.from_dlpack(first_values.flat), 0)
-        computes_in = (policy and policy.param_dtype) or first.dtype
-        self.whole = first_values
-        if computes_in != first.dtype:
-            self.whole = FlatBuffer(shards.shapes, computes_in, first.device, shards.padding)
+        comm.scatter(self.shard, torch.from_dlpack(self.whole.flat), 0)
         self.leaves = [nn.Parameter(view, self.trained) for view in self.whole.views]
         self.pieces = [nn.Parameter(view, self.trained) for view in shards.views(self.shard)]
         for parameter, leaf, piece, slice_ in zip(places, self.leaves, self.pieces, shards.slices, strict=True):
             copy_info(parameter, leaf, piece)  # for example, that it is a shard of a tensor-parallel layer
             note(parameter, sharded_as=places[parameter][0][2])
             note(piece, slice=slice_)
-        super().__init__(self.leaves, shards, (policy and policy.reduce_dtype) or computes_in, first.dtype)
+        super().__init__(self.leaves, shards)
         self.piece_of = dict(zip(self.leaves, self.pieces, strict=True)) if self.trained else {}
         self.summoned = False  # True within summon_full_params
         self._bytes = self.whole.flat.untyped_storage().nbytes()
@@ -183,10 +175,6 @@ class Flat(GradientShard):
         """
         return torch.from_dlpack(self.whole.flat)
 
-    def to_send(self) -> torch.Tensor:
-        """Return this rank's shard in the dtype of the whole parameters."""
-        return self.shard.to(self.whole.flat.dtype)
-
     def make_room(self) -> None:
         """Allocate memory for the whole tensor."""
         self.whole.flat.untyped_storage().resize_(self._bytes)
@@ -203,7 +191,7 @@ class Flat(GradientShard):
                 module._parameters[attribute] = parameter
 
     def gather_full(self) -> torch.Tensor:
-        """Gather whole parameters in the optimizer's dtype and put them into the modules.
+        """Gather whole parameters and put them into the modules.
 
         Returns the flat tensor, which ``scatter_full`` needs.
         """
@@ -391,6 +379,8 @@ def _in_backward() -> bool:
 
 def _check(names: dict, comm) -> None:
     for parameter, name in names.items():
+        if parameter.is_meta:
+            raise DtlibError(f"{name} is on the meta device, without values: build the model on a real device.")
         if other := info_of(parameter).sharded_as:
             raise DtlibError(
                 f"{name} is shared with {other} of another unit: call fully_shard on a module that "

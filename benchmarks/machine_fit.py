@@ -1,4 +1,4 @@
-"""Measure how fast this machine's ranks are, for ``dtlib plan --measure``.
+"""Measure how fast this machine's ranks are: ``python -m benchmarks.machine_fit``.
 
 Small models run on four ranks for some seconds. A few coefficients are fitted to the times of their steps:
 
@@ -77,7 +77,7 @@ def measure() -> tuple[list[dict], dict[str, float], dict]:
     """
     with private_temp_folder("plan") as folder, forked_ranks():
         path = folder / "rows.json"
-        if status := run_ranks(["-m", "dtlib.training.machine_fit", str(path)], RANKS):
+        if status := run_ranks(["-m", "benchmarks.machine_fit", str(path)], RANKS):
             raise DtlibError(
                 f"The ranks ended with status {status}: run `dtlib doctor` to find the cause.{settings_of_mpi()}"
             )
@@ -136,16 +136,15 @@ def engine_of(width: int, plan: Plan) -> tuple[Engine, Callable[[], object]]:
     from torch import nn
 
     import dtlib
-    from dtlib.parallel.pipeline.layers import LayerSpec
+    from dtlib.parallel.pipeline import LayerSpec, PipelineModule
     from dtlib.planner.configs import for_dtlib
-    from dtlib.training.initialization import pipeline_of
 
     config = for_dtlib(None, plan)
     if plan.zero < 3:
         config["zero_optimization"]["reduce_bucket_size"] = 10**8  # one bucket for all parameters
     layers = [LayerSpec(nn.Linear, width, width) for _ in range(DEPTH)]
     if plan.pipe > 1:
-        model = pipeline_of("dtlib", layers, plan.pipe, nn.functional.cross_entropy, 0)
+        model = PipelineModule(layers, plan.pipe, nn.functional.cross_entropy, base_seed=0)
     else:
         model = nn.Sequential(*(layer.build() for layer in layers))
     engine, *_ = dtlib.initialize(model=model, config=config)
@@ -175,4 +174,4 @@ def _on_this_rank(path: str) -> None:
 
 
 if __name__ == "__main__":
-    _on_this_rank(sys.argv[1])
+    sys.exit(_on_this_rank(sys.argv[1]) if sys.argv[1:] else show())
