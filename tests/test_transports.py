@@ -248,7 +248,7 @@ def test_ctrl_c_ends_a_wait_on_gloo(world):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(group_work.time, "sleep", lambda nap: os.kill(os.getpid(), signal.SIGINT))
             comm.all_reduce(torch.ones(4))
-        with pytest.raises(CommunicationError, match=r"was interrupted in all_reduce.*Call dtlib.reset"):
+        with pytest.raises(CommunicationError, match=r"was interrupted in all_reduce.*Run %px dtlib.reset"):
             comm.all_reduce(torch.ones(4))
     world.comm.barrier()
     on_gloo(world).barrier()
