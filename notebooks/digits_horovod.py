@@ -22,7 +22,7 @@ loader = DataLoader(train_set, batch_size, sampler=sampler)
 net = digits.net()
 # 4. The batch of all ranks is hvd.size() times as large, and so is the rate.
 optimizer = torch.optim.SGD(net.parameters(), lr=rate * hvd.size(), momentum=0.9)
-# 5. Hooks start to average gradients in the backward pass; its step() waits for them first.
+# 5. Hooks average gradients during the backward pass; optimizer.step() waits for them.
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
 # 6. All begin as rank 0 does.
 hvd.broadcast_parameters(net.state_dict(), root_rank=0)

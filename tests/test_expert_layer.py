@@ -181,7 +181,7 @@ def test_wrong_axes_and_norms_are_refused(world):
         "top is 1, or 2": lambda: MixtureOfExperts(WIDTH, one, comm, top=3),
         "capacity=0": lambda: MixtureOfExperts(WIDTH, one, comm, capacity=0),
         "is .* on rank 0 and": lambda: MixtureOfExperts(WIDTH, one * (1 + comm.rank), comm),
-        "mask is of": lambda: block.moe(x, mask[:2]),
+        "mask has shape": lambda: block.moe(x, mask[:2]),
     }.items():
         refuses(why, call)
     comm.barrier()

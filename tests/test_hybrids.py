@@ -147,7 +147,7 @@ def test_what_a_pipeline_cannot_be_combined_with_is_refused(world):
     refuses(r"use train_batch\(\)", engine, torch.zeros(2, 6))
     interleaved = PipelineModule([*plain_layers(), nn.Tanh()], 4, stages_per_rank=2)
     refuses(r"train_batch\(\) runs one stage per rank", dtlib.initialize, model=interleaved, config=config(0))
-    refuses(r"num_stages=3\): there are 4 ranks", PipelineModule, plain_layers(), 3)
+    refuses(r"num_stages=3\): the stages need 3 ranks, but there are 4", PipelineModule, plain_layers(), 3)
 
 
 @on_ranks(2)

@@ -459,7 +459,7 @@ def test_integers_wrap_around_and_floats_round_as_torchs_do():
     ("f = lambda: comm.barrier()", "an operation in a lambda cannot take turns in this page: write a def"),
     ("comm.split(0)", "comm.split is not simulated"),
     ("comm.all_reduce(3)", "all_reduce takes a tensor"),
-    ("comm.all_reduce(torch.ones(rank + 1))", "The ranks do not call the same"),
+    ("comm.all_reduce(torch.ones(rank + 1))", "The calls of the ranks differ"),
     ("comm.send(torch.ones(1), 7)", "the ranks of this communicator are 0 to 3"),
     ("(comm.send(torch.ones(2), 1) if rank == 0 else comm.recv(torch.ones(3), 0) if rank == 1 else 0)",
      "Rank 0 sends (2,) float32 in `line 1: "),

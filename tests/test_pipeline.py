@@ -107,15 +107,15 @@ def test_what_it_cannot_do_is_refused(world):
     comm, linear = world.comm, nn.Linear(2, 2)
     specs = [LayerSpec(nn.Linear, 2, 2) for _ in range(3)]
     for stages, method, words in (
-        (3, "parameters", r"num_stages=3\): there are 2 ranks"),
+        (3, "parameters", r"num_stages=3\): the stages need 3 ranks, but there are 2: use a divisor of 2"),
         (2, (0, 3), r"partition_method=\[0, 3\] does not cut 3 layers into 2 stages: pass 3 rising numbers"),
         (2, "by-eye", "partition_method='by-eye': choose 'parameters'"),
         (2, "time", "pass sample=x"),
-        (0, "parameters", r"num_stages=0\): there are 2 ranks for stages, which need whole numbers"),
+        (0, "parameters", r"num_stages=0\): pass whole numbers from 1 on"),
     ):
         refuses(words, PipelineModule, specs, stages, partition_method=method)
-    refuses(r"num_stages=3, stages_per_rank=2\): there are 2 ranks", PipelineModule, specs, 3, stages_per_rank=2)
-    words = r"num_stages=2, stages_per_rank=0\): there are 2 ranks for stages, which need"
+    refuses(r"num_stages=3, stages_per_rank=2\): pass whole numbers", PipelineModule, specs, 3, stages_per_rank=2)
+    words = r"num_stages=2, stages_per_rank=0\): pass whole numbers from 1 on, and a divisor"
     refuses(words, PipelineModule, specs, 2, stages_per_rank=0)
     words = "Layers 0 and 2 share the parameter weight, but are on stages 0 and 1, so each"
     refuses(words, PipelineModule, [linear, nn.Tanh(), linear], 2)
@@ -155,7 +155,7 @@ def test_what_it_cannot_do_is_refused(world):
 @on_ranks(3)
 def test_ranks_without_a_stage_are_refused_on_all_of_them(world):
     specs = [LayerSpec(nn.Linear, 2, 2) for _ in range(3)]
-    words = r"num_stages=2\): there are 3 ranks for stages, which need 2: stages are on all"
+    words = r"num_stages=2\): the stages need 2 ranks, but there are 3: pass a comm"
     refuses(words, PipelineModule, specs, 2, comm=world.comm)
     words = r"num_stages=2\): stages cannot be divided equally among 3 ranks"
     refuses(words, PipelineStage, nn.Linear(2, 2), min(world.rank, 1), 2, world.comm)

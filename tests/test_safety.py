@@ -91,11 +91,11 @@ def test_ranks_that_disagree_are_told_both_sides_and_their_lines(world, what):
     comm = verifying(world)
     comm.barrier()
     odd = world.rank == world.size - 1
-    with pytest.raises(CommunicationError, match=r"The ranks do not call the same: .*; rank \d calls") as raised:
+    with pytest.raises(CommunicationError, match=r"The calls of the ranks differ: .*; rank \d calls") as raised:
         DISAGREEMENTS[what](comm, odd)
     assert "test_safety.py:" in str(raised.value)
     said = str(raised.value)
-    with pytest.raises(CommunicationError, match=r"Call dtlib.reset\(\) on all ranks"):
+    with pytest.raises(CommunicationError, match=r"Run %px dtlib.reset\(\)"):
         comm.barrier()
     back_to_work(world)
     assert len(set(world.comm.all_gather_object(said))) == 1

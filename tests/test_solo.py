@@ -80,7 +80,7 @@ def test_it_says_that_it_is_simulated_and_checks_as_the_real_one_does():
     for call, words in {
         (lambda: comm.all_reduce(torch.ones(2, dtype=torch.bool))): "does not take bool",
         (lambda: comm.broadcast(torch.ones(2), root=4)): "0 to 3",
-        (lambda: comm.all_gather(torch.zeros(3), torch.zeros(2))): "4 times the elements",
+        (lambda: comm.all_gather(torch.zeros(3), torch.zeros(2))): "4 times as many elements",
         (lambda: comm.split(0)): "solo has none",
         (lambda: solo(4, 4)): r"solo\(rank=4, size=4\)",
         (lambda: solo(0, 0)): "size=0",

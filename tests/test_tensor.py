@@ -509,7 +509,7 @@ def test_parts_of_more_than_a_plain_layer_are_refused(world):
         ),
         (
             lambda: VocabParallelEmbedding.from_embedding(hooked, world.comm),
-            "plain nn.Embedding alone, and it has hooks",
+            "only a plain nn.Embedding, but it has hooks",
         ),
     ):
         refuses(words, make)

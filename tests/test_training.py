@@ -485,7 +485,7 @@ def test_groups_of_parameters_keep_their_settings(world, stage):
     ):
         refuses(words, engine_of, build("plain"), stage, model_parameters=parameters)
     given = {"model_parameters": groups(model := build("plain")), "optimizer": lambda p: torch.optim.SGD(p, lr=1)}
-    refuses("groups of model_parameters are for the config's optimizer", engine_of, model, stage, **given)
+    refuses("Only the config's optimizer uses groups", engine_of, model, stage, **given)
 
 
 @on_ranks(1)

@@ -213,12 +213,12 @@ def test_what_a_process_group_cannot_carry_is_refused_before_anything_is_sent(wo
         (lambda: comm.all_reduce(ints, "mean")): "would round",
         (lambda: comm.all_reduce(torch.ones(2, dtype=torch.bool))): "does not take bool",
         (lambda: comm.broadcast(torch.ones(2, dtype=torch.complex64))): "does not support complex64",
-        (lambda: comm.all_reduce(ints, algorithm="ring")): "chooses for itself",
+        (lambda: comm.all_reduce(ints, algorithm="ring")): "chooses its algorithm",
         (lambda: comm.all_reduce(3)): "torch.tensor",
         (lambda: comm.all_reduce(np.frombuffer(b"12345678", dtype=np.int64))): "read-only",
         (lambda: comm.broadcast(ints, root=2)): "0 to 1",
         (lambda: comm.send(ints, dest=-1)): "dest=-1",
-        (lambda: comm.all_gather(torch.zeros(3), torch.zeros(2))): "2 times the elements",
+        (lambda: comm.all_gather(torch.zeros(3), torch.zeros(2))): "2 times as many elements",
         (lambda: comm.all_to_all(torch.zeros(3), torch.zeros(3))): "2 equal chunks",
         (lambda: comm.all_reduce(torch.ones(2, device="meta"))): "meta",
     }.items():
@@ -248,7 +248,7 @@ def test_ctrl_c_ends_a_wait_on_gloo(world):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(group_work.time, "sleep", lambda nap: os.kill(os.getpid(), signal.SIGINT))
             comm.all_reduce(torch.ones(4))
-        with pytest.raises(CommunicationError, match=r"was interrupted in all_reduce.*Call dtlib.reset"):
+        with pytest.raises(CommunicationError, match=r"was interrupted in all_reduce.*Run %px dtlib.reset"):
             comm.all_reduce(torch.ones(4))
     world.comm.barrier()
     on_gloo(world).barrier()

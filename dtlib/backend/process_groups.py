@@ -127,7 +127,7 @@ def _world():
         raise DtlibError(
             'The backend "dtlib" communicates over MPI, and torchrun started these processes without it: start them '
             f"with `mpiexec -n {os.environ['WORLD_SIZE']} python -m dtlib.backend {program}`, or call "
-            'init_process_group("gloo"), on which dtlib.init() has a world under torchrun.'
+            'init_process_group("gloo"), and then dtlib.init() uses that group.'
         )
     return worlds.init()
 

@@ -106,8 +106,8 @@ def recursive_doubling_all_reduce(link: Link[Array], array: Array, combine: Comb
 
         0 <-> 1, 2 <-> 3        0 <-> 2, 1 <-> 3
 
-    If N is not a power of two, ranks from the largest power of two on first send their values to a partner, and
-    receive the result at the end.
+    If N is not a power of two, let P be the largest power of two below N. Ranks P to N-1 first send their values to a
+    partner below P, and receive the result at the end.
     """
     whole = largest_power_of_two(link.size)
     received = link.scratch(array)

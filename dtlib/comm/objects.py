@@ -24,8 +24,8 @@ class ArgumentChecks:
     def _check_whole(self, whole, count, chunk, chunk_count, operation):
         if dtype_name(whole.dtype) != dtype_name(chunk.dtype) or count != self.size * chunk_count:
             raise CommunicationError(
-                f"{operation} on {self.size} ranks needs one tensor of {self.size} times the elements of the other and "
-                f"of its dtype: they are {shape_and_type(whole)} and {shape_and_type(chunk)}."
+                f"{operation} on {self.size} ranks needs two tensors of one dtype, one with {self.size} times as many "
+                f"elements as the other: they are {shape_and_type(whole)} and {shape_and_type(chunk)}."
             )
 
     def _pieces(self, out, tensor, received, sent) -> tuple[list[int], list[int], bool]:

@@ -44,8 +44,8 @@ YIELD_SECONDS = 0.02  # then yield the core between polls: most large collective
 ELBOWED_SECONDS = 0.001
 AVOID_SECONDS = 0.2
 SHORTEST_NAP = 0.00005
-NAPS = 0.1  # then sleep for this times the square of the wait so far (1 ms after 0.1 s),
-LONGEST_NAP = 0.05  # and at most this
+NAPS = 0.1  # then sleep NAPS * (seconds waited so far)**2 seconds, such as 1 ms after 0.1 s,
+LONGEST_NAP = 0.05  # but at most this long
 LOOKS = 10  # polls in one call of `poll_pending`
 KEPT = 2**14  # bytes of scratch memory that are kept between calls
 V = TypeVar("V")  # result of an operation
@@ -61,7 +61,7 @@ notice: Callable[[str | None], object] | None = None
 _abandoned: list[Operation] = []
 _active: dict[Queue, None] = {}  # queues with pending collectives, in order of start
 _posted: dict[Operation, Queue] = {}  # pending sends and receives; kept here because a program may drop its handle
-_lock = threading.RLock()  # for the progress thread; without it there is no contention
+_lock = threading.RLock()  # needed with a progress thread; otherwise never contended
 
 
 class Link:
@@ -102,7 +102,7 @@ class Link:
         return type(requests[0]).Testall(requests)  # `Testall` of the class, MPI.Request
 
     def give_up(self, requests: list) -> None:
-        """Cancel the requests: this ends receives without a message. Open MPI cannot cancel sends."""
+        """Cancel the requests. This ends receives that no message has matched. Open MPI cannot cancel sends."""
         for request in requests:
             if request:
                 request.Cancel()
@@ -137,7 +137,7 @@ class Scratch:
             if buffer is None or buffer.nbytes < nbytes:
                 buffer = self._kept[key] = _empty(nbytes).view(array.dtype)
             return buffer[: array.size]
-        # A large buffer begins at a page.
+        # A large buffer begins at a page boundary.
         buffer, page = self._large.get(key), mmap.PAGESIZE
         if buffer is None or buffer.nbytes < nbytes + page - 1:
             buffer = self._large[key] = _empty(nbytes + page - 1)
@@ -347,7 +347,7 @@ class Operation(Generic[V]):
                     raise WaitTimeout(deadlock.sentence(call, limit))
                 if self.rounds != rounds:
                     rounds, last_round, ended_since = self.rounds, now, inf
-                # Count from the last progress: an operation with many rounds polls quickly while messages arrive.
+                # Measure from the last progress: an operation with many rounds polls quickly while messages arrive.
                 waited = now - last_round
                 if waited < YIELD_SECONDS:
                     if waited > SPIN_SECONDS or oversubscribed:

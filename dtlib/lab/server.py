@@ -67,7 +67,7 @@ def serve_hub(extra: list[str]) -> int:
     if importlib.util.find_spec("jupyterhub") is None:
         raise DtlibError("--hub needs JupyterHub, which is not installed here: pip install 'dtlib[hub]'.")
     if TOLD_BY_A_HUB not in os.environ:
-        raise DtlibError("--hub is for a JupyterHub, which starts it (docs/how-to/run_a_hub.md): leave --hub out.")
+        raise DtlibError("Only a JupyterHub passes --hub (docs/how-to/run_a_hub.md): leave --hub out.")
     home = Path.home() / COURSE
     try:
         home.mkdir(mode=0o700, exist_ok=True)

@@ -214,7 +214,7 @@ def _optimizer(settings, given, group_of, parameters):
                 )
             return given
         if any(group_of):
-            raise DtlibError("The groups of model_parameters are for the config's optimizer: make yours in optimizer=.")
+            raise DtlibError("Only the config's optimizer uses groups in model_parameters: make yours in optimizer=.")
         return given(parameters)
     if settings.optimizer is None:
         raise ConfigError("optimizer is missing: set it in the config, or pass optimizer= to initialize().")

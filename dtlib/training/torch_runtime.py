@@ -50,7 +50,7 @@ def process_group(comm: Communicator) -> distributed.ProcessGroup:
     if not set(members) <= set(default):
         raise DtlibError(
             f"torch's default process group has the ranks {', '.join(map(str, default))}, and "
-            f"{', '.join(map(str, members))} are to train together: make the group of all ranks first."
+            f"{', '.join(map(str, members))} should train together: create a default group of all ranks first."
         )
     if members not in _groups:
         ranks = [default.index(member) for member in members]

@@ -151,7 +151,7 @@ def _stories(config: dict) -> tuple[list[stories.Story], list[stories.Story]]:
     folder, library = config["data"], config["library"]
     if folder is None:
         if library not in (None, "networkx"):
-            raise DtlibError(f"library is {library!r}: choose 'networkx', or none for all the others.")
+            raise DtlibError(f"library is {library!r}: choose 'networkx', or leave it out for all others.")
         within = f"{library}/" if library else ""
         return stories.embedded(f"{within}train"), stories.embedded(f"{within}test")
     if library:

@@ -298,8 +298,8 @@ class ProcessGroupCommunicator(ObjectOperations):
     def _carried(self, tensor, operation, writes, algorithm=None) -> GroupTensor:
         if algorithm is not None:
             raise CommunicationError(
-                f"{operation}(algorithm={algorithm!r}): a process group of torch chooses for itself; leave algorithm= "
-                "out, or use a communicator over MPI."
+                f"{operation}(algorithm={algorithm!r}): a process group of torch chooses its algorithm; leave "
+                "algorithm= out, or use a communicator over MPI."
             )
         return GroupTensor(tensor, operation, writes, self.backends)
 

@@ -125,7 +125,7 @@ def disagreement(said: dict[int, tuple[str, str]]) -> str:
     for (what, where), ranks in groups.items():
         who = f"rank {ranks[0]} calls" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} call"
         sides.append(f"{who} {what}" + (f" in `{where}`" if where else ""))
-    return f"The ranks do not call the same: {'; '.join(sides)}. All ranks call the same operation alike. {RESET}"
+    return f"The calls of the ranks differ: {'; '.join(sides)}. All ranks must make the same call. {RESET}"
 
 
 def mismatch(source: int, sent: str, there: str, dest: int, expected: str, here: str) -> str:

@@ -25,8 +25,8 @@ class Prediction:
     """A question whose answer a learner guesses, and the source of the answer.
 
     ``got`` computes the answer, or a dictionary for several questions. If ``got`` has parameters, the answer is
-    measured: the parameters are names in the notebook, and ``got`` is called after a cell has assigned the first of
-    them. After a ``%%px`` cell, each argument is the list of the values on all ranks.
+    measured: ``got`` receives the values of the notebook's variables with these names, after a cell has assigned the
+    first variable. After a ``%%px`` cell, each argument is the list of the values on all ranks.
 
     A number is right within the fraction ``tolerance`` of the answer, or within the distance ``within``. A set contains
     answers that are equally right. ``kind`` is the type of a guess; with ``choices``, the guess must be one of them.

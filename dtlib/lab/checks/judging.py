@@ -252,7 +252,7 @@ def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
         more = "Compare what this rank waits for with the last operation of the rank that the message names."
         got = f"{error}"
         if not isinstance(error, DtlibError):
-            got = f"MPI ended a call with an error ({error}): different calls, or sizes, on ranks, or a rank gave up"
+            got = f"MPI ended a call with an error ({error}): calls or sizes differ, or a rank gave up"
         ends = re.search(r" in (\S+) of (\(.*?\)).* last operation was \1 of (\(.*?\))", got)
         if hint != LEFT and (got != f"{error}" or (ends and ends[2] != ends[3])):
             hint = "Do all ranks call the same operation with tensors of the same size? Print shapes on each rank."
@@ -344,7 +344,7 @@ def _has(error: BaseException, sign: type | str) -> bool:
 # (types of errors or words in the message, advice): the first that fits is shown.
 _ADVICE: tuple = (
     ((NameError,), "That name is not known there. Has the cell that defines it run there (on the ranks: with %%px)?"),
-    (("do not call the same",), "Do all ranks reach this line, or does it stand inside an if?"),
+    (("calls of the ranks differ",), "Do all ranks reach this line, or does it stand inside an if?"),
     (("should return None",), "A function that must return nothing returns a value. A lambda always returns one."),
     (("incompatible function arguments",), "It needs arguments of other types: compare the call with the text."),
     (("non-iterator",), "__iter__ must return an iterator: return iter(...), or use yield."),

@@ -77,7 +77,7 @@ before, after = row("all_to_all"), rows("after", under="all_to_all")[6]
 assert after == [before[4 * s + r] for r in range(4) for s in range(4)]
 
 # %% [markdown] tags=["half-day"]
-# White cells have no value, or it is unused. With `all_to_all` rank r sends its chunk s to rank s. Names elsewhere:
+# White cells have no value, or an unused one. With `all_to_all` rank r sends its chunk s to rank s. Names elsewhere:
 #
 # | here | `torch.distributed` | mpi4py |
 # |---|---|---|
@@ -88,7 +88,7 @@ assert after == [before[4 * s + r] for r in range(4) for s in range(4)]
 # | `all_to_all` | `all_to_all_single` | `Alltoall` |
 # | `send`, `recv` | `send`, `recv` | `Send`, `Recv` |
 #
-# NCCL has `ncclAllReduce` and so on. Before torch 2.13 two names were `reduce_scatter_tensor` and `all_gather_into_tensor`.
+# Before torch 2.13 two names were `reduce_scatter_tensor` and `all_gather_into_tensor`.
 
 # %% tags=["half-day", "statement"]
 # "`reduce` leaves the values of the other ranks as they were; `all_reduce` gives the result to all."
@@ -163,8 +163,8 @@ for name in ("naive", "tree"):
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The ring
 #
-# In the ring all ranks send small messages all the time. Cut the array into as many chunks as there are ranks. In every
-# step each rank sends one chunk to its right neighbour and receives one from its left.
+# In the ring all ranks send all the time. Cut the array into as many chunks as there are ranks. In every step each rank
+# sends one chunk to its right neighbour and receives one from its left.
 #
 # - **Reduce-scatter**, N - 1 steps on N ranks: add the arriving chunk to your own, and send the sum next. Then each
 #   rank has one complete chunk.
@@ -179,7 +179,7 @@ from dtlib.lab import ring
 ring.explore(4)
 
 # %% [markdown]
-# Here are all steps of four ranks.
+# All steps of four ranks:
 
 # %% tags=["nbval-ignore-output"]
 ring.show_all(4)
@@ -190,7 +190,7 @@ steps = ("1  [1]", "2  [1+2]", "3  [1+2+3]", "step 3: all-gather           0  [0
 assert all(count(f"{step}".replace("[", r"\[").replace("]", r"\]").replace("+", r"\+")) for step in steps)
 
 # %% [markdown]
-# Chunk 0 starts at rank 1, grows at ranks 2 and 3, and is complete at rank 0. Here is the code:
+# Chunk 0 starts at rank 1, grows at ranks 2 and 3, and is complete at rank 0. The code:
 
 # %%
 from dtlib.comm import algorithms
@@ -230,8 +230,8 @@ assert found(r"6 messages, ([\d,]+) bytes")[0] == 2 * 1_200_000 * 3 / 4
 #
 # ## Recursive doubling
 #
-# Each round costs a *latency*, the time until an empty message has arrived. So for small arrays each rank exchanges whole
-# arrays with the rank whose number differs in the lowest bit, then in the next bit, and so on.
+# Each round costs a *latency*, the time until an empty message has arrived. So small arrays need few rounds. Each rank
+# exchanges its whole array with the rank that differs in the lowest bit of its number, then in the next bit, and so on.
 
 # %%
 lab.read(algorithms.recursive_doubling_all_reduce)
@@ -274,8 +274,7 @@ lab.predict("crossing", 4_000_000)
 # Is the model right? Inside one computer a message is a copy in memory. So the library emulates a network: it delays
 # each message by α + n β. **The following network is EMULATED**, and so slow that Python's own time hardly matters.
 #
-# We pretend not to know α and β, and measure them. Ranks 0 and 1 send a message back and forth (*ping-pong*). A short
-# message gives α, a long one β.
+# We measure α and β. Ranks 0 and 1 send a message back and forth (*ping-pong*). A short message gives α, a long one β.
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -289,7 +288,7 @@ slow = comm.emulate_network(latency=0.005, bandwidth=100e6)  # 5 ms per message,
 
 
 def seconds_of(act, count, repeats):
-    """The best of a few runs, on the rank that took longest: others use this computer too."""
+    """Return the slowest rank's best time. One run is not enough: others use this computer too."""
     array, took = np.ones(count // 4, dtype=np.float32), []
     for _ in range(repeats):
         comm.barrier()
@@ -343,9 +342,9 @@ assert all(measured["naive"][n] < model["naive"][n] for n in measured["naive"])
 
 # %% [markdown]
 # Two numbers, measured on two ranks, predict three algorithms on four ranks. The naive one is faster than its model:
-# here rank 0 receives three messages at once. No real card does that. Doubling and ring take equally long near 4 MB, as
-# you predicted. (Without `algorithm=` the library chooses by size.) **Discuss:** what else do model and emulation leave
-# out?
+# here rank 0 receives three messages at once. No real network card does that. Doubling and ring take equally long near
+# 4 MB, as you predicted. (Without `algorithm=` the library chooses by size.) **Discuss:** what else do model and
+# emulation leave out?
 
 # %% [markdown]
 # ## Machines and links
@@ -363,8 +362,9 @@ assert all(measured["naive"][n] < model["naive"][n] for n in measured["naive"])
 #
 # <details><summary>Answer 1</summary>Each sends 2 x 7/8 x 14 = 24.5 GB: 54 ms and 490 ms.</details>
 #
-# A *hierarchical* all-reduce sends little over the slow link. Here it is in torch's calls: `comm.group` is torch's
-# `ProcessGroup` of `comm`. Suppose that our four ranks are two machines of two.
+# A *hierarchical* all-reduce sends little over the slow link: a reduce-scatter inside each machine, an all-reduce of
+# each chunk between machines, and an all-gather inside. We use torch's calls; `comm.group` is torch's `ProcessGroup` of
+# `comm`. Let our four ranks be two machines of two.
 #
 # **Predict.** The array has 1.2 MB. How many MB does each *machine* send to the other, with a ring over all four ranks and
 # with the hierarchy?
@@ -424,8 +424,8 @@ assert 2 * 7 + 2 * 127 == 268 and 2 * 1023 == 2046
 # %% [markdown]
 # ## What a hang is
 #
-# If one rank does not arrive, the others wait forever, without any output. There are three kinds. Here a wait has a
-# short limit, and ends with an error message.
+# If one rank does not arrive, the others wait forever: they *hang*. There are three causes. Here a wait has a short
+# limit, and ends with an error message.
 #
 # **One: a rank that does not arrive**, or that died. Which rank is missing? What did it do last?
 
@@ -517,11 +517,11 @@ print(theirs)
 comm.time_limit = 30
 
 # %% [markdown]
-# The cure is to start the send, receive, and then wait for the send, as every step of the ring does.
+# The cure: start the send, receive, then wait for the send, as every step of the ring does.
 #
-# With the usual limit, a line below the cell says after three seconds which rank is missing; **Stop** ends the wait,
-# and `%px dtlib.reset()` brings the ranks back into step. In torch, `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares calls,
-# and `init_process_group(timeout=...)` sets the limit (with NCCL ten minutes).
+# With the default limit, 30 s, a line below the cell says after three seconds which rank is missing; **Stop** ends the
+# wait, and `%px dtlib.reset()` brings the ranks back into step. In torch, `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares
+# calls, and `init_process_group(timeout=...)` sets the limit (with NCCL ten minutes).
 
 # %% [markdown]
 # ## Quiz

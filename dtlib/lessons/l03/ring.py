@@ -70,7 +70,7 @@ def show_all(ranks: int = 4):
         axes.axis("off")
     for axes, step in zip(grid.flat, every, strict=False):
         _draw(axes, step, labels=False)
-    alt = f"The ring all-reduce on {ranks} ranks, step by step: whose values are in which chunk, and which chunk goes."
+    alt = f"The ring all-reduce on {ranks} ranks, step by step: the values in each chunk, and the chunk that is sent."
     return (
         figure,
         alt,

@@ -5,8 +5,8 @@
 # server, Horovod, torch's DDP, a config. The result is always the same, up to rounding. The ways differ in which rank
 # sends which data, and when.
 #
-# **Questions.** Why did parameter servers give way to all-reduce? What are hooks and buckets good for? What changes in
-# a script when it runs on many processes?
+# **Questions.** Why did all-reduce replace parameter servers? What are hooks and buckets good for? What changes in a
+# script when it runs on many processes?
 #
 # **Afterwards you can** predict the bytes of a step; average gradients, and check the result; turn a serial script into
 # one for Horovod or DDP; read a timeline; write a config.
@@ -28,8 +28,8 @@ comm = world.comm
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## One step, many ranks
 #
-# A training step computes the gradient of the mean loss over a batch, and moves the weights. A mean can be divided. If
-# every rank has an equal slice, the mean of the ranks' gradients is the gradient of the batch. **That is data
+# A training step computes the gradient of the mean loss over a batch, and moves the weights. A mean can be computed in
+# parts: if every rank has an equal slice, the mean of the ranks' gradients is the gradient of the batch. **That is data
 # parallelism: every rank has the whole model and a slice of the batch.** Only gradients travel.
 
 # %%
@@ -130,8 +130,8 @@ ranks, process = found(r"From rank 0: ([\d.e+-]+)\. From one process: (\d+e-\d+)
 assert ranks == 0 < process < 1e-12
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# The last bits differ from one process: four partial sums round differently from one long sum. That is all: **data
-# parallelism changes no mathematics.**
+# The last bits differ from one process: four partial sums round differently from one long sum. **Data parallelism
+# changes no mathematics.**
 
 # %% [markdown]
 # **Change a line.** Below, the class forgets to divide by the number of ranks, and SGD takes its first step. Which
@@ -266,8 +266,8 @@ assert ratios == sorted(ratios) and row("256", "by formula")[1] < 1.15 * row("8"
 assert 2 * 999 / 1000 < 1.12 * 2 * 9 / 10
 
 # %% [markdown]
-# If each worker serves one slice of the weights, each rank sends as much as in the ring. But servers also let a worker
-# continue with outdated weights.
+# If each worker serves one slice of the weights, each rank sends as much as in the ring. Servers also allow a worker to
+# continue with outdated weights, without waiting.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Hooks and buckets
@@ -483,10 +483,10 @@ assert count("89% of the test images are right") == 3
 # %% [markdown] tags=["half-day"]
 # ## DDP
 #
-# torch's `DistributedDataParallel` is the production form of the same idea: hooks, buckets, overlap. The model's line
-# changes. DDP also needs a process group (torch's communicator), a sampler and a launcher. DDP sends through a
-# *backend*: NCCL, NVIDIA's collectives for GPUs; gloo, Meta's for CPUs; or, here, dtlib's own. So torch's class runs on
-# these ranks, and its timeline is drawn below ours (EMULATED, as above). The losses agree to 1e-12.
+# torch's `DistributedDataParallel` is the production form of the same idea: hooks, buckets, overlap. The line that
+# creates the model changes. DDP also needs a process group (torch's communicator), a sampler and a launcher. DDP sends
+# through a *backend*: NCCL, NVIDIA's collectives for GPUs; gloo, Meta's for CPUs; or, here, dtlib's own. So torch's
+# class runs on these ranks, and its timeline is drawn below ours (EMULATED, as above). The losses agree to 1e-12.
 
 # %% tags=["half-day"]
 # %%px
@@ -593,7 +593,7 @@ assert count("make train_batch_size a multiple of") == 1
 #
 # These also hold on GPUs: values, messages and bytes, the order of buckets, the effect of a missing division, why a
 # ring beats one server, and that communication can hide behind the backward pass. Speed does not. These nets are tiny,
-# all ranks share one machine, and overlap was emulated. On GPUs use DDP with NCCL, which knows their links.
+# all ranks share one machine, and overlap was emulated. On GPUs use DDP with NCCL.
 #
 # **Discuss.** Half of the ranks are twice as fast as the others. How much of the time do the fast ranks wait? What
 # would you change?
@@ -614,7 +614,8 @@ lab.quiz("04")
 # - Buckets save latency, hooks start them early, and overlap pays where bytes move without stopping the computation.
 # - Horovod: seven changes. DDP: the model's line, process group, sampler, launcher (`torchrun`). A config: one call.
 #
-# Now the [exercises](../exercises/04_data_parallel_exercises.ipynb): fix a hook, build buckets, and play byte golf.
+# Now the [exercises](../exercises/04_data_parallel_exercises.ipynb): fix a hook, build buckets, and send few bytes
+# (*byte golf*).
 #
 # ## References
 #

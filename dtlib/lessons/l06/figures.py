@@ -42,7 +42,7 @@ def shards(ranks: int = 4):
         cells = [f"{width} / {ranks}" if sharded[kind] else f"{width}" for kind, width in widths.items()]
         rows.append((name, *cells))
     _legend(figure, list(widths))
-    alt = f"What each of {ranks} ranks keeps at each stage: filled where it keeps a slice, or all of it."
+    alt = f"What each of {ranks} ranks keeps at each stage: the filled part of a bar is on the rank."
     title = f"Bytes per parameter on each of {ranks} ranks"
     return figure, alt, Table(rows, ("", *widths), title, align="lrrr")
 

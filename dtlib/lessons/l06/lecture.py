@@ -138,7 +138,7 @@ if comm.rank == 0:
     print(f"Bytes sent: {sent_by_data_parallelism:,} and {sent_by_stage_1:,}.")
 
 # %% tags=["statement"]
-# "The same bytes travel, the numbers are the same, and only a quarter of the optimizer is left."
+# "Bytes and losses are the same, and each rank keeps only a quarter of the optimizer states."
 plain, stage_1 = found(r"Bytes sent: ([\d,]+) and ([\d,]+)")
 assert plain - stage_1 == 368
 assert abs(stage_1 / plain - 1) < 0.001 and len(set(found(r"ten losses: ([\d.]+) and ([\d.]+\d)"))) == 1
@@ -146,14 +146,14 @@ assert row("stage 1", "on each of 4 ranks")[-2:] == [12, 4]
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # A ring all-reduce *is* a reduce_scatter followed by an all_gather, and stage 1 puts the optimizer's step between the
-# two. **The same bytes travel, the numbers are the same, and only a quarter of the optimizer is left.** (Only data
-# parallelism sends flags: 368 bytes.)
+# two. **Bytes and losses are the same, and each rank keeps only a quarter of the optimizer states.** (Data parallelism
+# sends 368 bytes more: flags that show whether ranks agree.)
 
 # %% [markdown] tags=["half-day"]
 # ## Stages 2 and 3
 #
 # Stage 1 keeps all gradients until the step, although a rank needs only its shard of the mean. So stage 2 reduces them
-# *during* the backward pass, and frees them. autograd calls our *hook* as soon as a parameter's gradient is complete.
+# *during* the backward pass, and frees them.
 
 # %%
 lab.read(plain.Stage2)
@@ -240,14 +240,14 @@ if comm.rank == 0:
     display(reports[2].beside(stage=2, scheme="mixed_adam"))
 
 # %% tags=["statement"]
-# "Count and formula agree in all lines with a formula."
+# "In each line with a formula, the count equals it."
 lines = {what: row(what, "mixed_adam") for what in ("parameters", "gradients", "master weights", "optimizer states", "padding")}
 assert all(numbers[0] == numbers[-1] for numbers in lines.values())
 assert row("communication", "mixed_adam")[1] < 0.1
 
 # %% [markdown] tags=["half-day"]
-# Count and formula agree in all lines with a formula. *Padding* makes shards equal. *Peak* is the most at any time; it
-# must fit. The bars end at the peak:
+# In each line with a formula, the count equals it. *Padding* makes shards equal. *Peak* is the largest number of bytes
+# at any time; it must fit. The bars end at the peak; *beside the states* is everything but model states:
 
 # %% tags=["half-day"]
 held, sizes = lab.values("lines_of")[0], lab.values("sizes_of")[0]
@@ -387,7 +387,7 @@ assert [round(row(f"stage {stage}", "4 micro-batches")[-1]) for stage in (1, 2, 
 # So with many micro-batches stage 1 may be faster than stage 2.
 #
 # **Question 1.** A model has 70 billion parameters, in 16 bits on the wire. How many GB of states does each of 64 GPUs
-# hold at stage 3? How long does a card of 50 GB/s need for 3 P (N-1)/N?
+# hold at stage 3? How long does a network card of 50 GB/s need for 3 P (N-1)/N?
 #
 # <details><summary>Answer 1</summary>16 x 70 / 64 = 17.5 GB. 3 x 140 GB x 63/64 = 413 GB take 8.3 s.</details>
 #
@@ -424,7 +424,7 @@ across = mesh["machine"]
 
 class Hybrid(Stage3):
     def reduce(self, unit):
-        super().reduce(unit)  # the mean over the cards of this machine
+        super().reduce(unit)  # the mean over the accelerators of this machine
         dist.all_reduce(unit.shard.grad, group=across.group)
         unit.shard.grad /= across.size
 
@@ -448,8 +448,8 @@ def kept_and_sent(kind, group):
 flat, hybrid = kept_and_sent(Stage3, comm.group), kept_and_sent(Hybrid, mesh["card"].group)
 
 # %%
-# Of rank 1. In the ring of four ranks only rank 1 sends from its machine to the other;
-# in the hybrid both ranks do, hence 2 times.
+# Rank 1's numbers. In the ring of four ranks only rank 1 sends from its machine to the other;
+# in the hybrid both ranks of a machine send, hence 2 times.
 whole, parts = (lab.values(name)[1] for name in ("flat", "hybrid"))
 rows = [("stage 3", *whole, whole[1]), ("hybrid", *parts, 2 * parts[2])]
 headers = ("", "shards", "sent for units", "sent by all_reduce", "bytes that leave a machine")
@@ -500,7 +500,7 @@ assert count(r"(?m)^gathered \d") == count(r"(?m)^gathered (\d) +\1 ") == 6
 #
 # *Activations*, which the forward pass keeps for the backward pass, fill memory too. They shrink with 16 bits, with
 # micro-batches, and with *recomputation* (activation checkpointing), which keeps only the input of each block and
-# computes it again in the backward pass. We measure a perceptron of 13 layers, and a transformer of four blocks.
+# computes it again in the backward pass. We measure a perceptron and a transformer.
 #
 # **Predict.** With Adam, float32 takes 4 + 4 + 8 bytes per parameter. By which factor does mixed precision change this?
 
@@ -582,7 +582,7 @@ for net in ("perceptron", "transformer"):
 # "Mixed precision does not make model states smaller"
 # "It halves activations and messages."
 # "Recomputation costs at most one more forward pass: a third more arithmetic."
-# "The transformer gains most: it stores many times its states, the perceptron only a few times."
+# "The transformer gains most: its activations are many times as large as its states, the perceptron's only a few times."
 kept = {}
 for at, net in enumerate(("perceptron", "transformer")):
     first, mixed, again = (rows(name, "transformer  ")[at] for name in ("float32", "mixed precision", "and recomputation"))
@@ -593,7 +593,7 @@ assert kept["transformer"][0] > 15 and kept["perceptron"][0] < 6 and kept["trans
 # %% [markdown]
 # **Mixed precision does not make model states smaller**: the master weights cost what 16 bits save. It halves
 # activations and messages. Recomputation costs at most one more forward pass: a third more arithmetic. The transformer
-# gains most: it stores many times its states, the perceptron only a few times.
+# gains most: its activations are many times as large as its states, the perceptron's only a few times.
 
 # %% [markdown]
 # ## Checkpoints
@@ -683,9 +683,8 @@ lab.table(rows, ("", "GiB on 64 ranks", "fewest ranks of 24 GiB"), align="lrr")
 assert found(r"You predicted (\d+), and it came out as (\d+)") == [2, 2]
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# A *config* describes the training with DeepSpeed's keys (Microsoft's library): `train_batch_size` counts all ranks'
-# samples, `stage` is ZeRO's. `runtime="torch"` runs the same config on torch's own classes, here FSDP2 (*fully sharded
-# data parallel*).
+# A *config* describes the training with DeepSpeed's keys: `train_batch_size` counts all ranks' samples, `stage` is
+# ZeRO's. `runtime="torch"` runs the same config on torch's own classes, here FSDP2 (*fully sharded data parallel*).
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -720,7 +719,8 @@ assert ours == theirs and by_torch < held
 # ## The same in torch: FSDP2
 #
 # torch's `fully_shard` sends through our collectives. Its timeline, below ours, has the same gathers. FSDP2 sends 1 %
-# more: for equal shards, the last layer's ten rows become twelve. (Our `all_reduce` of 20 bytes compares the ranks.)
+# more: it pads the last layer's ten rows to twelve, so that shards are equal. (Our `all_reduce` of 20 bytes checks that
+# ranks agree.)
 
 # %%
 # %%px
@@ -751,7 +751,7 @@ assert operations.count("all_gather") == 6 and operations.count("reduce_scatter"
 
 # %% tags=["statement"]
 # "has the same gathers"
-# "FSDP2 sends 1 % more: for equal shards, the last layer's ten rows become twelve."
+# "FSDP2 sends 1 % more: it pads the last layer's ten rows to twelve, so that shards are equal."
 assert rows("0  all_gather", "over")[0][0] == 6
 ours, theirs = (numbers[-1] for numbers in rows("0  reduce_scatter"))
 # 8 bytes a number, 3/4 of each layer's; ours pads its 1,290 to the next multiple of four
@@ -780,7 +780,7 @@ lab.quiz("06")
 # - With M micro-batches: 2, M + 1, and 3 M units for stages 1, 2, 3.
 # - Checkpoints name elements of tensors, not ranks.
 #
-# Now the [exercises](../exercises/06_zero_exercises.ipynb). Lesson 07 cuts between layers.
+# Now the [exercises](../exercises/06_zero_exercises.ipynb).
 #
 # ## References
 #

@@ -70,7 +70,7 @@ assert abs(found(r"two ranks, one piece [\d.]+ ([\d.]+)%")[0] - 50) < 10
 #
 # GPipe (Y. Huang et al., 2019) cuts the batch as well: while rank 1 works on one *micro-batch*, rank 0 works on the
 # next. First come all forward passes, then all backward passes, then one optimizer step. Gradients add up to those of
-# the whole batch. Here it is as a list of actions for each rank. `2F1` is stage 2, forward, micro-batch 1.
+# the whole batch. Here is each rank's list of actions. `2F1` is stage 2, forward, micro-batch 1.
 
 # %% tags=["two-hours", "half-day"]
 schedule = gpipe(4, 4)  # ranks, micro-batches
@@ -147,8 +147,8 @@ for name, ranks in orders.items():
 assert count("A can run") == 1 and count("B: Ranks wait for each other in a circle") == 1
 
 # %% [markdown]
-# **Your turn.** Hold half as many activations, in the same time:
-# [the puzzle](../exercises/07_schedule_puzzle_exercises.ipynb), levels 1 and 2 (fifteen minutes).
+# **Your turn.** Find an order with half the activations and the same time: [the
+# puzzle](../exercises/07_schedule_puzzle_exercises.ipynb), levels 1 and 2 (fifteen minutes).
 #
 # ## 1F1B: the same time, less memory
 #
@@ -182,8 +182,8 @@ assert gpipe[:3] == eager[:3] and gpipe[3:] == [8] * 4 and eager[3:] == [4, 3, 2
 figures.in_flight(both)
 
 # %% [markdown]
-# Is the same true for bytes? Every tensor is counted until it is freed (EMULATED stages). **Predict:** with 16
-# micro-batches instead of 8 of the same size, by what factor do rank 1's live bytes grow?
+# Do bytes show the same? A tensor's bytes count until it is freed (EMULATED stages). **Predict:** with 16 micro-batches
+# instead of 8 of the same size, by what factor do rank 1's live bytes grow?
 
 # %% tags=["stub"]
 lab.predict("growth-of-live-bytes", {"GPipe": None, "1F1B": None})
@@ -201,22 +201,22 @@ lab.table(
 )
 
 # %% tags=["statement"]
-# "With GPipe live bytes grow with micro-batches. With 1F1B they stay"
+# "With GPipe, live bytes grow with the number of micro-batches"
 most = {(name, m): row(f"{name}, {m} micro-batches", "live bytes at most") for name in ("GPipe", "1F1B") for m in (4, 8, 16)}
 for rank in range(4):
     assert most["GPipe", 16][rank] > 1.5 * most["GPipe", 8][rank] > 2 * most["GPipe", 4][rank]
     assert most["1F1B", 16][rank] < 1.3 * most["1F1B", 8][rank]
 
 # %% [markdown]
-# With GPipe live bytes grow with micro-batches. With 1F1B they stay the same. (GPipe: 1.78, as messages in flight do
-# not grow.)
+# With GPipe, live bytes grow with the number of micro-batches (1.78 times, not 2: messages in flight do not grow). With
+# 1F1B they stay the same.
 
 # %% [markdown] tags=["half-day"]
 # ## The engine
 #
 # Now train a real model. A `LayerSpec` describes a layer that is built later, on its own rank. `PipelineModule` cuts
-# the list into stages with about equally many parameters, as in DeepSpeed, Microsoft's training library. With fewer
-# stages than ranks, several pipelines run at once, each on its slice of the batch.
+# the list into stages with about equally many parameters, as in DeepSpeed. With fewer stages than ranks, several
+# pipelines run at once, each on its slice of the batch.
 
 # %% tags=["half-day"]
 # %%px
@@ -273,7 +273,7 @@ lab.read(plain.order)
 lab.read(plain.announce, plain.announced, plain.arriving)
 
 # %% [markdown]
-# This is one step. Find the lines that exchange messages, and the `detach()` that cuts autograd's graph:
+# In one step, find the lines that exchange messages, and the `detach()` that cuts autograd's graph:
 
 # %%
 lab.read(plain.step)
@@ -350,9 +350,9 @@ assert len(set(found(r"loss, torch: ([\d.]+), ours: ([\d.]+)"))) == 1
 #
 # <details><summary>Answer 1</summary>12 layers of 8 micro-batches, 2.87 GB each: 275 GB. Recomputed: 50 MB each, 4.8 GB.</details>
 #
-# Now count the bytes of our nine layers (a perceptron), and of four transformer blocks (b = 8, s = h = 64, a = 4), one
-# per rank. They have no dropout (34 - 2 bytes), torch's attention keeps no scores, and numbers have 32 bits. So a block
-# keeps 64 s b h, or 4 s b h if recomputed.
+# Count the bytes of our nine layers (a perceptron), and of four transformer blocks (b = 8, s = h = 64, a = 4), one per
+# rank. Without dropout, 34 becomes 32; torch's attention keeps no scores, so the second term is zero; 32 bits
+# double the rest. So a block keeps 64 s b h, or 4 s b h if recomputed.
 
 # %% tags=["claim"]
 # "12 layers of 8 micro-batches, 2.87 GB each: 275 GB. Recomputed: 50 MB each, 4.8 GB"
@@ -408,7 +408,7 @@ for net, name in every[0]:
 
 # %% tags=["statement"]
 # "Rank 1 has one block, and keeps 64.5 s b h for each micro-batch in flight: 8 with GPipe, 3 with 1F1B."
-# "With recomputation it keeps of each only the block's input, 4 s b h, except the one in its backward pass."
+# "With recomputation it keeps the block's input, 4 s b h, and all 64.5 s b h only during a micro-batch's backward pass."
 gpipe, eager, again = (row(f"transformer, {name}", "bytes of activations")[1] / (64 * 8 * 64)
                        for name in ("GPipe", "1F1B", "GPipe, recomputing"))
 assert (gpipe, eager, again) == (8 * 64.5, 3 * 64.5, 8 * 4 + 64.5 - 4)
@@ -418,8 +418,8 @@ assert again / gpipe > 1 / 2
 
 # %% [markdown]
 # Rank 1 has one block, and keeps 64.5 s b h for each micro-batch in flight: 8 with GPipe, 3 with 1F1B. (0.5: statistics
-# of norms and attention.) With recomputation it keeps of each only the block's input, 4 s b h, except the one in its
-# backward pass. The perceptron gains little by it.
+# of norms and attention.) With recomputation it keeps the block's input, 4 s b h, and all 64.5 s b h only during a
+# micro-batch's backward pass. The perceptron gains little by it.
 
 # %% [markdown]
 # ## Other orders
@@ -457,7 +457,7 @@ lab.table(rows, headers)
 
 # %% tags=["statement"]
 # "Interleaved: 1/v of the idle time, v times as many messages. ZB-H1: a third of the idle time"
-# "Interleaved 1F1B holds 11 activations of half a stage: 5.5."
+# "Interleaved 1F1B holds 11 activations of half a stage, which count as 5.5."
 names = ("GPipe", "1F1B", "interleaved 1F1B", "ZB-H1")
 (gpipe, _), (plain, _), (interleaved, _), (zero, _) = (row(name, "simulated    by formula")[:2] for name in names)
 assert gpipe == plain == 27.3 and interleaved == 15.8 and zero == 11.1
@@ -466,12 +466,12 @@ assert row("interleaved 1F1B", "simulated    by formula")[2] == row("interleaved
 assert abs(ideal["interleaved 1F1B"] - 37.5 / 2) < 0.1 and abs(ideal["ZB-H1"] - 37.5 / 3) < 0.1
 
 # %% [markdown]
-# Interleaved 1F1B holds 11 activations of half a stage: 5.5.
+# Interleaved 1F1B holds 11 activations of half a stage, which count as 5.5.
 #
 # ## Explore
 #
-# The button runs the drawn schedule on the ranks. Try fewer micro-batches than ranks. Then let messages take as long as
-# a forward pass: which order suffers most?
+# The button runs the drawn schedule on the ranks. Try fewer micro-batches than ranks. Let messages take as long as a
+# forward pass: which order suffers most?
 
 # %% tags=["nbval-ignore-output"]
 explorer.explore()
@@ -482,8 +482,8 @@ explorer.explore()
 # Also true on GPUs: values, schedules, activations in flight, waits, and the bubble with your own times. Speed was not
 # shown, because stages slept. On GPUs use `torch.distributed.pipelining`, Megatron-LM or DeepSpeed.
 #
-# **Discuss.** You have two machines of eight GPUs, a slow network between them, and a model too large for one GPU. Where do
-# you cut, and why there?
+# **Discuss.** You have two machines of eight GPUs, a slow network between them, and a model too large for one GPU.
+# Where do you cut, and why there?
 
 # %% [markdown]
 # ## Quiz
@@ -503,7 +503,7 @@ lab.quiz("07")
 # - A schedule is a list: check it, time it, draw it, run it. The gradients equal those of one process.
 #
 # Now the [exercises](../exercises/07_pipelines_exercises.ipynb), and level 3 of the puzzle.
-# [07b](07b_pipelines_in_earnest.ipynb) shows what the formulas miss; lesson 08 cuts single layers.
+# [07b](07b_pipelines_in_earnest.ipynb) shows what the formulas miss.
 #
 # ## References
 #

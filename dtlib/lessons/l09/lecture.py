@@ -48,8 +48,8 @@ comm = world.comm
 # A step reads `batch` samples and then computes for some seconds. If the accelerator must never wait, storage has to
 # deliver batch x bytes / seconds. MLPerf Storage, a benchmark, publishes these three numbers for real models.
 #
-# **Predict.** UNet3D on an A100 takes 7 samples of 146.6 MB, and 0.636 s per step. How many GB/s does it need? And how
-# many times as much as BERT on a V100 (48 samples of 2500 bytes in 0.968 s)?
+# **Predict.** UNet3D on an A100 takes 7 samples of 146.6 MB, and 0.636 s per step. How many GB/s does it need? By what
+# factor is this more than BERT needs on a V100 (48 samples of 2500 bytes in 0.968 s)?
 
 # %% tags=["half-day", "stub"]
 lab.predict("demand-of-unet3d", None)
@@ -72,7 +72,7 @@ lab.table(rows, headers, "MLPerf Storage 0.5 to 3.0, github.com/mlcommons/storag
 
 # %% tags=["half-day", "statement"]
 # "UNet3D on an A100 takes 7 samples of 146.6 MB, and 0.636 s per step."
-# "BERT on a V100 (48 samples of 2500 bytes in 0.968 s)"
+# "BERT needs on a V100 (48 samples of 2500 bytes in 0.968 s)"
 assert row("unet3d", "MLPerf")[-4:-1] == [146_600_628, 7, 0.636] and row("bert", "MLPerf")[-4:-1] == [2500, 48, 0.968]
 
 # %% tags=["statement"]
@@ -156,8 +156,8 @@ assert row("parquet", "reads that jump")[1] == 30 * 3 + 5 and row("files", "read
 # A read *jumps* if it does not continue its file's last read. With one file per sample, no read jumps inside a file:
 # only the files are in random order. Parquet reads 30 groups of 3 columns, and 5 *footers* (tables of positions). The
 # loader shuffles whole groups, then rows of a few groups: a weaker shuffle. On a cluster's file system an open is a
-# request to a *metadata server*, which all users share. On Lustre, a common one, a shard can also be striped over
-# several disks; a small file gains nothing from that.
+# request to a *metadata server*, which all users share. Lustre, a common file system of clusters, can also stripe a
+# shard over several disks; a small file gains nothing from that.
 
 # %% [markdown] tags=["half-day"]
 # ## Utilisation
@@ -210,7 +210,7 @@ def fed(where, work, compute=None, **settings):
     return measure(loader, EmulatedAccelerator(compute or work.compute_seconds))
 
 # %% [markdown]
-# **Predict.** Workers are processes that read ahead. Do they gain more with large or with small samples in shards?
+# **Predict.** Workers are processes that read ahead. Do workers help more with large or with small samples in shards?
 # (Compare 2 workers with none.)
 
 # %% tags=["stub"]
@@ -243,14 +243,15 @@ none, two = row("shards  no worker", "large samples"), row("shards  2 workers", 
 assert two[0] > none[0] + 5
 
 # %% tags=["statement"]
-# "Small samples, one in each file, gain too"
+# "Workers also help with small samples, one in each file"
 none, two = row("files   no worker", "small samples"), row("files   2 workers", "small samples")
 assert two[0] > none[0] + 5
 
 # %% [markdown]
-# Without workers the accelerator waits for every read. Large samples take long to read, so workers can hide much. Small
-# samples, one in each file, gain too: there workers hide the opens. Small samples in shards are read so quickly that a
-# message from a worker costs about as much; where cores are few, workers can even hurt. **How many workers? Measure.**
+# Without workers the accelerator waits for every read. Large samples take long to read, so workers can hide much.
+# Workers also help with small samples, one in each file: there they hide the opens. Small samples in shards are read so
+# quickly that a message from a worker costs about as much; where cores are few, workers can even hurt. **How many
+# workers? Measure.**
 
 # %% [markdown] tags=["half-day"]
 # ### A faster accelerator starves
@@ -309,7 +310,7 @@ lab.pictures.timeline("trace")
 #
 # **Prefetch**: a thread reads the next batch while the accelerator uses this one. **Staging**: copy the files to the
 # node's own disk first. **Caching**: keep samples in memory after the first epoch. For staging and caching we imitate a
-# busy metadata server: every open waits 2 ms. This delay is INJECTED, and the lines of such a reader say so.
+# busy metadata server: every open waits 2 ms. This delay is INJECTED, and the printed lines say so.
 
 # %% tags=["nbval-ignore-output"]
 for ahead, words in enumerate(("no batch ahead", "1 batch ahead", "2 batches ahead")):
@@ -434,10 +435,10 @@ print(f"of which {1e3 * of_cores:.1f} ms are the cores'")
 assert max(au.values()) < 1
 
 # %% [markdown]
-# If a batch becomes slower from a warm cache too, shared cores are the cause; only the rest is storage. No measured
-# rank reaches 100 %, not even one that reads alone. With more ranks the measured value may be above the value on paper:
-# a rank that computes (here: sleeps) leaves its core to the readers. Measure with as many readers as you will have,
-# cold and warm.
+# If a batch becomes slower even from a warm cache, shared cores are the cause; storage causes only the rest. No
+# measured rank reaches 100 %, not even one that reads alone. With more ranks the measured value may be above the value
+# on paper: a rank that computes (here: sleeps) leaves its core to the readers. Measure with as many readers as you will
+# have, cold and warm.
 #
 # **Discuss.** Why does a rank that reads alone wait, although its batch is in time on paper? How would you find out how
 # sixteen ranks behave?

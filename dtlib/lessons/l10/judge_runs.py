@@ -32,7 +32,7 @@ def judge_config(seen: list) -> None:
     """Check that the config fits into memory on all ranks."""
     if len(seen) < 3:
         raise Wrong("too-few", None, "three ranks, as the text says", f"{len(seen)}",
-                    "On two ranks, configs that fit send more: in bf16 stage 1 needs 240 MB. Try lab.engines(3)")
+                    "On two ranks, each config that fits sends more: in bf16 stage 1 needs 240 MB. Try lab.engines(3)")
     for rank, said in enumerate(seen):
         wanted = f"batches of {BATCH}, at most {MICRO} at a time, Adam or AdamW, at most {BUDGET:,} bytes a rank"
         wrong = rows(rank, wanted)

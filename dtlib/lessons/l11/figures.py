@@ -111,7 +111,7 @@ def scaling(strong: dict, weak: dict, cores: int):
             for runs, points in zip((strong, weak), found.values(), strict=True)
         ]
         rows.append((n, *cells[0], *cells[1]))
-    alt = f"Efficiency against ranks, of the same work and of as much work per rank, on a computer with {cores} cores."
+    alt = f"Efficiency against ranks, for strong and for weak scaling, on a computer with {cores} cores."
     return figure, alt, Table(rows, ("ranks", "strong: s", "efficiency", "weak: s", "efficiency"))
 
 

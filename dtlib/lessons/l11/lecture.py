@@ -90,7 +90,7 @@ print(figures.gpu_job())
 # *Strong scaling*: the work stays the same, and each rank has less; ideally N ranks take an N-th of the time. *Weak
 # scaling*: each rank's work stays the same; ideally the time stays the same.
 #
-# **Predict.** Beyond the cores of this machine, which efficiency falls: "strong", "weak", "both" or "none"?
+# **Predict.** With more ranks than this machine has cores, which efficiency falls: "strong", "weak", "both" or "none"?
 
 # %% tags=["stub"]
 lab.predict("beyond-the-cores", None)
@@ -122,17 +122,17 @@ for _ in range(5):  # in turns: a disturbance affects all
 figures.scaling(lab.values("strong")[0], lab.values("weak")[0], usable_cores())
 
 # %% tags=["claim"]
-# "strong scaling gains little or nothing, weak scaling takes longer."
+# "strong scaling gets little or no faster, weak scaling takes longer."
 cores, alone, four = usable_cores(), *(lab.values("weak")[0][k] for k in (1, 4))
 shared, as_cores = (lab.values("strong")[0][k] for k in (4, min(4, cores)))
 assert cores >= 4 or sorted(four)[2] > 1.3 * sorted(alone)[2]
 assert cores >= 4 or sorted(shared)[2] > 0.6 * sorted(as_cores)[2]
 
 # %% [markdown]
-# Marks are medians of five runs, bars the range. Up to the dotted line the system promises each rank a core. If
-# efficiency falls earlier, two cores share a physical core, or are busy. Beyond the line, in seconds (open *as text*),
-# strong scaling gains little or nothing, weak scaling takes longer. If bars overlap, five runs show no difference. A
-# plot of scaling needs the number of cores, and bars.
+# Marks are medians of five runs, bars the range. Up to the dotted line there is a core for each rank. If efficiency
+# falls before it, other programs use the cores, or two cores are threads of one physical core. Right of the line read
+# the seconds (open *as text*): strong scaling gets little or no faster, weak scaling takes longer. If bars overlap,
+# five runs show no difference. A plot of scaling needs the number of cores, and bars.
 #
 # ## Amdahl's law
 #
@@ -245,7 +245,7 @@ print(published["source"])
 assert found(r"on (\d+) GPUs: (\d+) %") == [512, 90]
 
 # %% [markdown]
-# **Predict.** How many times the images per second of one GPU is this?
+# **Predict.** By what factor are these 512 GPUs faster than one GPU, in images per second?
 
 # %% tags=["stub"]
 lab.predict("times-of-512", None)
@@ -260,10 +260,10 @@ print(f"{times:.0f} times one GPU; {(1 - share) * gpus:.0f} GPUs' worth of work 
 print(f"a step takes {1 / share - 1:.0%} longer than alone")
 
 # %% [markdown]
-# This is *weak* scaling, of *throughput*: each GPU keeps its batch. The number does not tell when the network is
-# trained (lesson 05), or how fast one GPU is: a slower program has a better efficiency. Few parameters and much
-# computing, as in Inception V3, is the easy case. Our formula for 512 ranks, with more and more parameters for the same
-# computing:
+# This is *weak* scaling, of *throughput*: each GPU keeps its batch. The number does not say how long training takes
+# (lesson 05), or how fast one GPU is: a slower program has a better efficiency. Few parameters and much computing, as
+# in Inception V3, is the easy case. Our formula for 512 ranks without overlap (*nothing hidden*), with more and more
+# parameters for the same computing:
 
 # %%
 for million in (25, 140, 700, 3500):
@@ -340,8 +340,6 @@ assert ring < 1.05 * halving
 # At 4 MB on 1,024 ranks the ring pays 2,046 latencies, and takes 25 times as long as Rabenseifner's. At 4 GB the two
 # hardly differ. So a library chooses: dtlib in `dtlib/comm/selection.py`, NVIDIA's NCCL between ring and tree.
 #
-# Links inside a machine are faster, so libraries often reduce inside first, then between machines.
-#
 # ## Two hosts, measured
 #
 # Two hosts with two ranks each are connected by TCP, with 5 ms and 20 MB/s (network namespaces of one machine).
@@ -371,12 +369,12 @@ assert found(r"'ring': '(\d+) ms', 'recursive_doubling': '(\d+) ms'") == [330, 4
 # %% [markdown]
 # The ring sends the fewest bytes, but is not the fastest here: it uses the link between the hosts six times in a row.
 # Doubling uses it once. A round of the ring took 107 ms, not 55: over TCP a message costs more than α + n β. So measure
-# before you choose (`python -m benchmarks slow-network`, as root). Brackets hold the middle half of the ratios to the
-# ring: if two overlap, neither algorithm has won.
+# before you choose (`python -m benchmarks slow-network`, as root). Brackets show the middle half of the ratios to the
+# ring: if two brackets overlap, neither algorithm has won.
 #
 # ## Your first job: a checklist
 #
-# 1. It runs on the laptop on 2 ranks, from the command line.
+# 1. Your job runs on the laptop on 2 ranks.
 # 2. It chooses its GPU by `local_rank`, and reads its data from a shared folder, not from your home.
 # 3. It saves a checkpoint, and you have resumed from one. Jobs end at their time limit.
 # 4. Request one node and five minutes first, then two nodes.

@@ -111,7 +111,7 @@ def _explain(name: str, living: dict, rank: int) -> None:
         late = max(resumed, key=resumed.get)
         raise Wrong("one-step-apart", late, f"{name}: all ranks continue with the same step",
                     f"rank {late} continues with step {resumed[late]}, others with step {min(resumed.values())}",
-                    "Some ranks had finished the step in which the other rank ended. How do ranks agree on a step?",
+                    "Some ranks had finished the step in which the other rank died. How do ranks agree on a step?",
                     "Broadcast the step together with the state, from rank 0 of the new communicator.")
     if waited := [r for r, c in living.items() if c["end"] == "waited"]:
         raise _out_of_step(waited[0], name)

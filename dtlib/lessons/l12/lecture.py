@@ -189,8 +189,8 @@ assert found(r"forward \((\d+), (\d+)\) backward \((\d+), (\d+)\)")[::2] == [3, 
 #
 # ### Heads in place of a ring: Ulysses
 #
-# Another way needs no ring. During attention, each rank exchanges its tokens of most heads for all tokens of a few
-# heads. **Find** the two exchanges (*all-to-all*). Which dimension is cut in the first, and which in the second?
+# Another way needs no ring. For attention, the ranks exchange some tokens of all heads for all tokens of some heads.
+# **Find** the two exchanges (*all-to-all*). Which dimension is cut in the first, and which in the second?
 
 # %%
 lab.read(plain_ulysses)
@@ -286,9 +286,9 @@ assert (4 * 15 / 16, round(15 / 16 * 4 * 17 / 16, 2)) == (3.75, 3.98) and 4 * 3 
 
 # %% [markdown]
 # On four ranks the ring sends 20 n bytes, gathering 12 n, and Ulysses 6 n. These numbers hold if keys have as many
-# heads as queries. In many models keys have fewer heads, a fraction g:
+# heads as queries. Many models have fewer key heads than query heads. Then g is the ratio of the two numbers:
 #
-# | way | bytes a rank sends, N ranks | hidden? | limit |
+# | way | bytes a rank sends, N ranks | sent while computing? | limit |
 # |---|---|---|---|
 # | ring | (6 N - 4) g n | yes | none |
 # | gather | 4 (N - 1) g n | no | memory: all keys on each rank |
@@ -303,7 +303,7 @@ assert (4 * 15 / 16, round(15 / 16 * 4 * 17 / 16, 2)) == (3.75, 3.98) and 4 * 3 
 # <details><summary>Answer</summary>Gathering 4 · 15 g n = 3.75 n; Ulysses would send 15/16 · 4 (1 + g) n = 3.98 n, but
 # 8 key heads are too few for sixteen ranks.</details>
 #
-# ### What is kept, and which mean
+# ### Memory, and the right mean
 
 # %%
 rows = []

@@ -41,7 +41,7 @@ class DataParallelNaive(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         if self.training and torch.is_grad_enabled() and not self.in_a_step:
-            # Broadcast once per step: again would change buffers that autograd saved in an earlier forward pass.
+            # Only once per step: a second broadcast would change buffers that autograd saved in the first forward pass.
             for buffer in self.module.buffers():
                 dist.broadcast(buffer, group_src=0, group=self.group)
             self.in_a_step = True
@@ -113,7 +113,7 @@ class DataParallelBuckets(DataParallelHooks):
 
 
 # DataParallel in full.py adds: unused parameters, gradient accumulation with no_sync(), batches of different sizes,
-# ranks that run out of batches (join), several dtypes, a thread that moves messages on where a core is idle, and a
-# small first bucket. It divides before it sends. Its hooks are in gradients/reducer.py and its bucket memory in
+# ranks that run out of batches (join), several dtypes, a thread that polls messages if cores are idle, and a small
+# first bucket. It divides before it sends. Its hooks are in gradients/reducer.py and its bucket memory in
 # gradients/buckets.py. Where dtlib is installed, checks.py wraps these methods and checks the contracts above. This
 # file imports only torch. docs/explanation/how_a_gradient_travels.md follows one gradient from here to MPI.

@@ -107,7 +107,7 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, -2)
         counting = torch.ones(len(tokens), dtype=torch.bool, device=x.device) if mask is None else mask.flatten()
         if mask is not None and len(counting) != len(tokens):
-            raise DtlibError(f"MixtureOfExperts: mask is of {tuple(mask.shape)}, and tokens of {tuple(x.shape[:-1])}.")
+            raise DtlibError(f"MixtureOfExperts: mask has shape {tuple(mask.shape)}, x needs {tuple(x.shape[:-1])}.")
         index = counting.nonzero()[:, 0]
         kept = tokens[index]
         logits = self._logits(kept)

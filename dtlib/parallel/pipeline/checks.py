@@ -57,7 +57,7 @@ def check_stages(stages: list[tuple], microbatches: int) -> None:
             if first != rank and name != its_name and len(set(some)) > 1:
                 raise DtlibError(
                     f"{name} of rank {rank} has the values of {its_name} of rank {first}: a tied layer needs the "
-                    "gradients of both stages, see TiedLayerSpec; others need seeds of their own."
+                    "gradients of both stages (use TiedLayerSpec), and other layers need different seeds."
                 )
 
 

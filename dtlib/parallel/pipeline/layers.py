@@ -26,7 +26,7 @@ class LayerSpec:
 
     def __init__(self, typename: type[nn.Module], *module_args: object, **module_kwargs: object):
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise DtlibError(f"LayerSpec needs a class of modules and its arguments, and got {typename!r:.60}.")
+            raise DtlibError(f"LayerSpec needs a subclass of nn.Module and its arguments, but got {typename!r:.60}.")
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self) -> nn.Module:
@@ -84,14 +84,11 @@ class PipelineModule(nn.Module):
         needed = num_stages // stages_per_rank if counts and num_stages % stages_per_rank == 0 else 0
         if not needed or ranks % needed or (comm is not None and ranks != needed):
             many = f", stages_per_rank={stages_per_rank}" if stages_per_rank != 1 else ""
-            way = (
-                "all ranks of comm, by comm.split()" if comm is not None else "a part of the ranks that they divide by"
-            )
-            raise DtlibError(
-                f"PipelineModule(num_stages={num_stages}{many}): there are {ranks} ranks for stages, which need "
-                f"{needed or 'whole numbers from 1 on, of which the second divides the first'}"
-                f"{f': stages are on {way}' if needed else ''}."
-            )
+            why = "pass whole numbers from 1 on, and a divisor of num_stages as stages_per_rank"
+            if needed:
+                way = f"use a divisor of {ranks}, or pass comm" if comm is None else "pass a comm of this size"
+                why = f"the stages need {needed} ranks, but there are {ranks}: {way}"
+            raise DtlibError(f"PipelineModule(num_stages={num_stages}{many}): {why}.")
         if comm is None:
             mesh = init().mesh(data=-1, pipe=needed)
             self.comm, self.everyone = mesh["pipe"], init().comm

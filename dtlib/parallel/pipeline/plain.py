@@ -38,7 +38,7 @@ def announce(group: ProcessGroup, dest: int, tensor: torch.Tensor) -> Work | Non
 
 
 def announced(group: ProcessGroup, source: int, device: torch.device) -> torch.Tensor:
-    """Receive dtype and shape; return an example of the tensors that will arrive, which stores only one number."""
+    """Receive dtype and shape; return a tensor with them, which needs the memory of only one number."""
     dist.recv(header := torch.zeros(HEADER, dtype=torch.int64, device=device), group_src=source, group=group)
     dtype, dimensions, *shape = header.tolist()
     return torch.empty((), dtype=DTYPES[dtype], device=device).expand(shape[:dimensions])
@@ -78,8 +78,8 @@ def step(group: ProcessGroup | None, stage: torch.nn.Module, inputs: torch.Tenso
         like = announced(group, before, next(stage.parameters()).device)
         activations = map(torch.Tensor.requires_grad_, arriving(group, before, like, microbatches))
     wanted = torch.chunk(targets, microbatches) if is_last else ()
-    # ``kept`` has, for each micro-batch until its backward pass, the input, and the place in autograd's graph that made
-    # the output.
+    # ``kept`` maps each micro-batch, until its backward pass, to its input and to the place in autograd's graph that
+    # computed its output.
     kept, sending, losses = {}, [], []
     for kind, m in order(schedule, rank, ranks, microbatches):
         with record_function(f"{kind}{m}"):

@@ -58,7 +58,7 @@ class Replicator:
 
     def __init__(self, comm: AnyCommunicator | None = None, replicas: int | None = None):
         if (comm is None) == (replicas is None):
-            raise DtlibError("Replicator needs either comm, for a process per replica, or replicas, their number.")
+            raise DtlibError("Replicator needs comm (a process per replica) or replicas=N (in this process), not both.")
         if replicas is not None:
             number("Replicator(replicas=...)", replicas, least=1, whole=True)
         self.comm = comm if comm is None else as_communicator(comm)

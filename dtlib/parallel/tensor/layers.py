@@ -245,7 +245,7 @@ def check_plain(whole: nn.Module, kind: type[nn.Module], who: str) -> None:
         else "it has hooks" if hooks else None
     )  # fmt: skip
     if why:
-        raise DtlibError(f"{who} takes the values of a plain nn.{kind.__name__} alone, and {why}: build a plain one.")
+        raise DtlibError(f"{who} shards only a plain nn.{kind.__name__}, but {why}: pass a plain one.")
 
 
 def check_width(x: Tensor, width: int, what: str) -> None:

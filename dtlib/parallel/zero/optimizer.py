@@ -57,7 +57,8 @@ class ZeroOptimizer(optim.Optimizer):
             most 25. Only one bucket is in flight at a time.
         offload: keep master weights and optimizer states in host memory and step there (ZeRO-Offload, J. Ren et al.,
             USENIX ATC 2021). Without a GPU, this has no effect and warns.
-        progress: how buckets of stage 2 progress during the backward pass, as for ``DataParallel``.
+        progress: what polls the messages of stage 2 during the backward pass: ``"inline"`` (the hooks) or ``"thread"``.
+            Default: ``"thread"`` on a GPU.
         **defaults: passed to ``optimizer_class``.
 
     Parameters in 16 bits get float32 master weights, only for this rank's shard.
@@ -187,7 +188,7 @@ class ZeroOptimizer(optim.Optimizer):
             if self.stage == 2 and not is_freed(parameter.grad):
                 raise DtlibError(
                     f"{name} has a gradient that did not come from a backward pass through this optimizer's hooks: "
-                    "stage 2 takes no gradients by hand, nor those of DataParallel; use stage 1, or no DataParallel."
+                    "at stage 2, set no gradients by hand and leave DataParallel out, or use stage 1."
                 )
         for bucket in self._buckets:
             bucket.check(self._names)

@@ -1,7 +1,7 @@
 """ZeRO, to be read from top to bottom: three stages, each a few lines longer than the previous one.
 
-Data parallelism keeps N copies of parameters, gradients and optimizer states. Here each rank keeps a shard, 1/N: in
-stage 1 of the optimizer states, in 2 also of the gradients, in 3 also of the parameters, gathered while a unit runs:
+Data parallelism keeps N copies of parameters, gradients and optimizer states. Stage 1 shards the optimizer states,
+stage 2 also the gradients, and stage 3 also the parameters, which it gathers while a unit runs. A shard is 1/N:
 
     stage   forward pass          backward pass                        step
     1                                                                  reduce_scatter, update, all_gather all units
@@ -102,12 +102,12 @@ class Stage3(Stage2):
     def gather(self, unit: Unit) -> None:
         if not unit.flat.untyped_storage().nbytes():
             unit.flat.untyped_storage().resize_(unit.flat.nbytes)
-            # Receive into a second tensor of this memory: a storage that dtlib exports to numpy cannot be resized.
+            # Receive into a second tensor with the same memory, because torch cannot resize one exported to numpy.
             dist.all_gather_single(torch.from_dlpack(unit.flat), unit.shard.detach(), group=self.group)
             vector_to_parameters(unit.flat, unit.parameters)
 
     def forward_ends(self, unit: Unit, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        if torch._C._current_graph_task_id() == -1:  # -1: no backward pass; in one, checkpointing recomputes the unit
+        if torch._C._current_graph_task_id() == -1:  # in a backward pass, a recomputed unit is still needed
             self.free(unit)
         if output.requires_grad:
             output.register_hook(lambda gradient: self.gather(unit))
