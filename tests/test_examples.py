@@ -11,7 +11,8 @@ import pytest
 
 from dtlib.world.launch import find_mpiexec
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 SERIAL = EXAMPLES / "serial.py"
 DISTRIBUTED = sorted(set(EXAMPLES.glob("*.py")) - {SERIAL, EXAMPLES / "train.py"})
 MPIEXEC = [find_mpiexec(), "--allow-run-as-root", "--oversubscribe"]
@@ -27,6 +28,17 @@ def printed(*command):
 
 def losses(*command):
     return [float(loss) for loss in re.findall(r"loss (\S+)", printed(*command, "--float64", "--steps", 5))]
+
+
+@pytest.mark.parametrize("lesson,script", [("l04", "ddp"), ("l08", "mesh")])
+def test_a_lesson_shows_lines_of_the_script_that_it_names(lesson, script):
+    text = (ROOT / "dtlib" / "lessons" / lesson / "lecture.py").read_text()
+    shown = re.search(r"(?ms)^# ```python\n(.*?)^# ```$.*?examples/(\w+)\.py", text)
+    lines = shown[1].replace("# ", "", 1).replace("\n# ", "\n").splitlines()
+    there = [line.split("  #")[0].strip() for line in (EXAMPLES / f"{script}.py").read_text().splitlines()]
+    assert shown[2] == script and 6 < len(lines) <= 12
+    at = [there.index(line.split("  #")[0]) for line in lines]
+    assert at == sorted(at), "in the same order"
 
 
 def test_train_is_one_page():
@@ -73,7 +85,7 @@ def test_a_script_makes_the_steps_of_the_serial_one(script):
     expected = [float(number) for number in re.findall(r"\d+\.\d+", printed(sys.executable, SERIAL))]
     for ranks in (2, 4):
         launchers = [[*MPIEXEC, "-n", ranks, sys.executable]]
-        if script.stem == "ddp":
+        if script.stem in ("ddp", "mesh"):
             launchers.append([*TORCHRUN, "--nproc-per-node", ranks])
         for launcher in launchers:
             found = [float(number) for number in re.findall(r"\d+\.\d+", printed(*launcher, script))]

@@ -642,11 +642,11 @@ def test_the_same_page_in_firefox(addresses, tmp_path, kind):
 
 
 def test_a_first_sum_that_was_typed_after_another_check_is_refused():
-    ranks.show("", 4, "", "anew")
+    ranks.show("", 4, "", "0", pressed="anew")
     for line, verdict in (
         ("dist.all_reduce(total := torch.tensor(rank), op=dist.ReduceOp.MAX, group=comm.group)", "Not yet: first-sum"),
         ("total = 6", "how does this rank know the numbers of the other ranks?"),
         ("comm.all_reduce(total := torch.tensor(rank))", "Passed: first-sum."),
     ):
-        ranks.show("", 4, f"import torch\nimport torch.distributed as dist\n{line}", "run")
-        assert verdict in ranks.show("", 4, "", "check"), line
+        ranks.show("", 4, f"import torch\nimport torch.distributed as dist\n{line}", "", pressed="run")
+        assert verdict in ranks.show("", 4, "", "0", pressed="check"), line

@@ -28,6 +28,7 @@ LINES_AT_A_GLANCE = 9  # of a cell, which MINUTES_A_CELL pay for
 MINUTES_A_CELL = 0.75
 MINUTES_A_PREDICTION = 0.5
 _LABELS = {"say": "say", "fails": "what fails", "seen": "checkpoint", "late": "if twenty minutes late"}
+_NO_PROSE = re.compile(r"(?ms)^\[Start page\][^\n]*$|^```.*?^```$")
 _LINES_SHOWN = re.compile(r"(?:, lines |, )(\d+) to (\d+)")
 
 
@@ -74,8 +75,8 @@ def _moved(text: str, top: str) -> str:
 
 
 def words(cells: list) -> int:
-    """Words of prose: what a link leads to, marks and formulas' signs are none, nor is the line of links."""
-    texts = (re.sub(r"(?m)^\[Start page\].*$", "", cell.source) for cell in cells if cell.cell_type == "markdown")
+    """Words of prose: what a link leads to, marks and formulas' signs are none, nor are the line of links and code."""
+    texts = (_NO_PROSE.sub("", cell.source) for cell in cells if cell.cell_type == "markdown")
     prose = " ".join(re.sub(r"\]\([^)]*\)", "]", text) for text in texts)
     return sum(bool(re.search(r"\w", word)) for word in prose.split())
 

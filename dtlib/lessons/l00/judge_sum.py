@@ -18,7 +18,7 @@ def observe_total(total, comm):
 def collectives_for(value, comm) -> int | None:
     """Return the number of collectives of ``comm`` since the last check of another value; None if it does not count.
 
-    It shows whether ranks have communicated for this value, because a learner may have typed the right sum.
+    With 0 a learner may have typed the right sum, because ranks have not communicated for it.
     """
     count = getattr(comm, "collective_count", None)
     checked, before, at_check = _checked.get(comm, (value, 0, 0))

@@ -405,6 +405,7 @@ assert with_thread.end < with_hooks.end
 
 # %% tags=["two-hours", "half-day", "claim"]
 # "Without a thread few or no buckets end during the backward pass. With a thread all but the last do."
+# "The short seventh bar is a check of `DataParallelBuckets`."
 for timeline, hidden in ((with_hooks, range(3)), (with_thread, [5])):
     mine = [event for event in timeline.events if event.rank == 0]
     last = max(event.end for event in mine if event.kind == "phase")
@@ -415,7 +416,8 @@ assert [event.dtype for event in with_hooks.events if event.rank == 0].count("in
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # Both panels show rank 0. Without a thread few or no buckets end during the backward pass. With a thread all but the
-# last do. (Gaps between layers: four ranks and four threads share the cores.)
+# last do. The short seventh bar is a check of `DataParallelBuckets`. (Gaps between layers: four ranks and threads share
+# the cores.)
 
 # %% [markdown]
 # On a CPU a thread takes time from the computation, so there `DataParallel` works without one.
@@ -477,8 +479,7 @@ assert count("89% of the test images are right") == 3
 # The serial script printed on every rank, the Horovod script only on rank 0.
 
 # %% [markdown]
-# In a terminal: `mpiexec -n 4 python notebooks/digits_horovod.py 24 0.02`. With DDP: `torchrun --nproc-per-node 4
-# examples/ddp.py`.
+# In a terminal: `mpiexec -n 4 python notebooks/digits_horovod.py 24 0.02`.
 
 # %% [markdown] tags=["half-day"]
 # ## DDP
@@ -594,6 +595,22 @@ assert count("make train_batch_size a multiple of") == 1
 # These also hold on GPUs: values, messages and bytes, the order of buckets, the effect of a missing division, why a
 # ring beats one server, and that communication can hide behind the backward pass. Speed does not. These nets are tiny,
 # all ranks share one machine, and overlap was emulated. On GPUs use DDP with NCCL.
+#
+# ## As a script
+#
+# ```python
+# dist.init_process_group("gloo")  # on GPUs: "nccl"
+# rank, ranks = dist.get_rank(), dist.get_world_size()
+# model = DistributedDataParallel(model)
+# x, y = x[rank::ranks], y[rank::ranks]
+# loss = cross_entropy(model(x), y)
+# optimizer.zero_grad()
+# loss.backward()
+# optimizer.step()
+# dist.destroy_process_group()
+# ```
+#
+# In a terminal: `torchrun --nproc-per-node 2 examples/ddp.py`.
 #
 # **Discuss.** Half of the ranks are twice as fast as the others. How much of the time do the fast ranks wait? What
 # would you change?

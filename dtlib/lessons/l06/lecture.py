@@ -2,7 +2,7 @@
 # # 06 ZeRO
 #
 # Two hours. Data parallelism keeps the same model, gradients and optimizer states on every rank. You divide them among
-# the ranks until each rank keeps 1/N, and count the bytes that a rank holds and sends.
+# the ranks until each keeps 1/N, and count the bytes that it holds and sends.
 #
 # **Questions.** What fills the memory? What does it cost to divide the model states? Which setting makes a model fit?
 #
@@ -159,8 +159,8 @@ assert row("stage 1", "on each of 4 ranks")[-2:] == [12, 4]
 lab.read(plain.Stage2)
 
 # %% [markdown] tags=["half-day"]
-# Now the parameters. A unit (here: a linear layer) needs its weights twice: in its forward pass and in its backward
-# pass. The rest of the time each rank keeps only its quarter. *Gather before use, free after use*.
+# Now the parameters. A unit (here: a linear layer) needs its weights twice: forward and backward. Otherwise each rank
+# keeps only its quarter. *Gather before use, free after use*.
 
 # %%
 lab.read(plain.Stage3)
@@ -189,7 +189,7 @@ if comm.rank == 0:
     lab.table(rows, headers)
 
 # %% tags=["half-day", "statement"]
-# "A unit (here: a linear layer) needs its weights twice: in its forward pass and in its backward pass."
+# "A unit (here: a linear layer) needs its weights twice: forward and backward."
 assert [row(f"Stage{stage}", "all_gathers per step")[1:] for stage in (2, 3)] == [[3, 208_992], [2 * 3, 0]]
 
 # %% tags=["statement"]
@@ -207,9 +207,9 @@ lab.read_end(plain)
 # ## Memory, to the byte
 #
 # `dtlib.memory` counts each storage of a rank once. The model is in bfloat16, with master weights; `dtlib.initialize`
-# reads the stage from a config, as Microsoft's DeepSpeed does.
+# reads the stage from a config, as DeepSpeed does.
 #
-# **Predict.** On four ranks, how many bytes per parameter does a rank hold at stage 2?
+# **Predict.** On four ranks, how many bytes of model states per parameter does a rank hold at stage 2?
 
 # %% tags=["half-day", "stub"]
 lab.predict("bytes-at-stage-2", None)
@@ -241,13 +241,15 @@ if comm.rank == 0:
 
 # %% tags=["statement"]
 # "In each line with a formula, the count equals it."
+# "The model states are 2 + 0.5 + 1 + 2 = 5.5 bytes per parameter."
 lines = {what: row(what, "mixed_adam") for what in ("parameters", "gradients", "master weights", "optimizer states", "padding")}
-assert all(numbers[0] == numbers[-1] for numbers in lines.values())
+assert all(numbers[0] == numbers[-1] for numbers in lines.values()) and sum(n[1] for n in lines.values()) == 5.5
 assert row("communication", "mixed_adam")[1] < 0.1
 
 # %% [markdown] tags=["half-day"]
-# In each line with a formula, the count equals it. *Padding* makes shards equal. *Peak* is the largest number of bytes
-# at any time; it must fit. The bars end at the peak; *beside the states* is everything but model states:
+# In each line with a formula, the count equals it. The model states are 2 + 0.5 + 1 + 2 = 5.5 bytes per parameter.
+# *Padding* makes shards equal. *Peak* is the largest number of bytes at any time; it must fit. The bars end at the peak;
+# *beside the states* is everything but model states:
 
 # %% tags=["half-day"]
 held, sizes = lab.values("lines_of")[0], lab.values("sizes_of")[0]

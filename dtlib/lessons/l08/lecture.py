@@ -667,7 +667,19 @@ if comm.rank == 0:
 assert found(r"forward: all_reduce, ([\d,]+) bytes$") == [1_572_864]
 
 # %% [markdown]
-# One `all_reduce` forward, with the number of bytes that you computed.
+# One `all_reduce` forward, with the number of bytes that you computed. The same cuts and ZeRO in a script:
+#
+# ```python
+# dist.init_process_group("gloo")  # on GPUs: "nccl"
+# mesh = dist.init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+# rank, ranks = mesh["data"].get_local_rank(), mesh["data"].size()
+# cuts = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+# model = parallelize_module(model, mesh["tensor"], cuts)
+# model = fully_shard(model, mesh=mesh["data"])
+# x, y = x[rank::ranks], y[rank::ranks]
+# ```
+#
+# Run `torchrun --nproc-per-node 4 examples/mesh.py`.
 #
 # **Discuss.** You have sixteen GPUs in two machines, and a model whose largest layer fits on one GPU. Do you need
 # tensor parallelism at all? What would change your mind?

@@ -36,13 +36,12 @@ def top_k_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[tor
     places = flat.abs().topk(k).indices
     mine = torch.cat([places.int().view(torch.uint8), flat[places].view(torch.uint8)])
     dist.all_gather_single(everyones := mine.new_empty(ranks * len(mine)), mine, group=state.group)
-    at, values = everyones.view(ranks, -1).split([4 * k, len(mine) - 4 * k], 1)
     if state.feedback:
         flat[places] = 0
         state.kept |= {parameter: rest.clone() for parameter, rest in both}
-    mean = torch.zeros_like(flat)
-    for indices, some in zip(at, values, strict=True):  # rank by rank: a GPU adds in any order, so ranks would differ
-        mean.index_add_(0, indices.clone().view(torch.int32), some.clone().view(flat.dtype) / ranks)
+    mean = torch.zeros_like(flat)  # add rank by rank: a GPU adds one array in any order, so ranks would differ
+    for at, values in zip(*everyones.view(ranks, -1).split([4 * k, len(mine) - 4 * k], 1), strict=True):
+        mean.index_add_(0, at.clone().view(torch.int32), values.clone().view(flat.dtype) / ranks)
     return done(mean)
 
 

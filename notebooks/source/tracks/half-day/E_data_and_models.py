@@ -1,9 +1,9 @@
 # %% [markdown]
 # # E Feed them, and train by a config
 #
-# Twenty minutes, then the quiz. Fast accelerators starve on slow input: you see one starve, and learn how to prevent
-# it. Then one file with the keys of DeepSpeed trains a model that reads digits. One page shows which cut suits which
-# model.
+# Twenty minutes, then the quiz. Two ranks are enough here, so the first cell starts new ones. Fast accelerators starve
+# on slow input: you see one starve, and learn how to prevent it. Then one file with the keys of DeepSpeed trains a
+# model that reads digits. One page shows which cut suits which model.
 #
 # **Questions.** How many bytes per second does a model need? What is in a config? Which cut is for your own model?
 
