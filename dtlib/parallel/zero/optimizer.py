@@ -86,10 +86,9 @@ class ZeroOptimizer(optim.Optimizer):
 
     optim: torch.optim.Optimizer  # the local optimizer, which has only this rank's shards
 
-    def __init__(
-        self, params: Iterable, optimizer_class: type, comm: AnyCommunicator | None = None, stage: int = 1,
-        bucket_cap_mb: float | None = None, offload: bool = False, progress: str | None = None, **defaults: object,
-    ):  # fmt: skip
+    def __init__(self, params: Iterable, optimizer_class: type, comm: AnyCommunicator | None = None, stage: int = 1,
+                 bucket_cap_mb: float | None = None, offload: bool = False, progress: str | None = None,
+                 **defaults: object):  # fmt: skip
         check_arguments(optimizer_class, stage, bucket_cap_mb, progress)
         self.comm = as_communicator(init().comm if comm is None else comm)
         self.stage, self.batch_size, self.forwards = stage, None, 0
@@ -179,9 +178,8 @@ class ZeroOptimizer(optim.Optimizer):
             self._reducer.end()
         for bucket in self._buckets:
             assert bucket.average is not None
-            for piece, view, ranks in zip(
-                bucket.owned, bucket.shards.views(bucket.average), bucket.used_anywhere, strict=True
-            ):
+            views = bucket.shards.views(bucket.average)
+            for piece, view, ranks in zip(bucket.owned, views, bucket.used_anywhere, strict=True):
                 piece.grad = view if ranks else None
         self.masters.take_gradients(scale)
         self._reduced = True
@@ -249,8 +247,7 @@ class ZeroOptimizer(optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.reduce_gradients()
-        for mine, local in zip(self.param_groups, self.optim.param_groups, strict=True):
-            local.update(_settings_of(mine))  # a scheduler may have changed them
+        _copy_settings(self.param_groups, self.optim.param_groups)  # a scheduler may have changed them
         self.optim.step()
         self._whole_state = None
         self.give_values()
@@ -298,6 +295,7 @@ class ZeroOptimizer(optim.Optimizer):
         """
         if self._whole_state is not None:
             return self._whole_state
+        _copy_settings(self.param_groups, self.optim.param_groups)  # a scheduler has changed them since the step
         return {
             "rank": self.comm.rank,
             "size": self.comm.size,
@@ -355,8 +353,7 @@ def _take_whole_state(zero, whole: dict) -> None:
     optim.Optimizer.load_state_dict(zero, {**whole, "state": {}})
     local = zero.optim.state_dict()
     places = {master: i for i, master in enumerate(p for group in zero.optim.param_groups for p in group["params"])}
-    for mine, theirs in zip(local["param_groups"], zero.param_groups, strict=True):
-        mine.update(_settings_of(theirs))
+    _copy_settings(zero.param_groups, local["param_groups"])
     local["state"] = {}
     for i, parameter in enumerate(_parameters(zero)):
         if parameter not in zero._shard_of:
@@ -386,8 +383,12 @@ def _load_state(zero, state_dict: dict) -> None:
     with torch.no_grad():
         for master, saved in zip(zero.masters.masters, state_dict["masters"], strict=True):
             master.copy_(saved)
-    for mine, local in zip(zero.param_groups, zero.optim.param_groups, strict=True):
-        mine.update(_settings_of(local))
+    _copy_settings(zero.optim.param_groups, zero.param_groups)
+
+
+def _copy_settings(groups: list, to: list) -> None:
+    for group, other in zip(groups, to, strict=True):
+        other.update(_settings_of(group))
 
 
 def _settings_of(group: dict) -> dict:
