@@ -77,6 +77,7 @@ def used_by_some_ranks(world, groups):
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), groups=groups
     )
+    hvd.broadcast_parameters(model.state_dict(), 0)
     x = torch.ones(1, 2, dtype=torch.float64)
     for _ in range(3):
         optimizer.zero_grad()
@@ -270,3 +271,21 @@ def test_a_scheduler_made_before_the_distributed_optimizer_sets_its_rate(world):
     inner.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.1  # on the root, and on those who have loaded its state
+
+
+@on_ranks(2)
+def test_parameters_that_differ_between_ranks_are_refused(world):
+    hvd.init()
+
+    def trained(rate, steps, broadcast=True):
+        torch.manual_seed(0 if broadcast else world.rank)
+        model = nn.Linear(3, 2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=rate), model.named_parameters())
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+
+    refuses("broadcast_parameters", trained, 0.1, 1, broadcast=False)
+    refuses("learning rates", trained, 0.1 * (world.rank + 1), 2)
+    trained(0.1, 10)
