@@ -45,9 +45,9 @@ class DiLoCo:
         progress: how pending messages progress. With ``"inline"``, ``step()`` polls: best if cores are busy. With
             ``"thread"``, a thread polls: best if cores are idle. The default depends on the parameters' device.
 
-    Floating-point buffers are averaged with the last fragment; other buffers stay local. ``steps`` counts steps taken,
-    and ``rounds`` counts fragments received. Within a round, parameters differ between ranks: call ``finish()`` after
-    the last step and before ``dtlib.checkpoint.save``.
+    Parameters that are added or replaced later are not averaged. Floating-point buffers are averaged with the last
+    fragment; other buffers stay local. ``steps`` counts steps taken, and ``rounds`` counts fragments received. Within a
+    round, parameters differ between ranks: call ``finish()`` after the last step and before ``dtlib.checkpoint.save``.
 
     Raises:
         DtlibError: on all ranks, if models differ between ranks or arguments do not fit together.
