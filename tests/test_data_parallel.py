@@ -364,3 +364,23 @@ def test_buffers_are_those_of_rank_0_again_in_each_step(world):
     for step in range(3):
         model(x).sum().backward()
         assert model.module.count == step + world.rank + 1
+
+
+@on_ranks(2)
+def test_plain_classes_refuse_a_step_without_averages_and_other_values_on_a_rank(world):
+    def trained(kind, average=True, load=False):
+        model = kind(build("chain"), world.comm)
+        optimizer = sgd(model)
+        if load and world.rank == 1:
+            model.module.load_state_dict(build("chain", seed=7).state_dict())
+        for batch in batches("chain", 3, 8):
+            optimizer.zero_grad()
+            loss_of(model, slice_of(batch, world.rank, 2)).backward()
+            if kind is DataParallelNaive and average:
+                model.average_gradients()
+            optimizer.step()
+
+    refuses("gradients were not averaged", trained, DataParallelNaive, average=False)
+    for kind in (DataParallelNaive, DataParallelHooks):
+        refuses("parameters differ", trained, kind, load=True)
+        trained(kind)

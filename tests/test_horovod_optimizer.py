@@ -70,6 +70,7 @@ def test_a_parameter_that_only_some_ranks_use_counts_as_zero_on_the_others(world
     always, sometimes, never = (nn.Linear(2, 2, bias=False, dtype=torch.float64) for _ in range(3))
     model = nn.ModuleDict({"always": always, "sometimes": sometimes, "never": never})
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), 0)
     x = torch.ones(1, 2, dtype=torch.float64)
     for _ in range(3):
         optimizer.zero_grad()
@@ -262,3 +263,21 @@ def test_a_scheduler_made_before_the_distributed_optimizer_sets_its_rate(world):
     inner.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.1  # on the root, and on those who have loaded its state
+
+
+@on_ranks(2)
+def test_parameters_that_differ_between_ranks_are_refused(world):
+    hvd.init()
+
+    def trained(rate, steps, broadcast=True):
+        torch.manual_seed(0 if broadcast else world.rank)
+        model = nn.Linear(3, 2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=rate), model.named_parameters())
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+
+    refuses("broadcast_parameters", trained, 0.1, 1, broadcast=False)
+    refuses("learning rates", trained, 0.1 * (world.rank + 1), 2)
+    trained(0.1, 10)

@@ -127,7 +127,30 @@ def a_step_left_out(world):
         optimizer.step()
 
 
+def changed_later(world, change):
+    model = DataParallel(net(), world.comm)
+    optimizer = sgd(model)
+    for step in range(14):
+        if step == 5 and world.rank == 1:
+            change(model.module, optimizer)
+        optimizer.zero_grad()
+        model(X * (step + world.rank)).square().mean().backward()
+        optimizer.step()
+
+
+def zero_rates(world, stage):
+    model = net()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, world.comm, stage, lr=by_rank(world, 0.1, 0.2))
+    model(X).square().mean().backward()
+    optimizer.step()
+
+
 ALONE = {
+    "weights, later": ("a step", lambda w: changed_later(w, lambda m, _: m.load_state_dict(net(7).state_dict()))),
+    "rate, later": ("schedule", lambda world: changed_later(world, lambda _, o: o.param_groups[0].update(lr=0.01))),
+    **{f"rates of stage {n}": ("learning rates", lambda world, n=n: zero_rates(world, n)) for n in (1, 2)},
+    "length of the data": (r"len\(training_data\)", lambda world: dtlib.initialize(
+        model=net(), config=CONFIG, training_data=[(one, 0) for one in torch.zeros(8 + world.rank, 6)])),
     "fp16 with tensor shards": ("fp16", lambda world: dtlib.initialize(
         model=tensor_parallel(world), config={**CONFIG, "fp16": {"enabled": True}}, comm=world.comm.split(world.rank))),
     "fp16 with experts": ("fp16", lambda world: dtlib.initialize(
@@ -154,8 +177,7 @@ def test_decisions_that_a_rank_takes_alone(world):
 
 
 def loaded_on_rank_0(world, make):
-    model = net()
-    trained = make(model)
+    trained = make(model := net())
     if world.rank == 0:
         model.load_state_dict(net(7).state_dict())
     return trained
@@ -286,6 +308,12 @@ def zero_grad_by_micro_batch(world, whose):
         engine_step(engine)
 
 
+def two_backwards(world):
+    engine = engine_of(gradient_accumulation_steps=2)
+    engine.backward(engine(X).square().mean())
+    engine.backward(engine(X).square().mean())
+
+
 def inner_step(world):
     model = net()
     optimizer = sgd(model)
@@ -301,6 +329,7 @@ def part_by_hand(world):
 
 WRONG_CALL = {
     "loss.backward()": (r"engine.backward\(loss\)", plain_backward),
+    "step() after two micro-batches": (r"step\(\) after each", two_backwards),
     **{f"zero_grad of {whose}": ("zero_grad", lambda world, whose=whose: zero_grad_by_micro_batch(world, whose))
        for whose in ("model", "engine", "optimizer")},
     "the inner optimizer's step": ("LocalSGD", inner_step),

@@ -123,6 +123,7 @@ KNOWN = {
         "torch.nn.modules.pooling._LPPoolNd": 1,
         "torch.nn.modules.pooling._MaxPoolNd": 1,
     },
+    "parallel/data/checks.py": {"_version": 1},
     "parallel/data/batch_norm.py": {"_buffers": 1, "_modules": 2, "torch.nn.modules.batchnorm._BatchNorm": 2},
     "parallel/data/plain.py": {"torch.autograd.Variable._execution_engine": 1},
     "parallel/pipeline/checks.py": {"torch.nn.modules.batchnorm._BatchNorm": 1},

@@ -24,6 +24,7 @@ from tests.models import (
     difference,
     difference_of_values,
     loss_of,
+    seeded,
     sgd,
     slice_of,
     train,
@@ -319,3 +320,39 @@ def test_on_a_gpu(world, prefetch):
     train(ours, adamw(ours), data, world.comm)
     # Kernels of a GPU may add in another order every time.
     assert difference_of_values(ours, reference, world.comm) <= 1e-9
+
+
+class Branches(nn.Module):
+    """Two layers, of which an input uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(2))
+        self.both[1].requires_grad_(False)
+
+    def forward(self, x, which):
+        return self.both[which](x) + x
+
+
+@on_ranks(2)
+def test_forward_passes_before_a_backward_pass_are_those_of_one_process(world):
+    def losses(model, rank):
+        for number, which in enumerate((rank == 0, rank == 1)):  # ranks use the layers in another order
+            x = torch.full((1, 3), rank + number + 1.0, dtype=torch.float64, requires_grad=True)
+            yield model(x, int(which)).square().sum()
+
+    world.comm.time_limit = 20
+    for whole_between in (False, True):
+        model = seeded(Branches)
+        ours = fully_shard(seeded(Branches), world.comm, reshard_after_forward=not whole_between)
+        optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (model, ours)]
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            sum(sum(losses(model, rank)) / 2 for rank in range(2)).backward()
+            next(losses(ours, world.rank))  # of which nobody computes gradients
+            sum(losses(ours, world.rank)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert difference_of_values(ours, model, world.comm) <= EXACT
+    world.comm.time_limit = None

@@ -243,6 +243,25 @@ def test_a_new_optimizer_goes_on_from_the_state_of_this_rank(world, stage):
     refuses("use dtlib.checkpoint", zero.load_state_dict, torch.optim.AdamW(ours.parameters()).state_dict())
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_state_that_is_saved_after_the_schedule_has_its_rate(world, stage):
+    model = nn.Linear(2, 1)
+
+    def made():
+        zero = ZeroOptimizer(model.parameters(), torch.optim.SGD, world.comm, stage, lr=1.0)
+        return zero, torch.optim.lr_scheduler.StepLR(zero, 1, 0.5)
+
+    zero, schedule = made()
+    zero.step()
+    schedule.step()
+    states = zero.state_dict(), schedule.state_dict()
+    later, its_schedule = made()
+    later.load_state_dict(states[0])
+    its_schedule.load_state_dict(states[1])
+    assert later.param_groups[0]["lr"] == 0.5
+
+
 @on_ranks(2, 3)
 def test_a_rank_without_samples(world):
     count = 3 * world.size

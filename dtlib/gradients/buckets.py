@@ -30,10 +30,8 @@ class FlatBuffer:
     the tensors. The buffer contains zeros; with ``zeroed=False`` it is not initialised.
     """
 
-    def __init__(
-        self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.device | str = "cpu", extra: int = 0,
-        zeroed: bool = True,
-    ):  # fmt: skip
+    def __init__(self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.device | str = "cpu",
+                 extra: int = 0, zeroed: bool = True):  # fmt: skip
         sizes = [math.prod(shape) for shape in shapes]
         self.numel = sum(sizes)
         self.flat = (torch.zeros if zeroed else torch.empty)(self.numel + extra, dtype=dtype, device=device)

@@ -34,10 +34,8 @@ class MasterWeights:
         wholes: if ``parameters`` are shards, the unsharded parameters that other code modifies.
     """
 
-    def __init__(
-        self, parameters: Iterable[torch.Tensor], device: torch.device | str | None = None,
-        wholes: Iterable[torch.Tensor] | None = None,
-    ):  # fmt: skip
+    def __init__(self, parameters: Iterable[torch.Tensor], device: torch.device | str | None = None,
+                 wholes: Iterable[torch.Tensor] | None = None):  # fmt: skip
         self.parameters = list(parameters)
         self.wholes = list(self.parameters if wholes is None else wholes)
         self.versions = [whole._version for whole in self.wholes]
@@ -98,9 +96,8 @@ class LossScale:
     Counterpart: DeepSpeed's ``DynamicLossScaler``.
     """
 
-    def __init__(
-        self, scale: float = 1.0, dynamic: bool = False, window: int = 1000, hysteresis: int = 2, smallest: float = 1.0
-    ):
+    def __init__(self, scale: float = 1.0, dynamic: bool = False, window: int = 1000, hysteresis: int = 2,
+                 smallest: float = 1.0):  # fmt: skip
         self.scale = scale
         self.dynamic = dynamic
         self.window, self.hysteresis, self.smallest = window, hysteresis, smallest

@@ -3,7 +3,8 @@
     at construction     all ranks have the same parameters, of a kind that the class supports
     forward pass        the parameters are those of the construction; no gradients are left from an earlier pass
     step                each parameter has one gradient on each rank; all ranks have equally many samples and tokens,
-                        and equally many True elements in masks, or use the loss of mean_over_tokens (tokens.py)
+                        and equally many True elements in masks, or use the loss of mean_over_tokens (tokens.py); in the
+                        first steps, all ranks have equal parameters
 
 A violation raises a ``DtlibError``. Its message names the alternative, which is usually the full class. The checks at
 construction and at the step compare all ranks, and raise on every rank.
@@ -25,7 +26,7 @@ from torch import nn
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.local_gradient import FreedGradient, UnaveragedGradient, drop_placeholder
-from dtlib.gradients.same_model import check_same_model
+from dtlib.gradients.same_model import PASSES, check_same_model, digest_of
 from dtlib.gradients.shard_info import give_kind, hooks_of_others, info_of
 from dtlib.gradients.tokens import divided_by_all_tokens
 
@@ -47,11 +48,9 @@ class Preconditions:
         in_order: require that all ranks compute gradients in the same order.
     """
 
-    def __init__(
-        self, who: str, model: nn.Module, comm: Communicator, units: Iterable[nn.Module] | None = None,
-        in_order: bool = False,
-    ):  # fmt: skip
-        self.who, self.model, self.in_order = who, model, in_order
+    def __init__(self, who: str, model: nn.Module, comm: Communicator, units: Iterable[nn.Module] | None = None,
+                 in_order: bool = False):  # fmt: skip
+        self.who, self.model, self.in_order, self.steps = who, model, in_order, 0
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.names = {parameter: name for name, parameter in trained.items()}
         self.shards = [parameter for parameter in self.names if info_of(parameter).differs()]
@@ -99,7 +98,9 @@ class Preconditions:
         ready = [self.names[parameter] for parameter in self.ready]
         kept = sorted(ready) == sorted(self.names.values())
         # Each rank contributes one hash. Only if the hashes differ do ranks exchange the facts themselves.
-        note = repr((kept, divided, divided or self.samples, self.in_order and ready)).encode()
+        digest = digest_of(self.names) if self.steps < PASSES else b""
+        self.steps += 1
+        note = repr((kept, divided, divided or self.samples, self.in_order and ready, digest)).encode()
         notes = np.zeros(self.comm.size, dtype=np.int64)
         notes[self.comm.rank] = int.from_bytes(blake2b(note, digest_size=7).digest(), "little")
         self.comm.all_reduce(notes)
@@ -125,6 +126,7 @@ class Preconditions:
             )
         if self.in_order and any(others != ready[0] for others in ready):
             self._refuse("layers ran in different orders on different ranks: compute the same on all ranks")
+        self._refuse("parameters differ between ranks: load the same values, and take the same steps, on all ranks")
 
     def _forward_begins(self, model, inputs, named) -> None:
         if not torch.is_grad_enabled():

@@ -32,7 +32,7 @@ import torch
 from dtlib.comm.waiting import Operation, poll_pending, progress_thread
 from dtlib.errors import RESET, DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
-from dtlib.gradients.same_model import PASSES, bits_of
+from dtlib.gradients.same_model import AGAIN, PASSES, SAMPLE, bits_of
 from dtlib.gradients.shard_info import give_kind, hooks_of_others, info_of
 from dtlib.gradients.tokens import refuse_weights
 
@@ -59,7 +59,9 @@ class Reducer:
         by_call: if true, a pass ends with a call of ``end()``, not with ``backward()``; one pass may then include
             several backward passes.
         root_buffers: are marked as stale after each pass, and broadcast again.
-        values: parameters that must be equal on all ranks; the first ``PASSES`` passes compare a checksum.
+        values: parameters that must be equal on all ranks. The first ``PASSES`` passes compare a checksum. After that,
+            one of ``AGAIN`` passes compares the first ``SAMPLE`` elements of one parameter, another one each time. If
+            ``owner`` is an optimizer, its learning rates are compared, too.
 
     Weights: a rank's gradients should be multiplied by its samples over the samples of all ranks, which are known only
     at the end of the pass. So each rank divides by a guess, and ``end`` multiplies the sum by the guess over the true
@@ -129,10 +131,13 @@ class Reducer:
             refuse_weights(self.names, self._samples)
             self._weight = self._samples / self._guess
         # Ranks compare these flags when the buckets are collected: batch_size is set; the count of forward passes is
-        # odd; and in the first passes eight bits of a checksum of the parameters.
+        # odd; and in some passes eight bits of a checksum of parameters and learning rates.
         self._flags = [self._samples is not None, getattr(self.owner, "forwards", 0) % 2 == 1]
-        if self._values and self._compared < PASSES:
-            self._flags += bits_of(self._values)
+        if self._values and (self._compared < PASSES or self._compared % AGAIN == 0):
+            one = self._values[self._compared // AGAIN % len(self._values)]
+            some = self._values if self._compared < PASSES else [one.flatten()[:SAMPLE]]
+            rates = [torch.tensor(float(group["lr"])) for group in getattr(self.owner, "param_groups", ())]
+            self._flags += bits_of([*some, *rates])
 
     @torch.no_grad()  # because backward(create_graph=True) records the operations of hooks
     def _launch_next(self) -> None:
@@ -175,9 +180,10 @@ class Reducer:
         # In join() some ranks have no more batches and do not step, so their parameters may differ.
         if any(differs[2:]) and getattr(self.owner, "_join", None) is None:
             raise DtlibError(
-                "The model's parameters differ between ranks, for example because one rank alone called "
-                "load_state_dict(), or has another optimizer: load values on all ranks, or before the model is wrapped "
-                "(wrapping gives all ranks rank 0's values), and make the same optimizer on all ranks."
+                "The model's parameters, or learning rates, differ between ranks, for example because one rank alone "
+                "called load_state_dict(), left out a step, or has another optimizer or schedule: load values on all "
+                "ranks, or before the model is wrapped, and make the same optimizer and steps on all ranks. With "
+                "Horovod, call hvd.broadcast_parameters() first."
             )
         self._compared += 1
         if any(differs[1:2]):

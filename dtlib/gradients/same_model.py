@@ -99,7 +99,7 @@ def check_same_values(module: nn.Module, parameters: list, comm: Communicator, w
         )
 
 
-PASSES = 3
+PASSES, AGAIN, SAMPLE = 3, 4, 1024
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 

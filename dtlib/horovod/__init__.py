@@ -27,9 +27,7 @@ from dtlib.horovod.basics import (
     HorovodInternalError, init, is_initialized, local_rank, local_size, rank, shutdown, size,
 )  # fmt: skip
 from dtlib.horovod.compression import Compression
-from dtlib.horovod.functions import (
-    allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters,
-)  # fmt: skip
+from dtlib.horovod.functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from dtlib.horovod.operations import (
     Average, Sum, allgather, allgather_async, allreduce, allreduce_async, barrier, broadcast, broadcast_,
     broadcast_async, synchronize,

@@ -58,7 +58,9 @@ class _Compressed(AllReduce):
             bucket.handle.wait()
             short, context = self._short.pop(bucket)
             bucket.buffer.flat.copy_(self.compression.decompress(short, context))
-        return [bucket.used for bucket in buckets], flags, flags
+        # Flags from the third on are a checksum of the parameters, which the reducer compares in some passes.
+        everyones = list(zip(*communicator().all_gather_object(flags) if len(flags) > 2 else [flags], strict=True))
+        return [bucket.used for bucket in buckets], list(map(any, everyones)), list(map(all, everyones))
 
 
 _hooks = WeakTensorKeyDictionary()
@@ -77,7 +79,8 @@ class _Distributed(Optimizer):
         buckets = buckets_of(trained, LARGEST_BUCKET, FIRST_BUCKET) if size() > 1 else []
         self._buckets = [_Bucket([trained[i] for i in bucket]) for bucket in buckets]
         names = {parameter: name for name, parameter in named.items()} if buckets else {}
-        self._reducer = Reducer(self._buckets, _Compressed(compression, op), None, "inline", names, by_call=True)
+        self._reducer = Reducer(self._buckets, _Compressed(compression, op), None, "inline", names, by_call=True,
+                                values=trained)  # fmt: skip
         # Parameter -> number of backward passes until its gradient is sent.
         self._delay = dict.fromkeys(names, passes)
         # Parameter -> (gradient, version counter) when it was sent: synchronize() detects later changes with it.

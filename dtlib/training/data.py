@@ -29,10 +29,8 @@ class RankLoader(Loader):
         DtlibError: for a data set without a length, or with fewer samples than one batch for each rank.
     """
 
-    def __init__(
-        self, dataset: AnyData, batch_size: int, rank: int, ranks: int, seed: int = 0,
-        collate_fn: Callable | None = None,
-    ):  # fmt: skip
+    def __init__(self, dataset: AnyData, batch_size: int, rank: int, ranks: int, seed: int = 0,
+                 collate_fn: Callable | None = None):  # fmt: skip
         # Samples in one batch of every rank.
         together = batch_size * ranks
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):

@@ -45,10 +45,8 @@ class Engine:
     _scale: LossScale
     _norm: float | None
 
-    def __init__(
-        self, module: nn.Module, strategy: Replicated, scheduler: LRScheduler | None, config: Config,
-        comm: Communicator, loader: RankLoader | None,
-    ):  # fmt: skip
+    def __init__(self, module: nn.Module, strategy: Replicated, scheduler: LRScheduler | None, config: Config,
+                 comm: Communicator, loader: RankLoader | None):  # fmt: skip
         self.module = module
         self.optimizer, self.lr_scheduler = strategy.optimizer, scheduler
         self.config, self.comm = config, comm
@@ -77,8 +75,16 @@ class Engine:
     __call__: Callable = forward  # returns any type, as in nn.Module
 
     def backward(self, loss: Tensor) -> Tensor:
-        """Add the gradients of this micro-batch's mean loss; the last call of a step averages them over all ranks."""
+        """Add the gradients of this micro-batch's mean loss; the last call of a step averages them over all ranks.
+
+        The loss is divided by ``gradient_accumulation_steps`` here, so do not divide it yourself.
+        """
         self._check_gradients_present()
+        if self._backwards and self.gradient_accumulation_steps() > 1:
+            raise DtlibError(
+                "backward() was called twice without step(): call step() after each backward(), because it counts the "
+                "micro-batches of gradient_accumulation_steps; add several losses of one micro-batch before backward()."
+            )
         self._backwards += 1
         scaled = loss * (self._scale.scale / self.gradient_accumulation_steps())
         with nullcontext() if self.is_gradient_accumulation_boundary() else self._strategy.no_sync():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -60,9 +60,11 @@ def initialize(
             all ranks.
         model_parameters: the parameters to train, by default all. Groups, as torch's optimizers take them, are possible
             with the config's optimizer.
-        training_data: a ``Dataset``, or a reader of ``dtlib.storage``, whose batches are tuples of its fields.
-            ``dataloader`` then yields this rank's micro-batches; without ``training_data`` it is None.
-        lr_scheduler: used instead of the config's: a function from the optimizer to a scheduler.
+        training_data: a ``Dataset``, or a reader of ``dtlib.storage``, whose batches are tuples of its fields. Pass the
+            whole data set on all ranks. ``dataloader`` then yields this rank's micro-batches, so do not divide the data
+            yourself; without ``training_data`` it is None.
+        lr_scheduler: used instead of the config's: a function from the optimizer to a scheduler. ``engine.step()``
+            steps it, so do not step it yourself.
         collate_fn: makes a batch from a list of samples, as in torch's ``DataLoader``.
         args: a script's arguments; ``args.deepspeed_config`` is the path of the config if ``config`` is None.
         runtime: ``dtlib``; ``torch`` for the same engine on torch's own classes (strategies.py); or ``deepspeed``.
@@ -85,7 +87,8 @@ def initialize(
     if isinstance(model, PipelineModule):
         comm = model.data_comm or model.comm.split(model.comm.rank)
     settings = configuration.read(config, comm.size, others=runtime == "deepspeed")
-    _check_same(comm, {"runtime": runtime, **vars(settings)})
+    samples = len(training_data) if isinstance(training_data, Sized) else None
+    _check_same(comm, {"runtime": runtime, "len(training_data)": samples, **vars(settings)})
     if settings.bf16.enabled or settings.fp16.enabled:
         model.to(torch.bfloat16 if settings.bf16.enabled else torch.float16)
     if model_parameters is None and isinstance(optimizer, torch.optim.Optimizer):
@@ -170,7 +173,7 @@ def _check_same(comm, settings: dict) -> None:
     for key in settings:
         if len(values := sorted({one[key] for one in everyones})) > 1:
             raise ConfigError(
-                f"{key} differs between ranks: {' and '.join(values)}. Give the same config on all ranks."
+                f"{key} differs between ranks: {' and '.join(values)}. Give the same config and data on all ranks."
             )
 
 

@@ -57,6 +57,7 @@ class ContextParallel(nn.Module):
 
     Limits without an error:
 
+    - a mean over this rank's tokens, if ranks have different numbers of tokens: use ``mean_over_tokens``
     - functions that mix tokens, such as a mean, a shift, ``cumsum``, ``functional.conv1d`` or ``group_norm``
     - another attention beside torch's, including ``torch.ops.aten`` or a checkpointing ``autograd.Function``
     - slices that were cut by hand in another order

@@ -28,7 +28,20 @@ def _all_at_once(self):
     self.contract.check_step()
 
 
+def _check_averaged(self, *inputs, **named):
+    """Refuse a forward pass if an optimizer has stepped since the last one, and the gradients were not averaged."""
+    versions = [parameter._version for parameter in self.trained]
+    if self.in_a_step and versions != self.versions:
+        raise DtlibError(
+            f"{type(self).__name__}: parameters changed after a forward pass whose gradients were not averaged: call "
+            "loss.backward() and average_gradients() before optimizer.step(), and load parameters before the first "
+            "forward pass."
+        )
+    self.versions = versions
+
+
 around(DataParallelNaive, "__init__", _construct)
+beforehand(DataParallelNaive, "forward", _check_averaged)
 beforehand(DataParallelNaive, "average_gradients", _all_at_once)
 beforehand(DataParallelHooks, "gradient_is_ready", lambda self, parameter: self.contract.gradient_is_ready(parameter))
 beforehand(DataParallelHooks, "average_gradients", lambda self: self.contract.check_step())

@@ -32,6 +32,8 @@ class MixtureOfExperts(nn.Module):
     Args:
         width: features of a token.
         experts: this rank's modules, from (rows, width) to (rows, width). Number and shapes are equal on all ranks.
+            Create them after ``torch.manual_seed(rank)``: with one seed for all ranks, ranks would have equal experts.
+            Experts that are frozen now must stay frozen.
         comm: the ranks over which experts are sharded: rank r has the experts from number r * len(experts) on.
         top: experts per token, 1 or 2. With 1, the output is weighted by the gate's probability; with 2, by the two
             probabilities divided by their sum.

@@ -30,8 +30,9 @@ class DiLoCo:
             end, averaged over ranks. In the paper it is ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
         sync_every: steps per round. Parameters are exchanged at the end of each round.
 
-    Floating-point buffers are averaged, too; other buffers stay local. ``steps`` counts steps. Within a round,
-    parameters differ between ranks: call ``finish()`` after the last step and before ``dtlib.checkpoint.save``.
+    Parameters that are added or replaced later are not averaged. Floating-point buffers are averaged, too; other
+    buffers stay local. ``steps`` counts steps. Within a round, parameters differ between ranks: call ``finish()`` after
+    the last step and before ``dtlib.checkpoint.save``.
 
     Raises:
         DtlibError: on all ranks, if models differ between ranks or arguments do not fit together.

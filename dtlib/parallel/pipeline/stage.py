@@ -25,6 +25,9 @@ class PipelineStage:
         comm: a dtlib communicator or an mpi4py communicator.
         device: the device for computing. Default: the device of its parameters.
 
+    torch's ``clip_grad_norm_`` would use the norm of this stage only. ``gradient_clipping`` of ``dtlib.initialize``
+    uses the norm of all stages. Batch normalisation uses the statistics of each micro-batch.
+
     Counterpart: ``torch.distributed.pipelining.PipelineStage``.
 
     Raises:

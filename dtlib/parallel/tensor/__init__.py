@@ -14,7 +14,9 @@ B no communication is needed, because the activation works element by element:
 
 All ranks of the tensor axis need the same batch, and the same random numbers outside of these layers (dropout). Use the
 same seed and the same part of the data on all of them. Inputs are not compared: with different batches, outputs would
-be mixtures, and the other layers would diverge.
+be mixtures, and the other layers would diverge. Initialise a whole layer, and shard it with ``from_linear``. An
+initialisation that is applied to the shards, as by ``model.apply(init)``, would give all ranks the same numbers. Norms
+of shards are of this rank's part only.
 
 Attention is sharded by heads, and the embedding and the loss by words. functions.py has f and g. layers.py has layers
 that are sharded by columns, rows and words. cross_entropy.py has the loss, blocks.py the perceptron and attention, and
@@ -43,35 +45,19 @@ arXiv:1909.08053, section 3; D. Narayanan et al., "Efficient large-scale languag
 Megatron-LM", SC 2021, section 2.3. Names are Megatron-LM's.
 """
 
+# ruff: noqa: I001
 from dtlib.parallel.tensor import checks  # noqa: F401  # installs the checks of plain.py on import
 from dtlib.parallel.tensor.blocks import ParallelAttention, ParallelMLP
 from dtlib.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from dtlib.parallel.tensor.functions import (
-    copy_to_ranks,
-    gather_from_ranks,
-    gather_tokens,
-    reduce_from_ranks,
-    scatter_to_ranks,
-    scatter_tokens,
+    copy_to_ranks, gather_from_ranks, gather_tokens, reduce_from_ranks, scatter_to_ranks, scatter_tokens,
     sum_over_ranks,
-)
+)  # fmt: skip
 from dtlib.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from dtlib.parallel.tensor.unsharded import clip_grad_norm_, whole_state_dict
 
 __all__ = [
-    "ColumnParallelLinear",
-    "ParallelAttention",
-    "ParallelMLP",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "clip_grad_norm_",
-    "copy_to_ranks",
-    "gather_from_ranks",
-    "gather_tokens",
-    "reduce_from_ranks",
-    "scatter_to_ranks",
-    "scatter_tokens",
-    "sum_over_ranks",
-    "vocab_parallel_cross_entropy",
-    "whole_state_dict",
-]
+    "ColumnParallelLinear", "ParallelAttention", "ParallelMLP", "RowParallelLinear", "VocabParallelEmbedding",
+    "clip_grad_norm_", "copy_to_ranks", "gather_from_ranks", "gather_tokens", "reduce_from_ranks", "scatter_to_ranks",
+    "scatter_tokens", "sum_over_ranks", "vocab_parallel_cross_entropy", "whole_state_dict",
+]  # fmt: skip

@@ -83,10 +83,9 @@ class ZeroOptimizer(optim.Optimizer):
 
     optim: torch.optim.Optimizer  # the local optimizer, which has only this rank's shards
 
-    def __init__(
-        self, params: Iterable, optimizer_class: type, comm: AnyCommunicator | None = None, stage: int = 1,
-        bucket_cap_mb: float | None = None, offload: bool = False, progress: str | None = None, **defaults: object,
-    ):  # fmt: skip
+    def __init__(self, params: Iterable, optimizer_class: type, comm: AnyCommunicator | None = None, stage: int = 1,
+                 bucket_cap_mb: float | None = None, offload: bool = False, progress: str | None = None,
+                 **defaults: object):  # fmt: skip
         check_arguments(optimizer_class, stage, bucket_cap_mb, progress)
         self.comm = as_communicator(init().comm if comm is None else comm)
         self.stage, self.batch_size, self.forwards = stage, None, 0
@@ -171,9 +170,8 @@ class ZeroOptimizer(optim.Optimizer):
             self._reducer.end()
         for bucket in self._buckets:
             assert bucket.average is not None
-            for piece, view, ranks in zip(
-                bucket.owned, bucket.shards.views(bucket.average), bucket.used_anywhere, strict=True
-            ):
+            views = bucket.shards.views(bucket.average)
+            for piece, view, ranks in zip(bucket.owned, views, bucket.used_anywhere, strict=True):
                 piece.grad = view if ranks else None
         self.masters.take_gradients(scale)
         self._reduced = True
@@ -236,8 +234,7 @@ class ZeroOptimizer(optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.reduce_gradients()
-        for mine, local in zip(self.param_groups, self.optim.param_groups, strict=True):
-            local.update(_settings_of(mine))  # a scheduler may have changed them
+        _copy_settings(self.param_groups, self.optim.param_groups)  # a scheduler may have changed them
         self.optim.step()
         self.give_values()
         self._forget_gradients()
@@ -273,6 +270,7 @@ class ZeroOptimizer(optim.Optimizer):
 
         dtlib.checkpoint saves the states of all ranks, for any number of ranks and any strategy.
         """
+        _copy_settings(self.param_groups, self.optim.param_groups)  # a scheduler has changed them since the step
         return {
             "rank": self.comm.rank,
             "size": self.comm.size,
@@ -300,6 +298,11 @@ class ZeroOptimizer(optim.Optimizer):
 
 
 _hooks = WeakTensorKeyDictionary()  # for each parameter, the hook of its ZeroOptimizer
+
+
+def _copy_settings(groups: list, to: list) -> None:
+    for group, other in zip(groups, to, strict=True):
+        other.update(_settings_of(group))
 
 
 def _settings_of(group: dict) -> dict:

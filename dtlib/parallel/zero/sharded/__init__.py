@@ -31,7 +31,8 @@ def fully_shard(module: nn.Module, comm: AnyCommunicator | None = None, reshard_
 
     Call it on the blocks of a model first, then on the model. Between steps, the model's parameters are this rank's
     shards: one-dimensional and possibly empty. All values are rank 0's. Construct the optimizer afterwards. An
-    optimizer that was constructed before has the whole parameters and trains nothing, without an error.
+    optimizer that was constructed before has the whole parameters and trains nothing, without an error. Learning rates
+    must be equal on all ranks, which nothing checks.
 
         for layer in model.layers:
             fully_shard(layer, comm)

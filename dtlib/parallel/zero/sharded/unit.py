@@ -60,7 +60,7 @@ class Unit:
     def start_gathering(self) -> None:
         """Launch the all-gathers of all parameters that are not whole."""
         for flat in self.flats:
-            if flat.is_free():
+            if flat.is_free() and not flat.sent:
                 flat.make_room()
                 self._gathering.append(self.comm.all_gather(flat.memory(), flat.shard, async_op=True))
 
@@ -160,6 +160,9 @@ class Flat(GradientShard):
         super().__init__(self.leaves, shards)
         self.piece_of = dict(zip(self.leaves, self.pieces, strict=True)) if self.trained else {}
         self.summoned = False  # True within summon_full_params
+        # True once the gradients are final: the rest of the backward pass does not need the parameters. Ranks that have
+        # used them in different forward passes must not gather them a different number of times.
+        self.sent = False
         self._bytes = self.whole.flat.untyped_storage().nbytes()
         self.free()
 
@@ -253,6 +256,7 @@ class Flat(GradientShard):
         """Free the whole parameters of a complete bucket. Frozen parameters stay until the end of the pass."""
         super().complete()
         self.free()
+        self.sent = True
 
     def finish(self, factor: float | None, used: list) -> None:
         """Store the average as the gradients of the shards. A shard that no rank has used keeps its gradient."""
@@ -261,6 +265,7 @@ class Flat(GradientShard):
         for piece, view, is_used in zip(self.pieces, self.shards.views(self.average), used, strict=True):
             if is_used:
                 piece.grad = view.as_subclass(ShardedGradient)
+        self.sent = False
         self.forget()
 
 
@@ -296,10 +301,12 @@ class Plan:
             self.reducer.check()
         if self._in_backward:  # the last backward pass raised an error
             self._backward_ends()
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.check()
-                flat.clear_stale_gradients()
+        for flat in (flat for unit in self.units for flat in unit.flats):
+            if not flat.is_free():  # after a forward pass without a backward pass; values may have changed since
+                flat.free()
+            flat.sent = False
+            flat.check()
+            flat.clear_stale_gradients()
         self._running = []
         self._run_in_background()
 
