@@ -292,8 +292,7 @@ class ZeroOptimizer(optim.Optimizer):
         with torch.no_grad():
             for master, saved in zip(self.masters.masters, state_dict["masters"], strict=True):
                 master.copy_(saved)
-        for mine, local in zip(self.param_groups, self.optim.param_groups, strict=True):
-            mine.update(_settings_of(local))
+        _copy_settings(self.optim.param_groups, self.param_groups)
         self.give_values()
 
 
