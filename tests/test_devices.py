@@ -66,12 +66,12 @@ NAME_DEVICES = {
     "world/__init__.py", "world/torchrun.py", "backend/__init__.py", "backend/group.py", "export/demos.py",
 }  # fmt: skip
 DEFAULTS = {  # where the CPU is a default or a place by intention: a line of code for each
-    "training/config.py": 3, "training/engine.py": 1, "training/strategies.py": 3, "training/deepspeed_runtime.py": 1,
+    "training/config.py": 2, "training/engine.py": 1, "training/strategies.py": 3, "training/deepspeed_runtime.py": 1,
     "training/torch_runtime.py": 1, "gradients/buckets.py": 1, "gradients/reducer.py": 1,
     "comm/torch/backend_group.py": 1,
     "lab/checks/answer_memory.py": 1,
     "lab/engines/on_ranks.py": 1, "lab/engines/rank_table.py": 1, "parallel/zero/optimizer.py": 1,
-    "parallel/zero/sharded/__init__.py": 1, "parallel/pipeline/stage.py": 1, "parallel/data/full.py": 2,
+    "parallel/pipeline/stage.py": 1,
     "horovod/functions.py": 1, "checkpoint/saving.py": 2, "checkpoint/loading.py": 3,
 }  # fmt: skip
 

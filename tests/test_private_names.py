@@ -152,8 +152,7 @@ KNOWN = {
         "_forward_pre_hooks": 1,
     },
     "parallel/zero/plain.py": {"torch._C._current_graph_task_id": 1},
-    "parallel/zero/sharded/parameter_locations.py": {"_buffers": 1, "_parameters": 2},
-    "parallel/zero/sharded/policy.py": {"torch.utils._pytree": 1},
+    "parallel/zero/sharded/parameter_locations.py": {"_parameters": 1},
     "parallel/zero/sharded/unit.py": {
         "_backward_hooks": 2,
         "_parameters": 3,
