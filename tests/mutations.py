@@ -75,7 +75,7 @@ MUTATIONS = [
     ("horovod/operations.py", "else \"trunc\"", "else \"floor\"", "test_horovod.py -k allreduce"),
     ("world/mesh.py", "for axis, size in reversed(shape.items()):", "for axis, size in shape.items():", "test_mesh.py test_hybrids.py"),
     ("pi/__init__.py", "min(a + block, stop)", "a + block", "test_pi.py"),
-    ("lab/checks/judging.py", "key=lambda problem: problem.mistake == \"waited\"", "key=lambda problem: problem.mistake != \"waited\"", "test_check.py -k missing test_wrong_answers.py -k own_reason"),
+    ("lab/checks/judging.py", "key=lambda problem: (problem.mistake == \"waited\"", "key=lambda problem: (problem.mistake != \"waited\"", "test_check.py -k missing test_wrong_answers.py -k own_reason"),
     ("comm/types.py", "return np.asarray(_Memory(tensor, pointer, CODES[name], strides))", "return tensor.detach().numpy() if name == 'float32' else np.asarray(_Memory(tensor, pointer, CODES[name], strides))", "test_comm.py -k owners"),
     ("comm/pieces.py", "range(0, flat.size + 1, largest)", "range(0, flat.size, largest)", "test_comm.py -k messages_that_are_cut"),
     ("comm/waiting.py", "self._cut = True", "self._cut = False", "test_comm.py -k messages_that_are_cut"),

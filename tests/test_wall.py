@@ -429,6 +429,17 @@ def test_invented_names_are_forgotten():
     assert re.match(r"guess \d+ 5 ", here.shown(6)["guesses"]["name"]), "what was asked last is shown"
 
 
+def test_the_question_that_was_answered_last_is_shown():
+    here = room.Room()
+    asked = [("tree", 90), ("ring", 10), ("tree", 80)]
+    for number, (name, ago) in enumerate(asked):
+        learner = Learner(f"{number}", 100).did(ago, "guess", name=name, guess={"n": 1}, compared=False)
+        learner.did(ago, "quiz", quiz="03", number=int(name == "ring"), letter="a")
+        here.tell(f"{number}", room.checked(learner.message()), time.time())
+    shown = here.shown(time.time())
+    assert (shown["guesses"]["name"], shown["quiz"]["name"]) == ("ring", "03, question 2")
+
+
 def test_a_room_has_an_end_and_who_is_gone_leaves_it():
     here, message = room.Room(), room.checked(Learner("a").message())
     told = [here.tell(f"{number}", message, 0) for number in range(room.MOST_LEARNERS + 1)]

@@ -15,7 +15,6 @@ from pygments.lexers import DiffLexer, PythonLexer, TextLexer, get_lexer_for_fil
 
 import dtlib
 from dtlib.lab import course
-from dtlib.lab.tables import fold
 
 ROOT = Path(dtlib.__file__).parents[1]
 # Lines of 120 letters fit beside JupyterLab's file browser in a window of 1,280 pixels; longer lines wrap.
@@ -78,4 +77,4 @@ def _show(where: str, texts: list[str], lexer) -> None:
     # Sphinx's).
     text = "\n\n\n".join(texts)
     html = highlight(text, lexer, HtmlFormatter(cssclass="highlight dtlib-code", prestyles=LINES))
-    display({"text/plain": f"{where}\n\n{fold(text)}", "text/html": f"<code>{where}</code>{html}"}, raw=True)
+    display({"text/plain": f"{where}\n\n{text}", "text/html": f"<code>{where}</code>{html}"}, raw=True)

@@ -213,7 +213,7 @@ class _Batches(Dataset):
 
 
 def _sent(got):
-    """Return what a worker sends: large batches travel in torch's shared memory, small ones faster through a pipe."""
+    """Return a worker's batch for its way: large ones use torch's shared memory, small ones a pipe, which is faster."""
     if isinstance(got, DtlibError) or sum(x.nbytes for x in got[0].values()) >= SHARED:
         return got
     return {name: x.numpy() for name, x in got[0].items()}, got[1]
