@@ -592,9 +592,9 @@ assert count("make train_batch_size a multiple of") == 1
 # %% [markdown]
 # ## What holds on GPUs, and what does not
 #
-# These also hold on GPUs: values, messages and bytes, the order of buckets, the effect of a missing division, why a
-# ring beats one server, and that communication can hide behind the backward pass. Speed does not. These nets are tiny,
-# all ranks share one machine, and overlap was emulated. On GPUs use DDP with NCCL.
+# These also hold on GPUs: values, messages and bytes, the order of buckets, why a ring beats one server, and that
+# communication can hide. Speed does not: nets are tiny, ranks share one machine, and overlap
+# was emulated. On GPUs use DDP with NCCL.
 #
 # ## As a script
 #
@@ -612,8 +612,8 @@ assert count("make train_batch_size a multiple of") == 1
 #
 # In a terminal: `torchrun --nproc-per-node 2 examples/ddp.py`.
 #
-# **Discuss.** Half of the ranks are twice as fast as the others. How much of the time do the fast ranks wait? What
-# would you change?
+# **Discuss.** Half of the ranks are twice as fast as the others. How long do the fast ranks wait? What would you
+# change?
 
 # %% [markdown]
 # ## Quiz

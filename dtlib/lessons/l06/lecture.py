@@ -762,7 +762,7 @@ assert (ours, theirs) == (6 * (8320 + 16512 + 1292), 6 * (8320 + 16512 + 12 * 12
 # %% [markdown]
 # ## What holds on GPUs, and what does not
 #
-# These also hold on GPUs: the values, the bytes held and sent, the order of the gathers. Speed does not. On GPUs use
+# These also hold on GPUs: values, bytes held and sent, the order of the gathers. Speed does not. On GPUs use
 # FSDP2 or DeepSpeed: they hide gathers behind computation.
 #
 # **Discuss.** Your model fits at stage 1 with micro-batches of 4, and at stage 3 with 32. Which do you choose?
