@@ -23,8 +23,8 @@ from benchmarks.compare import in_turns, repeated, row
 from benchmarks.data_parallel import Accelerated, large, training_step, transformer
 from benchmarks.peers import torch_group
 from dtlib.comm import progress_thread
-from dtlib.comm.torch.backend_group import Group
 from dtlib.comm.torch.backend_work import GroupWork
+from dtlib.comm.torch.group_on_communicator import Group
 from dtlib.comm.watch import recorder
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ZeroOptimizer

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from dtlib.comm import link, selection, waiting
+from dtlib.comm import selection, slow_link, waiting
 from dtlib.errors import CommunicationError, DtlibError, WaitTimeout
+from dtlib.theory.collectives import chosen_all_reduce
 from tests.cases import for_each
 from tests.ranks import on_ranks
 
@@ -99,6 +100,8 @@ def test_few_bytes_are_doubled_and_many_go_round_the_ring(ranks, most, then):
     assert selection.choose("all_reduce", most, ranks) is known["recursive_doubling"]
     assert selection.choose("all_reduce", most + 1, ranks) is known[then]
     assert selection.choose("all_reduce", 2**24 + 1, ranks) is known["ring"]
+    for count in (0, most, most + 1, 2**24, 2**24 + 1):
+        assert selection.choose("all_reduce", count, ranks) is known[chosen_all_reduce(ranks, count)]
     assert selection.choose("all_reduce", most + 1, ranks, "tree") is known["tree"]
 
 
@@ -285,10 +288,10 @@ def test_messages_leave_a_slow_wire_in_their_order_whichever_is_asked_for_first(
         left.append(array[0])
         return Sent()
 
-    wire = link.Wire(latency=0.0, bandwidth=1e4)  # 0.8 ms a message
+    wire = slow_link.Wire(latency=0.0, bandwidth=1e4)  # 0.8 ms a message
     mpi = SimpleNamespace(Isend=isend)
-    sent = [link.SlowLink(mpi, 0, 2, 1, {}, wire).send(np.array([float(n)]), 1) for n in range(4)]
-    dropped = link.SlowLink(mpi, 0, 2, 1, {}, wire)
+    sent = [slow_link.SlowLink(mpi, 0, 2, 1, {}, wire).send(np.array([float(n)]), 1) for n in range(4)]
+    dropped = slow_link.SlowLink(mpi, 0, 2, 1, {}, wire)
     dropped.give_up([dropped.send(np.array([4.0]), 1)])
     time.sleep(0.01)
     assert sent[2].Test() and sent[0].Test() and sent[3].Test() and sent[1].Test()

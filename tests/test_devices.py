@@ -62,13 +62,13 @@ def test_the_fake_gpu_has_a_gpus_rules(world):
 
 # Devices by name, and torch.cuda: here alone.
 NAME_DEVICES = {
-    "comm/types.py", "comm/torch/nccl.py", "comm/torch/group_work.py", "comm/torch/process_group.py",
+    "comm/types.py", "comm/torch/nccl.py", "comm/torch/group_work.py", "comm/torch/communicator_on_group.py",
     "world/__init__.py", "world/torchrun.py", "backend/__init__.py", "backend/group.py", "export/demos.py",
 }  # fmt: skip
 DEFAULTS = {  # where the CPU is a default or a place by intention: a line of code for each
     "training/config.py": 2, "training/engine.py": 1, "training/strategies.py": 3, "training/deepspeed_runtime.py": 1,
     "training/torch_runtime.py": 1, "gradients/buckets.py": 1, "gradients/reducer.py": 1,
-    "comm/torch/backend_group.py": 1,
+    "comm/torch/group_on_communicator.py": 1,
     "lab/checks/answer_memory.py": 1,
     "lab/engines/on_ranks.py": 1, "lab/engines/rank_table.py": 1, "parallel/zero/optimizer.py": 1,
     "parallel/pipeline/stage.py": 1,

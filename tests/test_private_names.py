@@ -91,8 +91,8 @@ KNOWN = {
         "_training_state": 1,
     },
     "checkpoint/local_shards.py": {"_non_persistent_buffers_set": 1},
-    "comm/torch/backend_group.py": {"torch.distributed.distributed_c10d._world": 1},
-    "comm/torch/process_group.py": {"torch.distributed.distributed_c10d._world": 1},
+    "comm/torch/group_on_communicator.py": {"torch.distributed.distributed_c10d._world": 1},
+    "comm/torch/communicator_on_group.py": {"torch.distributed.distributed_c10d._world": 1},
     "comm/torch/backend_work.py": {
         "torch._C._current_autograd_node": 1,
         "torch.autograd.Variable._execution_engine": 1,

@@ -173,8 +173,7 @@ def test_progress_and_scores_of_a_learner(learners_folder, capsys):
     progress.progress()
     assert "Next: predict 'sum-for-eight', in lectures/00_start_here.ipynb." in capsys.readouterr().out
 
-    # A record of an earlier version of the course is a list of names, and goes on.
-    (learners_folder / course.DONE).write_text('["first-sum", "pi-streams"]')
+    (learners_folder / course.DONE).write_text('{"done": {"first-sum": true, "pi-streams": true}}')
     quiz.quiz("00", right_letters("00"))
     quiz.quiz("before", wrong_letters("before"))
     quiz.quiz("before", right_letters("before"))  # first choices count

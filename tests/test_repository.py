@@ -232,7 +232,7 @@ def left_in_circles(graph):
 def test_in_comm_words_stand_below_watchers_below_operations_below_torch():
     graph = {name: imports_of(name) for name in MODULES if name.startswith("dtlib.comm.")}
     # It asks for these where a tensor is on a GPU, and for torch's group.
-    graph["dtlib.comm.communicator"] -= {"dtlib.comm.torch.nccl", "dtlib.comm.torch.backend_group"}
+    graph["dtlib.comm.communicator"] -= {"dtlib.comm.torch.nccl", "dtlib.comm.torch.group_on_communicator"}
     floor = {name: FLOOR_IN_COMM.get(name.split(".")[2], FLOOR_IN_COMM["communicator"]) for name in graph}
     upward = {name: sorted(other for other in graph[name] & set(graph) if floor[other] > floor[name]) for name in graph}
     assert not any(upward.values()), {name: others for name, others in upward.items() if others}

@@ -21,7 +21,7 @@ def on_gloo(world):
     """A communicator on a gloo group of all ranks, without a fixed port; one for all tests of a world."""
     global _group
     if _group is None:
-        from dtlib.comm.torch.process_group import ProcessGroupCommunicator, make_group
+        from dtlib.comm.torch.communicator_on_group import ProcessGroupCommunicator, make_group
 
         store = None
         if world.rank == 0:

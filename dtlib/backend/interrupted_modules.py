@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtlib.errors import DtlibError
 
 if TYPE_CHECKING:
-    from dtlib.comm.torch.backend_group import Group
+    from dtlib.comm.torch.group_on_communicator import Group
 
 _refusing: weakref.WeakSet = weakref.WeakSet()  # modules that an earlier reset has marked
 

@@ -15,9 +15,9 @@ from torch.distributed import distributed_c10d as c10d
 from dtlib import world as worlds
 from dtlib.backend.interrupted_modules import mark_stopped_modules
 from dtlib.comm import Communicator, lifetime
-from dtlib.comm.link import Wire
-from dtlib.comm.torch.backend_group import TAG_OF_NEW_GROUPS, Group
+from dtlib.comm.slow_link import Wire
 from dtlib.comm.torch.backend_work import torchs_errors
+from dtlib.comm.torch.group_on_communicator import TAG_OF_NEW_GROUPS, Group
 from dtlib.errors import CommunicationError, DtlibError
 from dtlib.world import torchrun
 from dtlib.world.launch import is_rank

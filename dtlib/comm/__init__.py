@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dtlib.comm.communicator import Communicator
     from dtlib.comm.one_rank import solo
-    from dtlib.comm.torch.process_group import ProcessGroupCommunicator
+    from dtlib.comm.torch.communicator_on_group import ProcessGroupCommunicator
     from dtlib.comm.waiting import progress_thread
 
 # Strings, so that importing this package loads neither mpi4py nor torch.
@@ -66,7 +66,7 @@ def as_communicator(comm: AnyCommunicator) -> Communicator:
         made.name = f"mpi4py.{key[0]}.{key[1]}"
         return made
     if torch_distributed := sys.modules.get("torch.distributed"):
-        from dtlib.comm.torch.process_group import ProcessGroupCommunicator
+        from dtlib.comm.torch.communicator_on_group import ProcessGroupCommunicator
 
         if isinstance(comm, ProcessGroupCommunicator):
             return comm  # type: ignore[return-value]  # it has the same operations

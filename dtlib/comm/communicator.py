@@ -15,9 +15,16 @@ import numpy as np
 from dtlib.comm import lifetime, types
 from dtlib.comm.algorithms import chunks_of, pieces_of, same_memory
 from dtlib.comm.call import Call
-from dtlib.comm.link import CALLER_TAGS, COLLECTIVE_TAGS, FIRST_COLLECTIVE_TAG, NOTES_OF_COLLECTIVES, SlowLink, Wire
 from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.selection import choose
+from dtlib.comm.slow_link import (
+    CALLER_TAGS,
+    COLLECTIVE_TAGS,
+    FIRST_COLLECTIVE_TAG,
+    NOTES_OF_COLLECTIVES,
+    SlowLink,
+    Wire,
+)
 from dtlib.comm.types import AnyTensor, Name, No, Sizes, T, Yes, payload
 from dtlib.comm.verify import receive_message, send_message, verified
 from dtlib.comm.waiting import IncomingLink, Link, Operation, Queue, Scratch
@@ -93,7 +100,7 @@ class Communicator(ObjectOperations):
         ``dist.get_rank(group)`` and global ranks such as ``src=0`` need a default group. Create it once with
         ``dist.init_process_group("dtlib", init_method="dtlib://")``, after ``import dtlib.backend``.
         """
-        from dtlib.comm.torch.backend_group import group_over
+        from dtlib.comm.torch.group_on_communicator import group_over
 
         return group_over(self)
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from dtlib.comm import algorithms
 from dtlib.errors import CommunicationError
-from dtlib.theory.collectives import chosen_all_reduce
+from dtlib.theory.collectives import DOUBLING_UP_TO, DOUBLING_UP_TO_ELSE, HALVING_FROM_RANKS, HALVING_UP_TO
 
 # The first algorithm is the default; only all_reduce is chosen by size.
 KNOWN: dict[str, dict[str, Callable[..., Iterator[list]]]] = {
@@ -48,4 +48,8 @@ def choose(operation: str, count: int, size: int, wanted: str | None = None) -> 
         return known[wanted]
     if operation != "all_reduce":
         return next(iter(known.values()))
-    return known[chosen_all_reduce(size, count)]
+    # As in `chosen_all_reduce`, which a test compares: a call of it would lead readers through one more file.
+    if count <= next((limit for most, limit in DOUBLING_UP_TO.items() if size <= most), DOUBLING_UP_TO_ELSE):
+        return known["recursive_doubling"]
+    halves = HALVING_FROM_RANKS <= size == algorithms.largest_power_of_two(size) and count <= HALVING_UP_TO
+    return known["rabenseifner" if halves else "ring"]

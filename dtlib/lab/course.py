@@ -31,7 +31,7 @@ SOURCE = Path(str(files("dtlib"))) / "course"
 START_PAGE = Path("notebooks") / "start.md"
 RECORD = ".dtlib.json"
 DONE = ".progress.json"
-LOCK, LOCK_SECONDS = ".progress.lock", 10
+LOCK, LOCK_SECONDS = ".progress.lock", 30
 PROFILE = Path("cluster_profiles") / "profile_local_mpi"
 LEFT_BEHIND = ("db", "log", "pid", "security", "startup", "state", "static")  # files of earlier engines in a profile
 FILES = (
@@ -323,7 +323,8 @@ def _note(change) -> None:
     if here is None or not (here / RECORD).is_file():
         return
     try:
-        with FileLock(here / LOCK, timeout=LOCK_SECONDS):
+        # Ask often: a process that asks seldom may never find the lock free.
+        with FileLock(here / LOCK, timeout=LOCK_SECONDS, poll_interval=0.005):
             record = _read_done(here)
             before = json.dumps(record, sort_keys=True)
             change(record)

@@ -10,7 +10,7 @@ from torch import distributed, nn
 from torch.func import functional_call
 
 from dtlib.comm import Communicator
-from dtlib.comm.torch.process_group import ProcessGroupCommunicator
+from dtlib.comm.torch.communicator_on_group import ProcessGroupCommunicator
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline import PipelineModule
 

@@ -11,7 +11,7 @@ from dtlib.world import loopback
 from dtlib.world.machine import usable_cores
 
 if TYPE_CHECKING:
-    from dtlib.comm.torch.process_group import ProcessGroupCommunicator
+    from dtlib.comm.torch.communicator_on_group import ProcessGroupCommunicator
 
 
 # Variables that torchrun sets for each process. A program that sets only WORLD_SIZE was not started by torchrun.
@@ -32,7 +32,7 @@ def join() -> dict:
     from torch import distributed as dist
 
     from dtlib.comm import waiting
-    from dtlib.comm.torch.process_group import ProcessGroupCommunicator
+    from dtlib.comm.torch.communicator_on_group import ProcessGroupCommunicator
 
     if loopback.all_ranks_here():
         loopback.use_loopback_for_groups()
@@ -63,7 +63,7 @@ def fresh_communicator(old: ProcessGroupCommunicator) -> ProcessGroupCommunicato
     """Return a communicator over a new group of all ranks, after an interrupt or an error broke the old one."""
     from torch import distributed as dist
 
-    from dtlib.comm.torch.process_group import ProcessGroupCommunicator
+    from dtlib.comm.torch.communicator_on_group import ProcessGroupCommunicator
 
     return ProcessGroupCommunicator(dist.new_group(), old.time_limit, name="world")
 

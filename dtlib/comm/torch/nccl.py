@@ -28,13 +28,13 @@ from dtlib.comm import shared_gpus
 from dtlib.comm.objects import ObjectOperations
 
 if TYPE_CHECKING:
-    from dtlib.comm.torch.process_group import ProcessGroupCommunicator
+    from dtlib.comm.torch.communicator_on_group import ProcessGroupCommunicator
 
 
 def nccl_communicator(comm: ObjectOperations, device: torch.device) -> ProcessGroupCommunicator | None:
     """Return a communicator over NCCL of the same ranks, or None if NCCL cannot connect them. All ranks call it."""
+    from dtlib.comm.torch.communicator_on_group import ProcessGroupCommunicator
     from dtlib.comm.torch.group_work import make_group
-    from dtlib.comm.torch.process_group import ProcessGroupCommunicator
     from dtlib.comm.torch.store import shared_store
 
     if why_not(comm.all_gather_object(gpu_of(device))):

@@ -20,10 +20,9 @@ def collectives_for(value, comm) -> int | None:
 
     With 0 a learner may have typed the right sum, because ranks have not communicated for it.
     """
-    count = getattr(comm, "collective_count", None)
     checked, before, at_check = _checked.get(comm, (value, 0, 0))
-    _checked[comm] = value, before if value == checked else at_check, count
-    return count and count - _checked[comm][1]
+    _checked[comm] = value, before if value == checked else at_check, getattr(comm, "collective_count", None)
+    return _checked[comm][2] and _checked[comm][2] - _checked[comm][1]
 
 
 def _value_of(total):
@@ -38,8 +37,7 @@ def _value_of(total):
 
 def judge_total(observations) -> None:
     """Check that ``total`` is the sum of all ranks on every rank, and that the ranks have communicated."""
-    size = len(observations)
-    expected = sum(range(size))
+    size, expected = len(observations), sum(range(len(observations)))
     _judge_operation([got for got, _ in observations], expected)
     for rank, (got, _) in enumerate(observations):
         if got == expected:

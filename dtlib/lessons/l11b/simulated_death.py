@@ -91,7 +91,7 @@ class FaultyCommunicator:
     @cached_property
     def group(self):
         """A process group of torch, whose collectives call the methods above."""
-        from dtlib.comm.torch.backend_group import group_over
+        from dtlib.comm.torch.group_on_communicator import group_over
 
         return group_over(self)
 

@@ -22,8 +22,8 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtlib.comm import waiting
-from dtlib.comm.link import CALLER_TAGS
 from dtlib.comm.objects import ObjectOperations
+from dtlib.comm.slow_link import CALLER_TAGS
 from dtlib.comm.torch.backend_work import GroupError, GroupWork, joined, torchs_errors
 from dtlib.comm.torch.reductions import dense, factor, moved, named
 
