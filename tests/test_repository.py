@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 
 import dtlib
 from dtlib.lab.lesson_files import notebooks
+from tests import device_faults, mutations
 from tests.cases import for_each
 from tools.code_lines import budgets, by_package, code_lines
 
@@ -334,3 +335,10 @@ def test_no_notebook_shows_a_warning():
                 if output.get("name") == "stderr" or "Warning" in json.dumps(output):
                     found.append(f"{name}, cell {number}: {json.dumps(output)[:200]}")
     assert not found, f"outputs on stderr or with a warning: {found}"
+
+
+@for_each(faults=(mutations.MUTATIONS, device_faults.FAULTS))
+def test_each_planted_mistake_has_its_place(faults):
+    """A mistake whose line has changed would be planted nowhere, and so be noticed by nobody."""
+    lost = [row for row in faults if (ROOT / "dtlib" / row[0]).read_text(encoding="utf-8").count(row[1]) != 1]
+    assert not lost, lost
