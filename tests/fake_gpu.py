@@ -358,6 +358,7 @@ def fake_gpu():
     with contextlib.ExitStack() as stack:
         for name, function in STANDS_FOR.items():
             stack.enter_context(patch.object(torch.cuda, name, function))
+        stack.enter_context(patch.object(torch.distributed, "is_nccl_available", lambda: False))
         stack.enter_context(patch.object(torch, "from_dlpack", from_dlpack))
         stack.enter_context(patch.object(threading.Thread, "run", run_in_mode))
         stack.enter_context(patch.object(FreedGradient, "like", classmethod(placeholder)))

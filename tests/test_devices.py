@@ -44,7 +44,7 @@ def test_the_fake_gpu_has_a_gpus_rules(world):
         torch.add(there, torch.ones(3, device="cpu"))
     with pytest.raises(RuntimeError, match="not supported"):
         there.numpy()
-    with pytest.raises(AttributeError):
+    with pytest.raises((AttributeError, RuntimeError)):  # by builds of torch without and with CUDA
         torch.cuda.mem_get_info()
     host, second = torch.empty(3, device="cpu", pin_memory=True), torch.cuda.Stream()
     second.wait_stream(torch.cuda.current_stream())

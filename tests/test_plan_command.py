@@ -97,7 +97,6 @@ def test_as_json(capsys):
         ("plan llama3-8b --fixed zero=1,zero=3", "zero is in 'zero=1,zero=3' twice"),
         ("plan llama3-8b --fixed expert=2", "expert is 2, and the model's experts are 0: give 1."),
         ("plan llama3-8b --device=--", "There is no device"),  # argparse makes an empty list of it
-        ("plan llama3-8b --best=--", "best is []: give a whole number"),
         (
             "plan layers=1e6,hidden=7207200,heads=720720,vocab=9,seq=65536,experts=720720 --gpus 720720",
             "720720 GPUs have more than 40,000 plans: fix some axes, such as tensor=8,pipe=4.",

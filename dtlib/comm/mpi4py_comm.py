@@ -221,9 +221,8 @@ def _array(content):
 
 
 def _nbytes(content) -> int:
-    match content:
-        case [_, int(count), MPI.Datatype() as kind]:
-            return count * kind.Get_size()
-        case [first, *_] if not isinstance(content, bytes):
-            content = first
+    if isinstance(content, list | tuple):  # not `match`: since numpy 2.5, arrays match patterns of sequences, too
+        content, *rest = content
+        if len(rest) == 2 and isinstance(rest[0], int) and isinstance(rest[1], MPI.Datatype):
+            return rest[0] * rest[1].Get_size()
     return content.nbytes if hasattr(content, "nbytes") else memoryview(content).nbytes

@@ -1,7 +1,9 @@
 """A ``%%px`` cell from start to end: ``run_cell`` in the notebook, and ``follow`` on each rank."""
 
+import faulthandler
 import itertools
-import sys
+import re
+import tempfile
 import threading
 import time
 
@@ -125,17 +127,19 @@ def _tell_where(running, publish) -> None:
     """Report every second in which line of a cell this rank is."""
     from dtlib.comm.call import line_of
 
-    main = threading.main_thread().ident
-    while running.wait():
-        time.sleep(1)
-        frame, place = sys._current_frames().get(main or 0), None
-        # Release each frame at once: a frame keeps its function's tensors alive, even after the function has returned.
-        while frame is not None:
-            if "ipykernel_" in frame.f_code.co_filename:  # the outermost such frame is the cell
-                place = frame.f_code.co_filename, frame.f_lineno
-            frame = frame.f_back
-        if running.is_set() and place is not None:
-            publish({"line": line_of(*place), "waits": _waits()})
+    main = f"hread 0x{threading.main_thread().ident:016x}"
+    with tempfile.TemporaryFile("w+") as dumped:
+        while running.wait():
+            time.sleep(1)
+            # `faulthandler` keeps no frame: a frame would keep its function's tensors alive.
+            dumped.truncate(dumped.seek(0))
+            faulthandler.dump_traceback(dumped)
+            dumped.seek(0)
+            stack = dumped.read().partition(main)[2].partition("hread 0x")[0]
+            places = re.findall(r'File "(.*ipykernel_.*)", line (\d+)', stack)  # the outermost, the last, is the cell
+            if running.is_set() and places:
+                file, line = places[-1]
+                publish({"line": line_of(file, int(line)), "waits": _waits()})
 
 
 def _waits() -> tuple[str, list[int]] | None:

@@ -140,14 +140,14 @@ if comm.rank == 0:
 # %% tags=["statement"]
 # "Bytes and losses are the same, and each rank keeps only a quarter of the optimizer states."
 plain, stage_1 = found(r"Bytes sent: ([\d,]+) and ([\d,]+)")
-assert plain - stage_1 == 368
+assert plain - stage_1 == 560
 assert abs(stage_1 / plain - 1) < 0.001 and len(set(found(r"ten losses: ([\d.]+) and ([\d.]+\d)"))) == 1
 assert row("stage 1", "on each of 4 ranks")[-2:] == [12, 4]
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # A ring all-reduce *is* a reduce_scatter followed by an all_gather, and stage 1 puts the optimizer's step between the
 # two. **Bytes and losses are the same, and each rank keeps only a quarter of the optimizer states.** (Data parallelism
-# sends 368 bytes more: flags that show whether ranks agree.)
+# sends 560 bytes more: flags that show whether ranks agree.)
 
 # %% [markdown] tags=["half-day"]
 # ## Stages 2 and 3
