@@ -39,7 +39,8 @@ class Snapshot:
         self._before = {_key(tensor): tensor.untyped_storage() for tensor in self._tensors}
         self._versions = [_version(tensor) for tensor in self._tensors]
         self._old_buffers = _buffers(self._answers)
-        self._freezes = gc.get_freeze_count() == 0
+        # A program that has frozen objects itself has thousands of them. Python 3.12 counts some hundreds at its start.
+        self._freezes = gc.get_freeze_count() < 1000
         if self._freezes:
             gc.freeze()
         return self
