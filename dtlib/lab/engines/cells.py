@@ -127,7 +127,7 @@ def _tell_where(running, publish) -> None:
     """Report every second in which line of a cell this rank is."""
     from dtlib.comm.call import line_of
 
-    main = f"hread 0x{threading.main_thread().ident:016x}"
+    heading = f"Thread 0x{threading.main_thread().ident:016x}"  # of the main thread's part of the text
     with tempfile.TemporaryFile("w+") as dumped:
         while running.wait():
             time.sleep(1)
@@ -135,7 +135,7 @@ def _tell_where(running, publish) -> None:
             dumped.truncate(dumped.seek(0))
             faulthandler.dump_traceback(dumped)
             dumped.seek(0)
-            stack = dumped.read().partition(main)[2].partition("hread 0x")[0]
+            stack = dumped.read().partition(heading)[2].partition("\n\n")[0]
             places = re.findall(r'File "(.*ipykernel_.*)", line (\d+)', stack)  # the outermost, the last, is the cell
             if running.is_set() and places:
                 file, line = places[-1]
