@@ -11,7 +11,7 @@ from tests import mutations
 FAULTS = [
     ("comm/types.py", "    stream.synchronize()\n", "    pass\n", "test_devices.py -k 'DataParallelNaive'"),
     ("comm/types.py", "        stream.wait_stream(torch.cuda.current_stream(tensor.device))\n", "        pass\n", "test_devices.py -k 'DataParallelNaive'"),
-    ("comm/types.py", "pin_memory=tensor.is_cuda", "pin_memory=True", "test_transports.py -k carries_objects"),
+    ("comm/types.py", "pin_memory=tensor.is_cuda", "pin_memory=True", "test_transports.py -k elsewhere_travels"),
     ("comm/types.py", "            self.tensor.detach().copy_(self._host, non_blocking=True)\n", "            pass\n", "test_devices.py -k 'DataParallelNaive'"),
     ("parallel/context/plain.py", "masked_fill(later.to(q.device), ", "masked_fill(later, ", "test_devices.py -k 'zigzag'"),
     ("parallel/expert/plain.py", "torch.arange(len(expert), device=x.device)", "torch.arange(len(expert))", "test_devices.py -k 'Experts'"),
