@@ -20,10 +20,11 @@ import dtlib
 import torch
 from dtlib.training.rates import WarmupLR, linear_rule, square_root_rule
 from dtlib.workloads import digits
+from torch import distributed as dist
 from torch import nn
 
 world = dtlib.init()
-comm = world.comm
+group = world.comm.group
 images, labels = digits.load()
 images = images.double()
 order = torch.randperm(1280, generator=torch.Generator().manual_seed(5))  # alike on all ranks
@@ -233,7 +234,7 @@ for batch in BATCHES:
     rules = list(RULES) if batch > BASE else ["no scaling"]  # k = 1: all rules are the same
     for rule, ended in zip(rules, test_errors(batch, rules), strict=True):
         mine[batch, rule] = ended.tolist()
-every = comm.all_gather_object(mine)
+dist.all_gather_object(every := [None] * world.size, mine, group=group)
 of_all_seeds = {run: [error for one in every for error in one[run]] for run in mine}
 
 # %% tags=["nbval-ignore-output"]
@@ -304,16 +305,15 @@ on_the_way = []
 for epochs in (0, 1, 3, 10):
     parameters = digits.train(tasks, BASE, torch.full((80 * epochs, len(tasks)), RATE))
     on_the_way.append(digits.sharpness(parameters, tasks, rounds=25).mean())
-on_the_way = comm.all_reduce(torch.stack(on_the_way), op="mean").tolist()
+dist.all_reduce(on_the_way := torch.stack(on_the_way) / world.size, group=group)
 
 # %% tags=["nbval-ignore-output"]
-on_the_way = lab.values("on_the_way")[0]
+on_the_way = lab.values("on_the_way")[0].tolist()
 rows = [
     (epochs, f"{sharp:.1f}", f"{2 * 1.9 / sharp:.2f}", f"{2 * 1.9 / sharp / 0.02:.0f}")
     for epochs, sharp in zip((0, 1, 3, 10), on_the_way, strict=True)
 ]
-headers = ("epochs", "sharpness", "largest rate", "k")
-lab.table(rows, headers)
+lab.table(rows, ("epochs", "sharpness", "largest rate", "k"))
 smallest = 2 * 1.9 / max(on_the_way) / 0.02
 print(f"By this argument the linear rule ends near k = {smallest:.0f}, batch {16 * smallest:.0f}.")
 
@@ -437,8 +437,8 @@ def fitted(batch, rate, epochs):
         "sharpness": digits.sharpness(parameters, tasks),
         "loss": digits.train_losses(parameters, tasks),
     }
-    every = comm.all_gather_object({what: values.tolist() for what, values in series.items()})
-    return {what: [value for one in every for value in one[what]] for what in series}
+    dist.all_gather_object(every := [None] * world.size, series, group=group)
+    return {what: torch.cat([one[what] for one in every]).tolist() for what in series}
 
 
 found = {

@@ -490,10 +490,9 @@ if world.rank < 3:
     mine.load_state_dict(saved)
     for batch in mine:
         seen += [bytes(text) for text in batch["text"].numpy()]
-every = [text for of_rank in comm.all_gather_object(seen) for text in of_rank]
 
 # %%
-every = lab.values("every")[0]
+every = [text for of_rank in lab.values("seen") for text in of_rank]
 print(f"{len(every)} samples arrived, {len(set(every))} different ones")
 
 # %% tags=["statement"]
