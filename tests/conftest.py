@@ -1,5 +1,6 @@
 import gc
 import shutil
+import signal
 import sys
 import time
 from contextlib import nullcontext
@@ -15,6 +16,8 @@ from tests.ranks import IMPORTS, end_worlds
 
 ROOT = Path(__file__).parents[1]
 pytest_plugins = ["tests.skipped"]
+# Shells start background jobs with SIGINT ignored, and every process that a test starts would inherit this.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.modules.setdefault("rfc3987_syntax", None)  # nbformat would have jsonschema import it, which takes seconds
 
 
