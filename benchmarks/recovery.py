@@ -49,7 +49,7 @@ def seconds_of(case: dict) -> float:
         if case["by"] in ("memory", "shrink"):
             runs = [Run(program, 4, Path(folder), survive=True).start()]
             if runs[0].wait(LIMIT):
-                raise RuntimeError(f"{runs[0].said} {runs[0].output()}")
+                raise RuntimeError(f"{runs[0].reports} {runs[0].output()}")
         else:
             runs = supervise(program, 4, folder, say=lambda sentence: None)
     return recovery_seconds([event for run in runs for event in run.events])[0]

@@ -800,7 +800,7 @@ def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):
 
     import torch
 
-    from dtlib.lab.checks.judging import told
+    from dtlib.lab.checks.judging import explain_error
 
     names, source = {"torch": torch}, f"def answer(points):\n    return {error}\n"
     linecache.cache["<cell>"] = len(source), None, source.splitlines(True), "<cell>"
@@ -808,10 +808,10 @@ def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):
     try:
         names["answer"](1)
     except Exception as problem:
-        got, hints = told(problem, names["answer"])
+        got, hints = explain_error(problem, names["answer"])
     assert got.split(":")[0].endswith("Error")
     assert f"in line 2, `return {error}`" in hints[0] and words in hints[0]
     try:
         names["answer"]()
     except TypeError as problem:
-        assert "parameters match" in told(problem, names["answer"])[1][0]
+        assert "parameters match" in explain_error(problem, names["answer"])[1][0]

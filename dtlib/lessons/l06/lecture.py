@@ -98,7 +98,7 @@ lab.read(plain.Unit, plain.Stage1.__init__, plain.Stage1.gradient_is_ready)
 # and `give` gathers all new values on every rank.
 
 # %% tags=["two-hours", "half-day"]
-lab.read(plain.Stage1.step, plain.Stage1.reduce, plain.Stage1.give)
+lab.read(plain.Stage1.step, plain.Stage1.reduce, plain.Stage1.update_parameters)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # **Predict.** We train by data parallelism, then with stage 1, both in float64. How many bytes does stage 1 send,
@@ -237,7 +237,7 @@ reports = {s: counted(s, comm.split(0)) for s in range(4)}  # on a new communica
 lines_of = {stage: report.lines for stage, report in reports.items()}
 sizes_of = {stage: report.sizes[0] for stage, report in reports.items()}
 if comm.rank == 0:
-    display(reports[2].beside(stage=2, scheme="mixed_adam"))
+    display(reports[2].with_formula(stage=2, scheme="mixed_adam"))
 
 # %% tags=["statement"]
 # "In each line with a formula, the count equals it."

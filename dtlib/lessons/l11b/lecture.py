@@ -217,7 +217,7 @@ if world.rank == 0:
 # each rank also sends a flag, in its own place of an array:
 
 # %%
-lab.read(rank_status.Signs.of_this_rank)
+lab.read(rank_status.RankStatus.of_this_rank)
 
 # %% tags=["nbval-ignore-output"]
 nan = {"kind": "nan", "rank": 1, "step": 12, "at": "nan"}
