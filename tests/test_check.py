@@ -731,13 +731,13 @@ def test_another_answer_begins_with_the_first_hint(capsys):
     judging._failed.pop("pi-streams", None)
     hints, offers = [], []
     for code, mistake in (("a", "gap"), ("a", "gap"), ("b", "missing"), ("b", "gap"), ("b", "overlap"), ("b", "gap")):
-        judging._tell(Verdict("pi-streams", "f", 3, 1, mistake, "all", "some", ("1", "2", "3"), code=code))
+        judging._show_verdict(Verdict("pi-streams", "f", 3, 1, mistake, "all", "some", ("1", "2", "3"), code=code))
         said = capsys.readouterr().out
         hints.append(re.search(r"hint: +(\d)", said)[1])
         offers.append('lab.solution("pi-streams") shows one' in said)
     assert hints == ["1", "2", "1", "2", "3", "3"]
     assert offers == [False, False, True, True, True, True]
-    judging._tell(Verdict("pi-streams", "f", 3, code="c"))
+    judging._show_verdict(Verdict("pi-streams", "f", 3, code="c"))
     assert "solution" not in capsys.readouterr().out, "an answer that passed needs none"
 
 

@@ -268,7 +268,8 @@ def test_nothing_is_sent_before_joining_and_neither_names_nor_code_after(learner
 
     def works():
         hints = (f"It happens in line 4, `my_code({learner})`.", "Call it.")
-        judging._tell(Verdict("ring-build", "def my_code():", 3, 1, "raised", "no error", "KeyError: 'my_code'", hints))
+        verdict = Verdict("ring-build", "def my_code():", 3, 1, "raised", "no error", "KeyError: 'my_code'", hints)
+        judging._show_verdict(verdict)
         predict("tree-broadcast", {"messages": 7, "rounds": 3})
         quiz.quiz("03", "a" * len(quiz.quizzes()["03"].questions))
 

@@ -59,10 +59,10 @@ def check(name: str) -> None:
         verdict = _ask_ranks_for_verdict(name) if exercise.needs_ranks else judge_here(name)
         # Only the notebook's kernel knows which cells ran.
         verdict.note = _note_on_last_cell(exercise, verdict.mistake) or verdict.note
-    _tell(verdict)
+    _show_verdict(verdict)
 
 
-def _tell(verdict: Verdict) -> None:
+def _show_verdict(verdict: Verdict) -> None:
     """Report, record and show a verdict.
 
     Checking the same answer again shows plainer hints; a changed answer starts with the first hint. After two wrong
