@@ -208,7 +208,7 @@ def test_progress_and_scores_of_a_learner(learners_folder, capsys):
     assert known["done"]["quiz before"] == [0, 6] and known["done"]["first-sum"] is True
 
     # The certificate names what was done here, and nothing else; it is one file.
-    course.keep("capstone", {"plan": "pipe 4 <", "steps": 8, "rows": [["ms a step", "230", "<250>"]]})
+    course.keep("capstone", {"plan": "pipe 4 <", "steps": 8, "rows": [["ms per step", "230", "<250>"]]})
     lab.certificate("your name")
     assert "Put your own name" in capsys.readouterr().out and not (learners_folder / "certificate.html").exists()
     lab.certificate("A & B")

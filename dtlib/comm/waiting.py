@@ -191,7 +191,7 @@ class IncomingLink:
 
     def length(self) -> int | None:
         """Return the bytes of the last message; None if it was longer than the array."""
-        return None if self._too_long else self._status.Get_count(self._mpi.BYTE) + getattr(self._arriving, "come", 0)
+        return None if self._too_long else self._status.Get_count(self._mpi.BYTE) + getattr(self._arriving, "nbytes", 0)
 
 
 class Operation(Generic[V]):

@@ -225,7 +225,7 @@ class Memory:
         from tabulate import tabulate
 
         parameters = max(1, sum(map(sum, self.sizes)))
-        headers = [f"rank {self.rank} of {self.ranks}{', simulated' * self.simulated}", "bytes", "a parameter"]
+        headers = [f"rank {self.rank} of {self.ranks}{', simulated' * self.simulated}", "bytes", "per parameter"]
         rows = [
             [name.replace("_", " "), f"{count:,}", f"{count / parameters:.3f}"] for name, count in self.lines.items()
         ]
