@@ -105,7 +105,7 @@ install = { [ -z "$(WHEELS)" ] && $(UV) $(LOCKED) $(1) 2>/dev/null; } || $(PIP) 
 # Python keeps what it compiles here whatever the environment says: each kernel and rank would compile torch again.
 FIRST_IMPORT := from importlib import import_module as load; import ipykernel.debugger; \
   import jupyterlab.labapp, matplotlib.pyplot, dtlib.lab; \
-  from dtlib.world.zygote import IMPORTS, LATER; list(map(load, (*IMPORTS, *LATER)))
+  from dtlib.world.zygote import IMPORTS, LATE_IMPORTS; list(map(load, (*IMPORTS, *LATE_IMPORTS)))
 
 .venv/ready: pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,6 +1,6 @@
 """Three recoveries: seconds from the kill of one of four ranks to the next step that had not been done before.
 
-Start all again: from a checkpoint that is three steps old, by mpiexec anew, so most of it is the start of four
+Restart all ranks: from a checkpoint that is three steps old, by mpiexec anew, so most of it is the start of four
 processes that import torch. That under each runtime, too, in float32, as DeepSpeed has no float64. The other two
 recoveries go on in processes that are there. Each is compared with the first.
 """
@@ -22,11 +22,11 @@ LIMIT = 120.0  # seconds of a run
 KILLED = {"kind": "kill", "rank": 2, "step": 8, "at": "begin"}
 OPTIONS = {"steps": 10, "every": 5, "time_limit": 60, "faults": [KILLED]}
 CASES = {
-    "start all again from the checkpoint": {"by": "checkpoint"},
+    "restart all ranks from the checkpoint": {"by": "checkpoint"},
     "commit and restore in memory": {"by": "memory"},
-    "shrink and go on": {"by": "shrink"},
+    "shrink and continue": {"by": "shrink"},
     **{
-        f"start all again, runtime {runtime}": {"by": "engine", "runtime": runtime, "dtype": "float32"}
+        f"restart all ranks, runtime {runtime}": {"by": "engine", "runtime": runtime, "dtype": "float32"}
         for runtime in ("dtlib", "torch", "deepspeed")
     },
 }
@@ -49,7 +49,7 @@ def seconds_of(case: dict) -> float:
         if case["by"] in ("memory", "shrink"):
             runs = [Run(program, 4, Path(folder), survive=True).start()]
             if runs[0].wait(LIMIT):
-                raise RuntimeError(f"{runs[0].said} {runs[0].output()}")
+                raise RuntimeError(f"{runs[0].reports} {runs[0].output()}")
         else:
             runs = supervise(program, 4, folder, say=lambda sentence: None)
     return recovery_seconds([event for run in runs for event in run.events])[0]

@@ -136,7 +136,7 @@ def script(way, ranks: int) -> tuple[float, float]:
 def restart(way) -> tuple[float, float]:
     with way():
         cpu = spent()
-        return seconds_of(CASES["start all again from the checkpoint"]), spent() - cpu
+        return seconds_of(CASES["restart all ranks from the checkpoint"]), spent() - cpu
 
 
 def engines(way, folder) -> list[float]:

@@ -25,16 +25,16 @@ def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> Non
     Raises:
         OSError: if the file cannot be written; the old file is unchanged.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())  # some systems report a full disk only here
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise
 
 

@@ -25,11 +25,11 @@ import pytest
 
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
-from dtlib.world.zygote import LATER
+from dtlib.world.zygote import LATE_IMPORTS
 from tests.cases import run_cases, without
 
 IMPORTS = (  # beside those that every rank needs: what many tests would import on each rank of each world
-    *("pytest", "_pytest.assertion", *LATER, "torch.distributed.optim", "torch.distributed.pipelining"),
+    *("pytest", "_pytest.assertion", *LATE_IMPORTS, "torch.distributed.optim", "torch.distributed.pipelining"),
     *("torch.distributed.checkpoint.state_dict", "dtlib.training.torch_runtime", "dtlib.workloads.summarization"),
 )
 TIME_LIMIT = 300  # seconds for one body or case: what hangs

@@ -28,7 +28,7 @@ def train(options: dict, team, rank: int, folder: Path, journal) -> None:
     folder.mkdir(exist_ok=True)
     faults = [fault | {"rank": rank if fault["rank"] == team.rank else -1} for fault in options["faults"]]
     replica = with_accidents(recovery.Replica(*make(options)), options, PlannedFaults(faults, rank, folder, journal))
-    team = WAYS[options["by"]](replica, team, options["steps"], tell=journal)
+    team = WAYS[options["by"]](replica, team, options["steps"], on_event=journal)
     if team.rank == 0:
         save_file(dict(replica.model.state_dict()), folder / PARAMETERS, {"losses": json.dumps(replica.losses)})
 

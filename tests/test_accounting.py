@@ -12,11 +12,11 @@ from torch import nn
 
 import dtlib
 from dtlib.comm import solo
-from dtlib.comm.waiting import KEPT
+from dtlib.comm.waiting import SCRATCH_BYTES
 from dtlib.gradients import reducer
 from dtlib.gradients.reducer import GradientShard
 from dtlib.lab import digits
-from dtlib.measure.buffers import held
+from dtlib.measure.buffers import tensors_by_kind
 from dtlib.measure.live import Live
 from dtlib.measure.storages import Storages
 from dtlib.parallel.data import DataParallel
@@ -79,11 +79,11 @@ def flat_sizes(stage, sizes=SIZES):
 
 def check(m, stage, scheme, rank, ranks, frozen=()):
     expected = zero_bytes(flat_sizes(stage), ranks, stage, scheme, rank, frozen)
-    assert {name: m.lines[name] for name in STATES} == expected, m.beside(scheme=scheme).table()
+    assert {name: m.lines[name] for name in STATES} == expected, m.with_formula(scheme=scheme).table()
     # One number of 4 bytes for each parameter of which this rank updates a shard, empty ones too, as torch has it.
     assert m.step_counters == 4 * len(SIZES)
     assert m.buffers == 0
-    assert m.beside(scheme=scheme)._formula == expected
+    assert m.with_formula(scheme=scheme)._formula == expected
 
 
 @on_ranks(2, 3, 4, slow=(4,))
@@ -190,8 +190,8 @@ def peak_of_each_phase(comm, stage, scheme):
     bytes_ = SCHEMES["sgd_momentum"] if scheme == "sgd_momentum" else Scheme(2, 2, 4, 4)
     buckets = [[size] for size in reversed(sizes)]
     expected = zero_peak_bytes(buckets, comm.size, stage, bytes_, comm.rank)
-    comms = held(engine)["communicators"]
-    flags = Storages().claim(tensor for one in comms for tensor in one.held()["communication"])
+    comms = tensors_by_kind(engine)["communicators"]
+    flags = Storages().claim(tensor for one in comms for tensor in one.tensors_by_kind()["communication"])
     for phase, m in counts.items():
         terms = expected[phase] | {"flags": flags}
         if phase == "step" and stage != 1:  # which sends its gradients in the step
@@ -226,7 +226,7 @@ def test_torch_holds_as_much_where_it_shares_out_alike(world):
 def test_flags_of_data_parallelism_are_communication(world):
     def communication(stage):
         m = count_two_steps(prepare(stage, weights()))
-        scratch = sum(tensor.nbytes for tensor in world.comm.held()["communication"])
+        scratch = sum(tensor.nbytes for tensor in world.comm.tensors_by_kind()["communication"])
         assert scratch > 0
         return m.communication - scratch
 
@@ -241,7 +241,7 @@ def test_strategies_say_what_they_hold_on_this_rank(world):
         engine = prepare(stage, weights(), scheme="mixed_adam")
         count_two_steps(engine)
         own = zero_bytes(flat_sizes(stage), 2, stage, "mixed_adam", world.rank)["master_weights"] // 4
-        found = engine.held()
+        found = engine.tensors_by_kind()
         elements = {kind: sum(t.numel() for t in found[kind]) for kind in ("parameters", "gradients", "masters")}
         assert elements == {
             "parameters": (0, whole, whole, own)[stage],  # at stage 0 they lie in no flat memory
@@ -249,13 +249,13 @@ def test_strategies_say_what_they_hold_on_this_rank(world):
             "masters": own,
         }
         assert world.comm in found["communicators"]
-        flags, sent = (Storages().claim(one["communication"]) for one in (world.comm.held(), found))
+        flags, sent = (Storages().claim(one["communication"]) for one in (world.comm.tensors_by_kind(), found))
         assert 0 < flags <= sent
     model = fully_shard(weights((1001,)), world.comm, reshard_after_forward=False)
     with dtlib.memory(model, torch.optim.Adam(model.parameters())) as m:
         loss = model(torch.ones(1)).sum()  # parameters are whole until the backward pass
-    comms = held(model)["communicators"]
-    scratch = sum(tensor.nbytes for comm in comms for tensor in comm.held()["communication"])
+    comms = tensors_by_kind(model)["communicators"]
+    scratch = sum(tensor.nbytes for comm in comms for tensor in comm.tensors_by_kind()["communication"])
     assert (m.parameters, m.padding) == ((4 * 501, 0), (4 * 500, 4))[world.rank]
     assert (m.master_weights, m.communication - scratch) == (0, 4 * 1002)
     loss.backward()
@@ -393,7 +393,7 @@ def test_nothing_is_left_behind():
 
 def test_table_has_the_formula_beside_the_count():
     m = count_two_steps(prepare(2, weights(), solo(1, 3)))
-    rows = [line.split() for line in m.beside().table().splitlines()]
+    rows = [line.split() for line in m.with_formula().table().splitlines()]
     assert "stage 2, 3 ranks, adam" in m.table()
     total = sum(SIZES)
     expected = f"{zero_bytes(SIZES, 3, 2, 'adam', 1)['gradients']:,}"
@@ -439,7 +439,7 @@ def test_plain_zero_holds_what_is_whole_or_comes_at_a_time(world):
                        for terms in moments_of_plain(stage, sizes, world.size))  # fmt: skip
             with case(kind.__name__):
                 comms = zero.contract.whole, zero.contract.comm
-                notes = sum(tensor.nbytes for comm in comms for tensor in comm.held()["communication"])
+                notes = sum(tensor.nbytes for comm in comms for tensor in comm.tensors_by_kind()["communication"])
                 assert 0 <= live.now - between <= notes + numbers(live), live.by_line()
                 assert 0 <= live.peak - between - most <= notes + numbers(live, True), live.by_line(at_peak=True)
 
@@ -475,7 +475,7 @@ def test_data_parallelism_holds_gradients_once_and_the_last_bucket_twice(world):
                 assert 0 <= between - parameters <= numbers(live)
                 more = live.peak - scratch - parameters - gradients - copy - flags
                 assert 0 <= more <= numbers(live, True), rows
-                assert scratch <= 4 * (max(sizes) + 2) + mmap.PAGESIZE + KEPT
+                assert scratch <= 4 * (max(sizes) + 2) + mmap.PAGESIZE + SCRATCH_BYTES
 
 
 @on_ranks(2, 4, slow=(4,))

@@ -445,8 +445,11 @@ def test_a_button_kills_a_rank_and_the_curve_goes_on(page, address, course_folde
     lab.locator("select").wait_for()
     names = {
         "commit": ("commit and restore in memory", "Rank 1 has died: 2 ranks are left, and go on."),
-        "shrink": ("shrink and go on", "Rank 1 has died: 2 ranks are left, and go on."),
-        "checkpoint": ("start all again from the checkpoint", "It starts again on 3 ranks, from the last checkpoint."),
+        "shrink": ("shrink and continue", "Rank 1 has died: 2 ranks are left, and go on."),
+        "checkpoint": (
+            "restart all ranks from the checkpoint",
+            "It starts again on 3 ranks, from the last checkpoint.",
+        ),
     }
     for short, (name, sentence) in names.items():
         lab.locator("select").select_option(label=name)
@@ -462,7 +465,7 @@ def test_a_button_kills_a_rank_and_the_curve_goes_on(page, address, course_folde
     rows = [row.split("\t") for row in lab.locator("table").last.inner_text().splitlines()[1:]]
     ranks = {row[0]: row[2] for row in rows}
     assert [ranks[name] for name, _ in names.values()] == ["3 -> 2", "3 -> 2", "3 -> 3"]
-    assert all(float(row[1]) > 0 for row in rows), "seconds from the kill to the next good step"
+    assert all(float(row[1]) > 0 for row in rows), "seconds from the kill to the next completed step"
 
 
 TORCHS_DDP = """%%px

@@ -731,13 +731,13 @@ def test_another_answer_begins_with_the_first_hint(capsys):
     judging._failed.pop("pi-streams", None)
     hints, offers = [], []
     for code, mistake in (("a", "gap"), ("a", "gap"), ("b", "missing"), ("b", "gap"), ("b", "overlap"), ("b", "gap")):
-        judging._tell(Verdict("pi-streams", "f", 3, 1, mistake, "all", "some", ("1", "2", "3"), code=code))
+        judging._show_verdict(Verdict("pi-streams", "f", 3, 1, mistake, "all", "some", ("1", "2", "3"), code=code))
         said = capsys.readouterr().out
         hints.append(re.search(r"hint: +(\d)", said)[1])
         offers.append('lab.solution("pi-streams") shows one' in said)
     assert hints == ["1", "2", "1", "2", "3", "3"]
     assert offers == [False, False, True, True, True, True]
-    judging._tell(Verdict("pi-streams", "f", 3, code="c"))
+    judging._show_verdict(Verdict("pi-streams", "f", 3, code="c"))
     assert "solution" not in capsys.readouterr().out, "an answer that passed needs none"
 
 
@@ -800,7 +800,7 @@ def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):
 
     import torch
 
-    from dtlib.lab.checks.judging import told
+    from dtlib.lab.checks.judging import explain_error
 
     names, source = {"torch": torch}, f"def answer(points):\n    return {error}\n"
     linecache.cache["<cell>"] = len(source), None, source.splitlines(True), "<cell>"
@@ -808,10 +808,10 @@ def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):
     try:
         names["answer"](1)
     except Exception as problem:
-        got, hints = told(problem, names["answer"])
+        got, hints = explain_error(problem, names["answer"])
     assert got.split(":")[0].endswith("Error")
     assert f"in line 2, `return {error}`" in hints[0] and words in hints[0]
     try:
         names["answer"]()
     except TypeError as problem:
-        assert "parameters match" in told(problem, names["answer"])[1][0]
+        assert "parameters match" in explain_error(problem, names["answer"])[1][0]

@@ -73,7 +73,7 @@ class Run:
                 self.masters.take_gradients()
             self.optimizer.step()
             if self.masters:
-                self.masters.give_values()
+                self.masters.copy_to_parameters()
             self.optimizer.zero_grad()
             self.model.zero_grad()
             if self.scheduler:

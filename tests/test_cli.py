@@ -204,7 +204,7 @@ def test_doctor_finds_nothing_wrong_here(run_here):
 
 
 def test_doctor_says_what_would_go_wrong(tmp_path, run_here, monkeypatch):
-    monkeypatch.setitem(doctor._LOOKS, "torch", lambda: "not imported, which takes seconds")
+    monkeypatch.setitem(doctor._CHECKS, "torch", lambda: "not imported, which takes seconds")
     ran = run_here("doctor", DTLIB_MPIEXEC=fake_mpiexec(tmp_path, "mpirun (Open MPI) 4.1.4"))
     assert ran.returncode == 1
     assert "put the mpiexec of Open MPI" in ran.stdout and "Would go wrong: 2" in ran.stdout

@@ -96,7 +96,7 @@ def test_bool_any_and_all(world):
     [(2, 2**18, "ring"), (3, 2**19, "ring"), (4, 2**19, "ring"), (5, 2**18, "ring"), (8, 2**18, "rabenseifner")],
 )
 def test_few_bytes_are_doubled_and_many_go_round_the_ring(ranks, most, then):
-    known = selection.KNOWN["all_reduce"]
+    known = selection.IMPLEMENTATIONS["all_reduce"]
     assert selection.choose("all_reduce", most, ranks) is known["recursive_doubling"]
     assert selection.choose("all_reduce", most + 1, ranks) is known[then]
     assert selection.choose("all_reduce", 2**24 + 1, ranks) is known["ring"]
@@ -567,11 +567,11 @@ def test_who_gets_its_core_back_late_naps_for_a_while_and_then_yields_again(monk
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: passes("nap", seconds))
     monkeypatch.setattr(waiting, "time", clock)
     monkeypatch.setattr(waiting, "os", SimpleNamespace(sched_yield=lambda: passes("yield", takes[0])))
-    monkeypatch.setattr(waiting, "_naps_until", 0.0)
-    for takes[0] in (0.0, waiting.ELBOWED_SECONDS / 2, 2 * waiting.ELBOWED_SECONDS, 0.0, 0.0):
+    monkeypatch.setattr(waiting, "_sleeps_until", 0.0)
+    for takes[0] in (0.0, waiting.LONG_YIELD_SECONDS / 2, 2 * waiting.LONG_YIELD_SECONDS, 0.0, 0.0):
         waiting.yield_core()
     assert done == ["yield"] * 3 + ["nap"] * 2
-    now[0] += waiting.AVOID_SECONDS
+    now[0] += waiting.NO_YIELD_SECONDS
     waiting.yield_core()
     assert done[-1] == "yield"
 
@@ -585,7 +585,7 @@ def test_a_hook_looks_several_times_and_no_more_once_all_is_done(monkeypatch):
     looks.clear()
     enough[0] = 1000
     waiting.poll_pending()
-    assert len(looks) == waiting.LOOKS > 1
+    assert len(looks) == waiting.POLLS_PER_CALL > 1
 
 
 def test_an_interrupted_wait_takes_its_task_away_only_under_the_lock():

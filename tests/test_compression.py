@@ -88,7 +88,7 @@ def test_what_was_sent_and_what_is_kept_is_the_sum_of_all_gradients(world):
                 [sum(each) for each in zip(*both, strict=True)]
                 for both in zip(*gradients(model, world.rank), strict=True)
             ]
-            kept = [state.kept.get(parameter, torch.zeros_like(parameter)) for parameter in model.parameters()]
+            kept = [state.residual.get(parameter, torch.zeros_like(parameter)) for parameter in model.parameters()]
             assert max(rest.abs().max() for rest in kept) > 0.1, "else this test shows nothing"
             equal([s + k for s, k in zip(sent, mean_of(comm, kept), strict=True)], mean_of(comm, own))
 

@@ -66,14 +66,14 @@ def test_a_course_is_not_laid_out_between_other_things(tmp_path, monkeypatch):
         course.open_folder()
     (tmp_path / "thesis.tex").rename(tmp_path / "data")  # a file where a folder must go
     with pytest.raises(DtlibError, match="cannot be written"):
-        course.lay_out(tmp_path)
+        course.copy_files(tmp_path)
 
 
 @pytest.mark.parametrize("laid_out", [False, True], ids=["new", "laid out"])
 def test_dtlib_lab_on_a_disk_that_is_read_only_says_so(tmp_path, monkeypatch, capsys, laid_out):
     monkeypatch.chdir(tmp_path)
     if laid_out:
-        course.lay_out(tmp_path)
+        course.copy_files(tmp_path)
 
     def closed(before):
         def opens(path, how="r", *rest, **options):
@@ -173,7 +173,7 @@ def test_the_start_page_of_a_learner_counts_what_is_done(tmp_path, monkeypatch):
     # A new version of the page comes in place of the old one, ticks and all.
     record = tmp_path / course.RECORD
     record.write_text(record.read_text().replace('"notebooks/start.md": "', '"notebooks/start.md": "0'))
-    assert course.lay_out(tmp_path).endswith("1 file is new.") and "done" not in page.read_text().split("minutes")[0]
+    assert course.copy_files(tmp_path).endswith("1 file is new.") and "done" not in page.read_text().split("minutes")[0]
 
 
 FULL_DISK = """
@@ -192,10 +192,10 @@ def test_a_disk_that_is_full_takes_no_progress(tmp_path, monkeypatch):
     (tmp_path / course.START_PAGE).write_text("")  # which alone would be too large
     ran = subprocess.run([sys.executable, "-c", FULL_DISK], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0 and "Your progress cannot be saved: " in ran.stdout, ran
-    done = course.kept()["done"]
+    done = course.read_record()["done"]
     assert len(done) > 100 and done.keys() == {f"exercise-{number}" for number in range(len(done))}
     course.done("the-next")
-    assert len(course.kept()["done"]) == len(done) + 1
+    assert len(course.read_record()["done"]) == len(done) + 1
 
 
 def test_notebooks_that_note_at_once_lose_nothing(tmp_path, monkeypatch):
@@ -205,7 +205,7 @@ def test_notebooks_that_note_at_once_lose_nothing(tmp_path, monkeypatch):
     note = "import sys; from dtlib.lab import course; [course.done(f'{sys.argv[1]}-{i}') for i in range(50)]"
     started = [subprocess.Popen([sys.executable, "-c", note, str(number)], cwd=tmp_path) for number in range(4)]
     assert [process.wait(100) for process in started] == [0] * 4
-    assert len(course.kept()["done"]) == 200
+    assert len(course.read_record()["done"]) == 200
     assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob(".*.tmp"))
 
 
@@ -230,7 +230,7 @@ def test_a_damaged_record_is_kept_and_begun_again(text):
         (folder / course.DONE).write_text(text, encoding="latin-1")
         course.open_folder()
         course.done("first-sum")
-        assert course.kept()["done"] == {"first-sum": True}
+        assert course.read_record()["done"] == {"first-sum": True}
         (kept,) = folder.glob(f"{course.DONE}.damaged*")
         assert kept.read_text(encoding="latin-1") == text
 
@@ -241,7 +241,7 @@ def test_a_record_that_is_deep_is_kept(tmp_path, monkeypatch):
     deep = "[" * 450 + "]" * 450
     (tmp_path / course.DONE).write_text(f'{{"done": {{}}, "other": {deep}}}')
     course.done("first-sum")
-    assert course.kept()["done"] == {"first-sum": True} and deep in (tmp_path / course.DONE).read_text()
+    assert course.read_record()["done"] == {"first-sum": True} and deep in (tmp_path / course.DONE).read_text()
 
 
 def row(page, title):

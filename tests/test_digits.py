@@ -33,7 +33,7 @@ def trained_alone(task, batch, rates, data, until=0.0):
     net = plain(task).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.9)
     for step, rate in enumerate(rates):
-        if until and step % digits.LOOK_EVERY == 0 and nn.functional.cross_entropy(net(images), labels) <= until:
+        if until and step % digits.CHECK_EVERY == 0 and nn.functional.cross_entropy(net(images), labels) <= until:
             break
         places = task.order[step * batch :][:batch]
         optimizer.param_groups[0]["lr"] = float(rate)

@@ -332,7 +332,7 @@ def test_starts_take_turns_with_those_that_began_before(tmp_path, monkeypatch):
 
 def test_time_limits_grow_with_the_load(monkeypatch):
     cores = usable_cores()
-    for load, times in ((0, 1), (cores, 1), (3 * cores, 3), (1000 * cores, start_queue.MOST_PATIENCE)):
+    for load, times in ((0, 1), (cores, 1), (3 * cores, 3), (1000 * cores, start_queue.LARGEST_LOAD_FACTOR)):
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0, 0))
         assert start_queue.load_factor() == times
 
@@ -347,7 +347,7 @@ def test_heartbeats_slow_down_once_all_engines_are_there(monkeypatch):
         HeartMonitor.handle_new_hearts(monitor, {heart})
         found.append(monitor.caller.callback_time)
     assert found == [heartbeats.FAST, heartbeats.SLOW]
-    assert monitor.max_heartmonitor_misses * heartbeats.SLOW == heartbeats.SILENCE
+    assert monitor.max_heartmonitor_misses * heartbeats.SLOW == heartbeats.DEAD_AFTER
 
 
 def test_a_second_notebook_takes_over_and_the_last_one_ends_the_engines(notebooks, workshop_folder, tmp_path):

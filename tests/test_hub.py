@@ -24,7 +24,7 @@ SUM = "%%px\nimport dtlib, torch\nworld = dtlib.init()\nprint(world.comm.all_red
 
 
 def test_without_jupyterhub_and_without_a_hub_one_sentence_each(monkeypatch, capsys):
-    monkeypatch.delenv(server.TOLD_BY_A_HUB, raising=False)
+    monkeypatch.delenv(server.HUB_TOKEN_VARIABLE, raising=False)
     monkeypatch.setattr(server.importlib.util, "find_spec", lambda name: None)
     assert main(["lab", "--hub"]) == 2 and "pip install 'dtlib[hub]'" in capsys.readouterr().err
     monkeypatch.setattr(server.importlib.util, "find_spec", lambda name: name)

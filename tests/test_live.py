@@ -164,5 +164,5 @@ def test_messages_handles_and_memory_of_collectives_are_alive(world):
         del handles, handle
         assert (kept, live.now) == (4 * 4000, 4000)
         comm.all_reduce(room, algorithm="ring")
-        scratch = sum(tensor.nbytes for tensor in comm.held()["communication"])
+        scratch = sum(tensor.nbytes for tensor in comm.tensors_by_kind()["communication"])
         assert scratch >= 2000 and live.now == 4000 + scratch

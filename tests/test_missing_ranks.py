@@ -6,7 +6,7 @@ import pytest
 from dtlib.comm.call import Call
 from dtlib.comm.torch.store import shared_store
 from dtlib.comm.watch import board
-from dtlib.comm.watch.board import Board, ClusterBoard, Sighting
+from dtlib.comm.watch.board import Board, BoardEntry, ClusterBoard
 from dtlib.comm.watch.call_counts import differing
 from dtlib.comm.watch.missing_ranks import describe, ended_ranks
 from tests.cases import for_each
@@ -16,11 +16,11 @@ ALL = (0, 1, 2)
 
 
 def collective(number, state="waits", operation="barrier", group="world"):
-    return Sighting(state, operation, operation, f"line {number}", group, number, ALL)
+    return BoardEntry(state, operation, operation, f"line {number}", group, number, ALL)
 
 
 def message(operation, rank, state="waits"):
-    return Sighting(state, operation, f"{operation} rank {rank}", "line 9", "world", 0, (rank,))
+    return BoardEntry(state, operation, f"{operation} rank {rank}", "line 9", "world", 0, (rank,))
 
 
 @pytest.mark.parametrize("seen,said", [
@@ -49,7 +49,7 @@ def message(operation, rank, state="waits"):
      "rank 2 has not arrived; it last finished barrier (`line 7`)"),
 ])  # fmt: skip
 def test_whom_rank_0_waits_for(seen, said):
-    assert describe(0, {rank: sighting for rank, sighting in enumerate(seen) if sighting}) == said
+    assert describe(0, {rank: entry for rank, entry in enumerate(seen) if entry}) == said
 
 
 def test_a_board_shows_what_others_published():
@@ -59,16 +59,16 @@ def test_a_board_shows_what_others_published():
     call = Call("barrier", None, 0, (0, 1), "world", 3)
     call.where = "line 1: " + "x" * 1000
     first.publish("waits", call)
-    sighting = second.seen()[0]
-    assert (sighting.state, sighting.what, sighting.number) == ("waits", "barrier", 3)
-    assert sighting.where.startswith("line 1: xxx")
+    entry = second.seen()[0]
+    assert (entry.state, entry.what, entry.number) == ("waits", "barrier", 3)
+    assert entry.where.startswith("line 1: xxx")
     first.publish("finished")
     assert second.seen()[0].state == "finished"
     os.unlink(file)
 
 
 def ended(state, cell, number=1):
-    return Sighting(state, "barrier", "barrier", f"line {number}", "world", number, ALL, cell)
+    return BoardEntry(state, "barrier", "barrier", f"line {number}", "world", number, ALL, cell)
 
 
 @pytest.mark.parametrize("others,failed,finished", [
@@ -89,12 +89,12 @@ def test_who_does_not_come_any_more_in_this_cell(others, failed, finished):
 
 
 def test_a_receive_from_any_rank_waits_as_long_as_one_can_come():
-    mine = Sighting("waits", "recv from any rank", "recv from any rank", "line 1", "world", 0, ALL)
+    mine = BoardEntry("waits", "recv from any rank", "recv from any rank", "line 1", "world", 0, ALL)
     computes, done = collective(1, "finished"), ended("has finished its cell", "7.1", 0)
     assert ended_ranks(0, {0: mine, 1: computes, 2: ended("raised ValueError: no", "7.1", 0)}, "7.1") == ([], [])
     assert ended_ranks(0, {0: mine, 1: done, 2: done}, "7.1") == ([], [1, 2])
     # What rank 2 did on another communicator hides whether it has arrived: it may have.
-    elsewhere = Sighting("has finished its cell", "send", "send", "line 2", "rows", 0, (1,), "7.1")
+    elsewhere = BoardEntry("has finished its cell", "send", "send", "line 2", "rows", 0, (1,), "7.1")
     assert ended_ranks(0, {0: collective(2), 1: collective(2), 2: elsewhere}, "7.1") == ([], [])
 
 
@@ -130,10 +130,10 @@ def test_a_board_shows_what_is_long_or_not_ascii(letter, ranks):
         call = Call(letter * length, None, 0, range(ranks), letter * length, 3)
         call.where = "line 1: " + letter * length
         first.publish(f"raised ValueError: {letter * length}", call)
-        sighting = second.seen()[0]
-        assert sighting.state.startswith("raised ValueError: ") and sighting.number == 3
+        entry = second.seen()[0]
+        assert entry.state.startswith("raised ValueError: ") and entry.number == 3
         # A rank whose peers did not fit waits for all others, and not for none.
-        waiting = {0: sighting, 1: Sighting("finished", "barrier", "barrier")}
+        waiting = {0: entry, 1: BoardEntry("finished", "barrier", "barrier")}
         assert describe(0, waiting) == "rank 1 has not arrived; it last finished barrier"
     os.unlink(file)
 
@@ -150,7 +150,7 @@ def test_a_board_of_several_nodes_shows_all_ranks(world):
     deadline = time.monotonic() + 50
     while len(mine.seen()) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert {rank: sighting.number for rank, sighting in mine.seen().items()} == {rank: 1 + rank for rank in range(4)}
+    assert {rank: entry.number for rank, entry in mine.seen().items()} == {rank: 1 + rank for rank in range(4)}
     world.comm.barrier()
     if world.rank % 2 == 0:
         os.unlink(files[world.rank])

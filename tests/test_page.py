@@ -63,7 +63,7 @@ def plans():
         yield report.best_rows(found), report.map_rows(tried), [(e.seconds, e.memory.total, e.mfu) for e in tried]
 
 def collectives():
-    for operation, algorithm in steps.KNOWN:
+    for operation, algorithm in steps.COLLECTIVES:
         for ranks in range(2, 9):
             found, links = steps.rounds(operation, algorithm, ranks)
             yield operation, algorithm, [asdict(each) for each in found], [(l.messages, l.bytes) for l in links]
@@ -128,7 +128,7 @@ def test_figures_hold_with_32_bits(own_files):
     assert without_packages(own_files, f"{narrow()}{FIGURES}print(figures)").strip() == wide["figures"]
 
 
-@pytest.mark.parametrize("operation,algorithm", steps.KNOWN)
+@pytest.mark.parametrize("operation,algorithm", steps.COLLECTIVES)
 def test_collectives_take_the_rounds_and_messages_of_the_formulas(operation, algorithm):
     for size in range(1, 10):
         found, links = steps.rounds(operation, algorithm, size)
@@ -185,11 +185,11 @@ def test_exercises_are_the_lessons_with_their_judges():
         found = sources.cells(f"{lesson}/exercises.py")
         at = next(at for at, (_, body) in enumerate(found) if body.startswith(f'lab.check("{name}")'))
         assert "solution" in found[at - 1][0] and text and "%" not in stub.split()[0]
-        asked = {"exercise": name, "pressed": "check"}
-        assert f"Passed: {name}" in pages.answer("exercise", {**asked, "code": f"import math\n{found[at - 1][1]}"})
-        assert "Not yet" in pages.answer("exercise", {**asked, "code": stub})
-        assert "defines no" in pages.answer("exercise", {**asked, "code": "1"})
-        assert "Nothing ran" in pages.answer("exercise", {**asked, "code": "("})
+        plan_for = {"exercise": name, "pressed": "check"}
+        assert f"Passed: {name}" in pages.answer("exercise", {**plan_for, "code": f"import math\n{found[at - 1][1]}"})
+        assert "Not yet" in pages.answer("exercise", {**plan_for, "code": stub})
+        assert "defines no" in pages.answer("exercise", {**plan_for, "code": "1"})
+        assert "Nothing ran" in pages.answer("exercise", {**plan_for, "code": "("})
 
 
 def test_letters_of_a_learner_stay_letters():

@@ -9,7 +9,7 @@ import pytest
 
 from dtlib.cli import main
 from dtlib.planner import DEVICES, MODELS, Plan, PlanError, configs, estimate, report
-from dtlib.planner.command import asked, fixed_of, model_of
+from dtlib.planner.command import fixed_of, model_of, plan_for
 from dtlib.planner.model import GIB
 from tests.conftest import ROOT
 
@@ -170,12 +170,12 @@ def test_in_a_notebook(capsys):
     assert len(found) == 3 and all(each.plan.zero == 1 for each in found)
     from dtlib.lab.planning import what_fits
 
-    tried = asked("llama3-8b", 16, batch=256, seq=4096)[1]
+    tried = plan_for("llama3-8b", 16, batch=256, seq=4096)[1]
     picture, first = what_fits.drawn(tried), next(each for each in tried if each.fits)
     assert "meshes fit" in capsys.readouterr().out
     bounds = f"{first.said(first.low)}–{first.said(first.high)} s"
     assert f">{bounds}<" in picture.svg and f"{bounds}, {first.memory.total / GIB:.0f}" in str(picture)
-    tried = asked("llama3-70b", 16, batch=256, seq=4096)[1]
+    tried = plan_for("llama3-70b", 16, batch=256, seq=4096)[1]
     large = what_fits.drawn([each for each in tried if not each.fits])
     assert " s<" not in large.svg and " GiB<" in large.svg, "a mesh that is too large has its GiB"
 
@@ -243,7 +243,7 @@ def test_the_charts_inequalities_are_the_planners():
 
 
 def test_the_chart_is_drawn_and_its_page_is_that_of_today():
-    from dtlib.lab.decision_chart import BRANCHES, OF_TWO_HOURS, chart
+    from dtlib.lab.decision_chart import BRANCHES, SHORT_BRANCHES, chart
     from tools import decision_chart
 
     drawn = chart.drawn()
@@ -252,12 +252,12 @@ def test_the_chart_is_drawn_and_its_page_is_that_of_today():
     assert drawn.alt in page and all(branch[3] in page for branch in BRANCHES)
     assert len(BRANCHES) == 8 and "8 questions" in drawn.alt and "lesson 06" in str(drawn)
     short = chart.drawn(short=True)
-    rules = " ".join(branch[1] for branch in OF_TWO_HOURS)
+    rules = " ".join(branch[1] for branch in SHORT_BRANCHES)
     assert "4 questions" in short.alt and set(re.findall(r"\b[A-Za-z]\b", rules)) <= set("PNpm"), "letters it explains"
 
 
 def test_plans_whose_bands_overlap_tie():
-    best, tried = asked("llama3-8b", 16, batch=256, seq=4096)
+    best, tried = plan_for("llama3-8b", 16, batch=256, seq=4096)
     places = [row[0] for row in report.best_rows(best)]
     tied = sum(each.low <= best[0].high for each in best)
     assert tied > 1 and places[:tied] == ["1="] * tied

@@ -71,8 +71,8 @@ def shell(monkeypatch):
     monkeypatch.setattr(predictions, "_outcomes", {})
     monkeypatch.setattr(predictions, "_asked_in", [None])
     monkeypatch.setattr(predictions, "_unanswered", {})
-    monkeypatch.setattr(predictions, "_held", set())
-    monkeypatch.setattr(predictions, "AT_ONCE", 3600)  # as in "Run All", however slow this machine is
+    monkeypatch.setattr(predictions, "_asked", set())
+    monkeypatch.setattr(predictions, "RUN_ALL_SECONDS", 3600)  # as in "Run All", however slow this machine is
     return shell
 
 
@@ -166,7 +166,7 @@ def test_without_a_guess_a_run_reveals_nothing(shell, capsys):
 
 
 def test_the_next_cell_asks_for_a_guess_once(shell, capsys, monkeypatch):
-    monkeypatch.setattr(predictions, "AT_ONCE", 0)  # a reader
+    monkeypatch.setattr(predictions, "RUN_ALL_SECONDS", 0)  # a reader
     shell.run("lab.predict('count', None)")
     shell.run("%%px\nfound = [1]")
     shell.run("found = [1, 1, 1]")  # again
@@ -187,7 +187,7 @@ def test_run_all_goes_on_without_guesses(shell, capsys):
 
 
 def test_no_guess_is_asked_for_where_an_instructor_says_so(shell, tmp_path, monkeypatch):
-    monkeypatch.setattr(predictions, "AT_ONCE", 0)
+    monkeypatch.setattr(predictions, "RUN_ALL_SECONDS", 0)
     (tmp_path / predictions.NO_GUESS_FIRST).touch()
     (tmp_path / "notebooks").mkdir()
     monkeypatch.chdir(tmp_path / "notebooks")

@@ -208,7 +208,7 @@ def test_progress_and_scores_of_a_learner(learners_folder, capsys):
     assert known["done"]["quiz before"] == [0, 6] and known["done"]["first-sum"] is True
 
     # The certificate names what was done here, and nothing else; it is one file.
-    course.keep("capstone", {"plan": "pipe 4 <", "steps": 8, "rows": [["ms a step", "230", "<250>"]]})
+    course.keep("capstone", {"plan": "pipe 4 <", "steps": 8, "rows": [["ms per step", "230", "<250>"]]})
     lab.certificate("your name")
     assert "Put your own name" in capsys.readouterr().out and not (learners_folder / "certificate.html").exists()
     lab.certificate("A & B")
@@ -224,8 +224,8 @@ def test_a_score_is_kept_by_the_check_itself(monkeypatch):
     monkeypatch.setattr(judging.course, "scored", lambda *score: kept.append(score))
     monkeypatch.setattr(judging, "show", lambda *arguments: None)
     monkeypatch.setattr(judging, "_tries", {})
-    judging._tell(judging._verdict("schedule-puzzle", [["F0-7 B0-7"] * 4], ("puzzle", "")))
-    judging._tell(Verdict("first-sum", "total", 3))
+    judging._show_verdict(judging._verdict("schedule-puzzle", [["F0-7 B0-7"] * 4], ("puzzle", "")))
+    judging._show_verdict(Verdict("first-sum", "total", 3))
     assert kept == [("schedule-puzzle", 33, 33, "forward passes", 0)]
     golf = {"right": 96, "images": 100, "unknown": [], "bytes": 70, "loads": 0}
     seen = [{"par": {**golf, "bytes": 60}, "mine": golf} for _ in range(3)]

@@ -43,7 +43,7 @@ def trained(folder, ranks, survive=True, **options) -> Run:
     """A run that has ended well, or fails the test."""
     run = Run(program(**options), ranks, folder, survive).start()
     status = run.wait(SECONDS)
-    assert status == 0, (options, run.said, run.output()[-3000:])
+    assert status == 0, (options, run.reports, run.output()[-3000:])
     check_outcome(folder, run, options)
     return run
 
@@ -76,7 +76,7 @@ def test_shrink_from_four_ranks_to_two(tmp_path):
     faults = [fault("kill", 0, 8, "backward"), fault("kill", 3, 14, "update")]
     run = trained(tmp_path, 4, by="shrink", steps=20, faults=faults)
     assert [event["lost"] for event in run.events if event["what"] == "lost"] == [[0], [3]]
-    assert run.said == [
+    assert run.reports == [
         "Rank 0 has died: 3 ranks are left, and go on.", "Rank 3 has died: 2 ranks are left, and go on."
     ]  # fmt: skip
     told = steps_told(run)
@@ -95,18 +95,18 @@ def test_a_rank_that_ends_well_during_a_look_has_not_died(tmp_path, monkeypatch)
     run.processes = {
         0: SimpleNamespace(pid=1, find=lambda: None if reads else SimpleNamespace(status=lambda: "running"))
     }
-    run.look(), run.look()
-    assert not run.said and not run.lost
+    run.poll(), run.poll()
+    assert not run.reports and not run.lost
 
 
 def test_a_step_is_undone_in_memory_and_tried_once_more(tmp_path):
     faults = [fault("kill", 2, 6, "update"), fault("nan", 1, 10, "nan"), fault("raise", 0, 14, "backward")]
     run = trained(tmp_path, 3, by="memory", steps=20, faults=faults)
     # On a busy machine a look comes late, and finds a death and the step after it at once.
-    died, undone = sorted(run.said[:2])
+    died, undone = sorted(run.reports[:2])
     assert died == "Rank 2 has died: 2 ranks are left, and go on."
     assert undone.startswith("The gradient of rank 1 is not finite in step 10")
-    assert run.said[2] == "this rank's data cannot be read. The step is undone on all ranks, and tried once more."
+    assert run.reports[2] == "this rank's data cannot be read. The step is undone on all ranks, and tried once more."
 
 
 @pytest.mark.slow
@@ -128,14 +128,14 @@ def test_a_rank_that_is_stopped_is_named_and_counts_as_dead_once_it_is_killed(tm
     faults = [fault("stop", 1, 14), fault("late", 2, 0, seconds=0.05)]
     run = Run(program(by="shrink", steps=20, faults=faults), 3, tmp_path, survive=True).start()
     deadline = time.monotonic() + SECONDS
-    while not any("is stopped" in sentence for sentence in run.said) and time.monotonic() < deadline:
-        run.look()
+    while not any("is stopped" in sentence for sentence in run.reports) and time.monotonic() < deadline:
+        run.poll()
         time.sleep(0.02)
     assert steps_told(run)[-1] == (14, 3), "nobody goes on without it"
-    run.strike(1)
+    run.send_signal(1)
     assert run.wait(SECONDS) == 0, run.output()
     check_outcome(tmp_path, run, {"steps": 20})
-    late, stopped, died = run.said
+    late, stopped, died = run.reports
     assert late.startswith("Rank 2 computes ") and "all ranks wait for it" in late
     assert stopped.startswith(f"Rank 1 (process {run.processes[1].pid}) is stopped") and "kill -CONT" in stopped
     assert died == "Rank 1 has died: 2 ranks are left, and go on."
@@ -146,7 +146,7 @@ def test_a_rank_that_is_stopped_ends_the_training_at_the_time_limit(tmp_path):
     faults = [fault("stop", 1, 5)]
     run = Run(program(by="shrink", steps=20, time_limit=6, faults=faults), 2, tmp_path, survive=True).start()
     assert run.wait(SECONDS) != 0
-    assert "WaitTimeout: Waited 6 s in all_reduce" in run.said[-1] and "rank 1 has not arrived" in run.said[-1]
+    assert "WaitTimeout: Waited 6 s in all_reduce" in run.reports[-1] and "rank 1 has not arrived" in run.reports[-1]
     assert nobody_lives(run)
 
 
@@ -155,7 +155,7 @@ def test_faults_that_are_no_accident_end_the_training_with_their_sentence(tmp_pa
     faults = [fault("full disk", 1, 7)]
     run = Run(program(by="checkpoint", steps=20, every=5, faults=faults), 2, tmp_path / "disk").start()
     assert run.wait(SECONDS) != 0 and nobody_lives(run)
-    assert "CheckpointError" in run.said[-1] and "rank1-" in run.said[-1] and "File too large" in run.said[-1]
+    assert "CheckpointError" in run.reports[-1] and "rank1-" in run.reports[-1] and "File too large" in run.reports[-1]
     assert steps_told(run)[-1] == (10, 2)
 
     with pytest.raises(DtlibError, match=r"mpiexec ended with status 3: it said nothing.* Three times"):
@@ -175,7 +175,7 @@ def test_a_node_that_is_cut_off_is_named_although_mpiexec_ends_well(tmp_path):
     """Its words, and its status, as with two nodes of which one was ended; here a rank says them."""
     run = Run(["-c", f"print({PRTERUN_SAYS!r})"], 1, tmp_path).start()
     assert run.wait(SECONDS) == 1
-    assert run.said == ["Node there7 does not answer: it is down, or has no network."]
+    assert run.reports == ["Node there7 does not answer: it is down, or has no network."]
 
 
 RAISED = {"at": 0.0, "what": "raised", "rank": 0, "kind": "RuntimeError", "sentence": "Connection closed by peer"}
@@ -191,7 +191,7 @@ def test_a_rank_that_was_killed_is_lost_although_others_have_raised_errors_of_lo
     """What torch's gloo does: it notices before mpiexec does."""
     run = Run(["-c", ENDS.format(line=json.dumps(RAISED))], 1, tmp_path).start()
     assert run.wait(SECONDS) == 1 and run.events == [RAISED]
-    assert run.said[0].startswith("Rank 1 on here was ended by SIGKILL") and run.lost == {1}
+    assert run.reports[0].startswith("Rank 1 on here was ended by SIGKILL") and run.lost == {1}
 
 
 def net():
@@ -338,7 +338,7 @@ def trained_one_after_another(folder, trainings: list[dict]) -> Run:
         ranks = max(ranks, dead + options["ranks"])
         dead += sum(each["kind"] == "kill" for each in options["faults"])
     run = Run(["-m", "tests.spare_ranks", json.dumps(trainings)], ranks, folder, survive=True).start()
-    assert run.wait(SECONDS) == 0, (trainings, run.said, run.output()[-3000:])
+    assert run.wait(SECONDS) == 0, (trainings, run.reports, run.output()[-3000:])
     for number, options in enumerate(trainings):
         check_outcome(folder / f"{number}", run, options)
     return run

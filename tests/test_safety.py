@@ -219,8 +219,8 @@ def test_ranks_that_wait_leave_the_cores_to_others(world):
     if world.rank != 0:
         # The integral of 1 / (0.1 w^2) from 0.02 s, where naps grow, to where one is 0.05 s, and 20 a second after it.
         # Before 0.02 s a rank that got its core back late takes the shortest ones.
-        assert 0 < len(naps) <= 486 + 26 + 20 * (waited - 1) + 0.02 / waiting.SHORTEST_NAP
-        assert max(naps) == waiting.LONGEST_NAP
+        assert 0 < len(naps) <= 486 + 26 + 20 * (waited - 1) + 0.02 / waiting.SHORTEST_SLEEP
+        assert max(naps) == waiting.LONGEST_SLEEP
     back_to_work(world)
 
 

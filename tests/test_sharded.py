@@ -56,7 +56,7 @@ def test_bfloat16_follows_stage_1(world):
         loss_of(ours, slice_of(batch, comm.rank, comm.size)).backward()
         masters.take_gradients()
         optimizer.step()
-        masters.give_values()
+        masters.copy_to_parameters()
         ours.zero_grad()
     # Units cut the ring's sums elsewhere, so gradients may round to another 16-bit number; see test_zero.py.
     assert difference_of_values(ours, theirs, comm) <= 0.01

@@ -122,7 +122,7 @@ def test_buckets_and_experts_of_64_ranks():
         sizes = [sum(p.numel() for p in bucket) for bucket in model.buckets]
         assert len(sizes) == LAYERS and sum(sizes) == LAYERS * WIDTH * (WIDTH + 1)
         model(torch.randn(2, WIDTH)).sum().backward()
-        assert all(torch.isfinite(p.grad).all() for p in model.parameters()) and not model.travelling
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters()) and not model.in_flight
         experts = plain_core("expert").MixtureOfExperts(8, [nn.Linear(8, 8)], group, top=2)
         assert experts.gate.weight.shape == (SIZE, 8)
 

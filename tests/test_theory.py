@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import dtlib
-from dtlib.comm.selection import KNOWN
+from dtlib.comm.selection import IMPLEMENTATIONS
 from dtlib.theory import collectives as theory
 from dtlib.theory import scaling
 from dtlib.theory.zero import GB, GIB, SCHEMES, fewest_ranks, zero_bytes, zero_wire_elements
@@ -20,7 +20,7 @@ COUNTS = (24, 0, 13, 2)  # elements of the whole; those that do not divide by th
 
 
 def test_every_algorithm_of_the_library_has_a_formula():
-    library = {(operation, name) for operation, names in KNOWN.items() for name in names}
+    library = {(operation, name) for operation, names in IMPLEMENTATIONS.items() for name in names}
     assert {*CASES, ("reduce_scatter", "ring_over_input")} == library  # which sends what the ring does
 
 

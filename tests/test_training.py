@@ -322,7 +322,7 @@ def test_clipping_and_masters():
     parameter.grad = torch.full((2,), 8.0, dtype=torch.bfloat16)
     masters.take_gradients(scale=4)
     torch.optim.SGD(masters.masters, lr=0.0005).step()
-    masters.give_values()
+    masters.copy_to_parameters()
     assert masters.masters[0].tolist() == pytest.approx([0.999] * 2)
     assert parameter.tolist() == [1.0, 1.0]  # bfloat16 has no number between 0.996 and 1
 

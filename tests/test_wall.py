@@ -268,7 +268,8 @@ def test_nothing_is_sent_before_joining_and_neither_names_nor_code_after(learner
 
     def works():
         hints = (f"It happens in line 4, `my_code({learner})`.", "Call it.")
-        judging._tell(Verdict("ring-build", "def my_code():", 3, 1, "raised", "no error", "KeyError: 'my_code'", hints))
+        verdict = Verdict("ring-build", "def my_code():", 3, 1, "raised", "no error", "KeyError: 'my_code'", hints)
+        judging._show_verdict(verdict)
         predict("tree-broadcast", {"messages": 7, "rounds": 3})
         quiz.quiz("03", "a" * len(quiz.quizzes()["03"].questions))
 
@@ -360,7 +361,7 @@ def test_forged_flooded_and_malformed(wall):
     assert wall.status("join", {"code": wall.code}) == 200, "others of this address do not wait for who guesses codes"
     assert len(wall.code) == 8, "and who guesses 2,000 a second takes years"
     flood = [wall.status("tell", Learner("flood").message(), other) for _ in range(60)]
-    assert flood.count(200) <= server.AT_ONCE["tell"] + 30 and 429 in flood
+    assert flood.count(200) <= server.BURST["tell"] + 30 and 429 in flood
     wall.ask("tell", Learner("heron").did(5, "waits", says="x").message(), token)
     assert wall.kinds() == {"heron": "stuck", "flood": "works"}
     wall.ask("leave", {}, token)
@@ -391,11 +392,11 @@ def test_many_connections_of_one_address_close_none_of_another():
         def closed(self):
             return not self.open
 
-    taken, others = server.Places(), Stream()
-    taken.give(others, "10.0.0.1")
+    taken, others = server.Connections(), Stream()
+    taken.register(others, "10.0.0.1")
     silent = [Stream() for _ in range(2 * server.MOST_CONNECTIONS)]
     for each in silent:
-        taken.give(each, "10.0.0.2")
+        taken.register(each, "10.0.0.2")
     assert others.open and [each.open for each in silent] == sorted(each.open for each in silent)
     assert sum(each.open for each in silent) == server.MOST_CONNECTIONS - 1
 

@@ -55,7 +55,7 @@ def test_bfloat16_steps_on_float32_masters_like_data_parallelism(world):
         loss_of(ddp, slice_of(batch, comm.rank, comm.size)).backward()
         masters.take_gradients()
         peer.step()
-        masters.give_values()
+        masters.copy_to_parameters()
         peer.zero_grad()
         theirs.zero_grad()
     for stage in (1, 2):

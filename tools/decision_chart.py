@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dtlib.lab.decision_chart import BRANCHES, ELSE, LETTERS, chart
+from dtlib.lab.decision_chart import BRANCHES, ELSE, LEGEND, chart
 
 HERE = Path(__file__).parents[1] / "docs" / "reference"
 PICTURE, PAGE = HERE / "decision_chart.svg", HERE / "decision_chart.md"
@@ -16,7 +16,7 @@ def main() -> None:
     PAGE.write_text(
         "# Which parallelism when\n\nAnswer the questions from top to bottom. Go to the next question if the answer is "
         "no, or if the method is not enough. In a notebook, `lab.chart()` draws this chart, and `lab.plan()` computes "
-        f"it with your numbers.\n\n{LETTERS}\n\n"
+        f"it with your numbers.\n\n{LEGEND}\n\n"
         f"![{drawn.alt}](decision_chart.svg)\n\n" + "\n".join(rows) + "\n\n"
         f"If no row applies: {ELSE[0].lower()}{ELSE[1:]}.\n\n"
         "[How far off the planner is](../explanation/how_far_off_the_planner_is.md) lists the errors of the planner.\n",

@@ -144,7 +144,7 @@ def main() -> None:
     names = sys.argv[1:] or list(PICTURES)
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
         folder = Path(name) / "course"
-        course.lay_out(folder)
+        course.copy_files(folder)
         log = Path(name) / "lab.log"
         command = [sys.executable, "-m", "dtlib", "lab", "--no-browser", "--", f"--LabApp.workspaces_dir={name}"]
         with open(log, "w") as output:

@@ -19,11 +19,11 @@ def main() -> None:
     from dtlib.backend.process_groups import variables
 
     try:
-        told = variables()
+        environment = variables()
     except DtlibError as problem:
         print(problem, file=sys.stderr)
         sys.exit(2)
-    os.environ.update(told)
+    os.environ.update(environment)
     del sys.argv[0]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")

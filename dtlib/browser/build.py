@@ -98,27 +98,27 @@ def _is_replaceable(taken: Path, page: Path) -> bool:
     return False
 
 
-def _package(beside: Path) -> Path:
+def _package(folder: Path) -> Path:
     """Return the path of npm's archive; download it if it is missing.
 
     Raises:
         DtlibError: if npm is missing or fails, or if the archive has another SHA-256 than expected.
     """
-    file = beside / f"pyodide-{PYODIDE}.tgz"
-    beside.mkdir(parents=True, exist_ok=True)
+    file = folder / f"pyodide-{PYODIDE}.tgz"
+    folder.mkdir(parents=True, exist_ok=True)
     if not file.exists():
         npm = shutil.which("npm")
         if npm is None:
             raise DtlibError(
                 f"npm is missing, which fetches Python for browsers: install Node.js, or put {file.name}, "
-                f"`npm pack pyodide@{PYODIDE}` of another computer, into {beside}."
+                f"`npm pack pyodide@{PYODIDE}` of another computer, into {folder}."
             )
-        done = subprocess.run([npm, "pack", f"pyodide@{PYODIDE}"], cwd=beside, capture_output=True, text=True)
+        done = subprocess.run([npm, "pack", f"pyodide@{PYODIDE}"], cwd=folder, capture_output=True, text=True)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "code" in line or "reason" in line] or [""]
             raise DtlibError(
                 f"npm does not give pyodide {PYODIDE} ({lines[0].strip()}): is there a network? Or put {file.name} "
-                f"into {beside}."
+                f"into {folder}."
             )
     found = hashlib.sha256(file.read_bytes()).hexdigest()
     if found != SHA256:

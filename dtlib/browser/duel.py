@@ -1,6 +1,6 @@
 """The room in which the schedules of a class compete: one order per line, with a message cost that a slider sets."""
 
-from dtlib.browser.fields import Press, Slider, Text
+from dtlib.browser.fields import Button, Slider, Text
 from dtlib.browser.schedule import drawn
 from dtlib.browser.svg import sentence
 from dtlib.lab.tables import Table
@@ -15,7 +15,7 @@ _FOUR, _TWO = "F0-3 B0-3 F4-7 B4-7", "F0-1 B0-1 F2-3 B2-3 F4-5 B4-5 F6-7 B6-7"
 FORM = (
     Slider("message", "message / forward", 0.5, 0, 2, 0.25),
     Text("orders", "orders", f"Ann: {' | '.join([_FOUR] * 4)}\nBen: {' | '.join([_TWO] * 4)}"),
-    Press("rank", "Rank them"),
+    Button("rank", "Rank them"),
 )
 
 

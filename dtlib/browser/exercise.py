@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from dtlib.browser.fields import Choice, Kept, Press, Text, put
+from dtlib.browser.fields import Button, Choice, Hidden, Text, put
 from dtlib.browser.simulated.cells import Ranks
 from dtlib.browser.sources import cells
 from dtlib.browser.svg import sentence
@@ -38,10 +38,10 @@ def task(name: str) -> tuple[str, str]:
 FIRST = "warmup-fix"
 FORM = (
     Choice("exercise", "exercise", FIRST, {name: f"{lesson[1:]} {name}" for name, (lesson, _) in _named().items()}),
-    Press("take", "Begin"),
+    Button("take", "Begin"),
     Text("code", "your function", task(FIRST)[1], 12),
-    Press("check", "Check"),
-    Kept("attempt", "0"),
+    Button("check", "Check"),
+    Hidden("attempt", "0"),
 )
 
 

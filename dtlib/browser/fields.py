@@ -83,7 +83,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Hidden:
     """A hidden value that the room itself sets, such as the answers so far. It is part of the page's address."""
 
     name: str
@@ -99,7 +99,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Press:
+class Button:
     """A button. The room's argument ``pressed`` is the name of the button that was pressed last."""
 
     name: str

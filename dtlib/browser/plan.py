@@ -4,7 +4,7 @@ from dtlib.browser.fields import Choice, Number
 from dtlib.browser.svg import Picture, sentence
 from dtlib.lab.tables import Table
 from dtlib.planner import DEVICES, MODELS, report
-from dtlib.planner.command import asked
+from dtlib.planner.command import plan_for
 from dtlib.planner.model import GIB
 
 TITLE, LESSON = "Planner", "08_tensor_and_hybrid"
@@ -24,7 +24,7 @@ FITS, NOT, NONE = "#cfe8d5", "#f3d0cb", "#f2f2f2"
 
 def show(plan: str, gpus: int, device: str, batch: int) -> str:
     """Return a summary, the fastest meshes, the map and details of the fastest, as HTML."""
-    found, tried = asked(plan, gpus, device, batch, best=BEST)
+    found, tried = plan_for(plan, gpus, device, batch, best=BEST)
     title = "The fastest that fit; ~ where nothing like it was measured"
     best = Table(report.best_rows(found), report.HEADERS, title)._repr_html_() if found else ""
     details = Table(report.details(found[0]), ("", "of the fastest"))._repr_html_() if found else ""
@@ -33,9 +33,9 @@ def show(plan: str, gpus: int, device: str, batch: int) -> str:
 
 def _map(tried) -> str:
     rows, headers = report.map_rows(tried)
-    fit, room = sum(each.fits for each in tried), tried[0].device.memory / GIB
+    fit, limit = sum(each.fits for each in tried), tried[0].device.memory / GIB
     alt = (
-        f"A grid of tensor and pipe axes: {fit} of {len(tried)} meshes fit into {room:.0f} GiB; green has the seconds "
+        f"A grid of tensor and pipe axes: {fit} of {len(tried)} meshes fit into {limit:.0f} GiB; green has the seconds "
         "of the fastest that fits, x the GiB where none does."
     )
     text = "\n".join("".join(str(cell).ljust(14) for cell in row).rstrip() for row in [headers, *rows])

@@ -1,6 +1,6 @@
 """The room with the schedule puzzle, judged as in lesson 07."""
 
-from dtlib.browser.fields import Choice, Kept, Press, Text
+from dtlib.browser.fields import Button, Choice, Hidden, Text
 from dtlib.browser.schedule import drawn
 from dtlib.browser.svg import sentence
 from dtlib.browser.verdicts import verdict
@@ -18,7 +18,7 @@ LEVELS = {
 }
 FORM = (
     Choice("puzzle", "level", "1", LEVELS), Text("order", "your order", "F0 F1\nF0\nF0\nF0"),
-    Press("check", "Check"), Kept("attempt", "0"),
+    Button("check", "Check"), Hidden("attempt", "0"),
 )  # fmt: skip
 
 

@@ -1,13 +1,13 @@
 """The room with all quizzes of the course. Each answer is explained once it is chosen, and first choices count."""
 
-from dtlib.browser.fields import Choice, Kept, put
+from dtlib.browser.fields import Choice, Hidden, put
 from dtlib.browser.svg import sentence
 from dtlib.lab.checks.questions import as_html, quizzes
 
 TITLE, LESSON = "Quizzes", "start"
 SAYS = "The quizzes of the lessons and tracks, and the tests before and after the course. First choices count."
 OPEN = "-"
-FORM = (Choice("quiz", "quiz", "07", {name: name for name in quizzes()}), Kept("answers"), Kept("asked"))
+FORM = (Choice("quiz", "quiz", "07", {name: name for name in quizzes()}), Hidden("answers"), Hidden("asked"))
 
 
 def show(quiz: str, answers: str, asked: str = "") -> str:

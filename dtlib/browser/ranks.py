@@ -2,9 +2,9 @@
 
 from functools import cache
 
-from dtlib.browser.fields import Choice, Kept, Press, Slider, Text, put
+from dtlib.browser.fields import Button, Choice, Hidden, Slider, Text, put
 from dtlib.browser.simulated.cells import Outcome, Ranks
-from dtlib.browser.simulated.tensors import MADE, Tensor
+from dtlib.browser.simulated.tensors import CONSTRUCTORS, Tensor
 from dtlib.browser.sources import on_ranks
 from dtlib.browser.svg import WIDTH, Picture, letters_on, rank_label, sentence
 from dtlib.browser.verdicts import verdict
@@ -15,11 +15,11 @@ TITLE, LESSON = "Simulated ranks", "00_start_here"
 LABEL = "SIMULATED: one process, taking turns; messages and bytes are counted, times mean nothing"
 SAYS = (
     f"Your lines run on every rank, as below %%px in a notebook. {LABEL}. `rank`, `world` and `comm` are there; torch "
-    f"is a stand-in with {', '.join(MADE)}. `await` is put before each operation, so that others get their turns. A "
-    "rank that can never go on says whom it waits for."
+    f"is a stand-in with {', '.join(CONSTRUCTORS)}. `await` is put before each operation, so that others get their "
+    "turns. A rank that can never go on says whom it waits for."
 )
 # Cells of the lessons with one of these words need more than the page has, and are left out.
-BEYOND = ("pi.", "emulate_network", "np.", "os.kill", "slow.", "signal")
+UNSUPPORTED = ("pi.", "emulate_network", "np.", "os.kill", "slow.", "signal")
 LESSONS = {"00": "l00/lecture.py", "03": "l03/lecture.py"}
 FIRST = """import dtlib, torch
 
@@ -36,7 +36,7 @@ def cells() -> dict[str, str]:
     """Return the lessons' cells that run in this page, by title."""
     found = {}
     for lesson, path in LESSONS.items():
-        bodies = [body for body in on_ranks(path) if not any(word in body for word in BEYOND)]
+        bodies = [body for body in on_ranks(path) if not any(word in body for word in UNSUPPORTED)]
         for number, body in enumerate(bodies, start=1):
             found[f"{lesson} cell {number}: {body.removeprefix('%px ').partition(chr(10))[0][:44]}"] = body
     return found
@@ -44,13 +44,13 @@ def cells() -> dict[str, str]:
 
 FORM = (
     Choice("cell", "a cell of lesson 00 or 03", "", {"": "your own", **{name: name for name in cells()}}),
-    Press("take", "Take it"),
+    Button("take", "Take it"),
     Slider("ranks", "ranks", 4, 1, 8),
     Text("code", "your cell", FIRST, 12),
-    Press("run", "Run on all ranks"),
-    Press("check", "Check first-sum"),
-    Press("anew", "New ranks"),
-    Kept("attempt", "0"),
+    Button("run", "Run on all ranks"),
+    Button("check", "Check first-sum"),
+    Button("anew", "New ranks"),
+    Hidden("attempt", "0"),
 )
 _now: dict[str, Ranks] = {}
 

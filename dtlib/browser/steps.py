@@ -3,7 +3,7 @@
 from dtlib.browser.fields import Choice, Slider
 from dtlib.browser.svg import Picture, rank_label, sentence
 from dtlib.lab.colours import rank_colour
-from dtlib.lessons.l03.steps import KNOWN, rounds
+from dtlib.lessons.l03.steps import COLLECTIVES, rounds
 from dtlib.theory import collectives
 
 TITLE, LESSON = "Collectives, step by step", "03_collectives"
@@ -15,7 +15,7 @@ SAYS = (
 FORM = (
     Choice(
         "steps", "collective", "all_reduce ring",
-        {f"{operation} {algorithm}": f"{operation}, {algorithm}" for operation, algorithm in KNOWN},
+        {f"{operation} {algorithm}": f"{operation}, {algorithm}" for operation, algorithm in COLLECTIVES},
     ),
     Slider("ranks", "ranks", 4, 2, 8),
     Slider("round", "round", 0, 0, 14),

@@ -207,8 +207,8 @@ def read_index(folder: Path) -> dict:
         decoded(index["extra"])
         for name, tensor in index["tensors"].items():
             for role, entry in tensor["roles"].items():
-                if strange := entry["pieces"].keys() - index["files"].keys():
-                    raise ValueError(f"{name}/{role} is in {sorted(strange)[0]}, which is not among its files")
+                if unknown := entry["pieces"].keys() - index["files"].keys():
+                    raise ValueError(f"{name}/{role} is in {sorted(unknown)[0]}, which is not among its files")
                 check_pieces(f"{name}/{role}", tensor["shape"], entry)
     return index
 

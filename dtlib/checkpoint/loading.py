@@ -63,7 +63,7 @@ def load(
 
     extra = decoded(index["extra"])
 
-    def look():
+    def find_shards():
         if check is not None:
             check(extra)
         for name in list(index["files"])[comm.rank :: comm.size]:
@@ -71,36 +71,36 @@ def load(
         return local_shards_of(model, optimizer, masters, comm)
 
     # Experts of this checkpoint may be on other ranks. They are not missing in the model.
-    held = together(comm, look)
-    here = {holding.name for holding in held}
-    experts = comm.all_gather_object([holding.name for holding in held if holding.expert])
+    shards = together(comm, find_shards)
+    here = {shard.name for shard in shards}
+    experts = comm.all_gather_object([shard.name for shard in shards if shard.expert])
     elsewhere = {name for each in experts for name in each} - here
 
     def compare():
         with corruption_as_checkpoint_error(folder / INDEX):
-            _check_model(folder, index["tensors"], held, elsewhere)
+            _check_model(folder, index["tensors"], shards, elsewhere)
             if optimizer is not None:
-                _check_optimizer(folder, index["optimizer"], optimizer, held, elsewhere)
+                _check_optimizer(folder, index["optimizer"], optimizer, shards, elsewhere)
 
     together(comm, compare)
     # ``_others`` reads and converts, but changes nothing. Then ``_fill`` changes the model, and only a disk error can
     # interrupt it.
     with Reader(folder, index) as reader:
-        others = together(comm, lambda: _others(reader, held, optimizer, comm))
-        together(comm, lambda: _fill(reader, held, optimizer, *others))
+        others = together(comm, lambda: _others(reader, shards, optimizer, comm))
+        together(comm, lambda: _fill(reader, shards, optimizer, *others))
     # A ZeroOptimizer has loaded its shards only: gather the parameters from all ranks.
     if hasattr(optimizer, "shard_of"):
-        optimizer.give_values()  # type: ignore[union-attr]
+        optimizer.copy_to_parameters()  # type: ignore[union-attr]
     return extra
 
 
-def _others(reader: Reader, held: list[LocalShard], optimizer, comm) -> tuple[dict, list, dict]:
+def _others(reader: Reader, shards: list[LocalShard], optimizer, comm) -> tuple[dict, list, dict]:
     """Read the optimizer's states, its settings and the random states, without changing anything yet."""
     states, settings, owned_here, files = {}, [], keys_here(optimizer), list(reader.index["files"])
     with corruption_as_checkpoint_error(reader.folder / INDEX):
-        for holding in held:
-            if holding.key in owned_here and (state := _state(reader, holding, optimizer)):
-                states[holding.key] = state
+        for shard in shards:
+            if shard.key in owned_here and (state := _state(reader, shard, optimizer)):
+                states[shard.key] = state
         # A ZeroOptimizer and its local optimizer have separate groups: load the settings into both.
         for here in {id(o): o for o in (optimizer, local(optimizer)) if o is not None}.values():
             for group, saved in zip(here.param_groups, reader.index["optimizer"]["groups"], strict=True):
@@ -111,15 +111,15 @@ def _others(reader: Reader, held: list[LocalShard], optimizer, comm) -> tuple[di
 
 
 @torch.no_grad()
-def _fill(reader: Reader, held: list[LocalShard], optimizer, states: dict, settings: list, random: dict) -> None:
+def _fill(reader: Reader, shards: list[LocalShard], optimizer, states: dict, settings: list, random: dict) -> None:
     """Copy the checkpoint into the model and its masters, and set random states, optimizer states and settings."""
-    for holding in held:
-        roles = reader.index["tensors"][holding.name]["roles"]
+    for shard in shards:
+        roles = reader.index["tensors"][shard.name]["roles"]
         values = reader.read(
-            holding.name, "master" if "master" in roles else "value", holding.slice.start, holding.slice.stop
+            shard.name, "master" if "master" in roles else "value", shard.slice.start, shard.slice.stop
         )
         # Value and master get the same numbers, each in its own dtype.
-        for tensor in (holding.value, holding.master):
+        for tensor in (shard.value, shard.master):
             if tensor is not None:
                 elements = elements_here(tensor)
                 elements.copy_(values.view(elements.shape))
@@ -133,21 +133,21 @@ def _fill(reader: Reader, held: list[LocalShard], optimizer, states: dict, setti
 
 
 @torch.no_grad()
-def _state(reader: Reader, holding: LocalShard, optimizer) -> dict:
+def _state(reader: Reader, shard: LocalShard, optimizer) -> dict:
     """Return the optimizer's state of a parameter on this rank. Every shard gets the numbers, even an empty one."""
-    key, state = holding.key, {}
+    key, state = shard.key, {}
     assert key is not None
-    for role, entry in reader.index["tensors"][holding.name]["roles"].items():
+    for role, entry in reader.index["tensors"][shard.name]["roles"].items():
         kind, _, what = role.partition("/")
         if kind == "state":
-            flat = reader.read(holding.name, role, holding.slice.start, holding.slice.stop)
+            flat = reader.read(shard.name, role, shard.slice.start, shard.slice.stop)
             # As in torch's load_state_dict, floating-point states get the dtype of the trained tensor.
             dtype = key.dtype if entry["dtype"] in FLOATS else flat.dtype
             state[what] = torch.empty_like(key, dtype=dtype)
             elements = elements_here(state[what])
             elements.copy_(flat.view(elements.shape))
     group = next(g for g in local(optimizer).param_groups if any(p is key for p in g["params"]))
-    for what, number in reader.index["optimizer"]["numbers"].get(holding.name, {}).items():
+    for what, number in reader.index["optimizer"]["numbers"].get(shard.name, {}).items():
         if isinstance(number, dict):
             # torch counts steps in host memory, unless the whole step runs on the GPU.
             on_host = what == "step" and not (group.get("fused") or group.get("capturable"))
@@ -180,20 +180,20 @@ def _random_states(file) -> dict:
 # Checks
 
 
-def _check_model(folder, saved: dict, held: list[LocalShard], elsewhere: set) -> None:
+def _check_model(folder, saved: dict, shards: list[LocalShard], elsewhere: set) -> None:
     """Raise an error if names, shapes or dtypes of model and checkpoint differ; other ranks have ``elsewhere``."""
-    ours = {holding.name: holding for holding in held}
+    ours = {shard.name: shard for shard in shards}
     if missing := ours.keys() - saved.keys():
         raise CheckpointError(f"{folder} lacks {_some(missing)} of the model: build the model that was saved.")
     if unexpected := saved.keys() - ours.keys() - elsewhere:
         raise CheckpointError(f"The model lacks {_some(unexpected)} of {folder}: build the model that was saved.")
-    for name, holding in ours.items():
-        here, there = tuple(holding.slice.shape), tuple(saved[name]["shape"])
+    for name, shard in ours.items():
+        here, there = tuple(shard.slice.shape), tuple(saved[name]["shape"])
         if here != there:
             raise CheckpointError(
                 f"{name} has shape {there} in {folder} and {here} in the model: build the model that was saved."
             )
-        kind, before = str(holding.value.dtype).removeprefix("torch."), saved[name]["roles"]["value"]["dtype"]
+        kind, before = str(shard.value.dtype).removeprefix("torch."), saved[name]["roles"]["value"]["dtype"]
         if kind != before and not (kind in FLOATS and before in FLOATS):
             raise CheckpointError(
                 f"{name} is {before} in {folder} and {kind} in the model, and only floating-point types are converted "
@@ -201,7 +201,7 @@ def _check_model(folder, saved: dict, held: list[LocalShard], elsewhere: set) ->
             )
 
 
-def _check_optimizer(folder, saved: dict | None, optimizer, held: list[LocalShard], elsewhere: set) -> None:
+def _check_optimizer(folder, saved: dict | None, optimizer, shards: list[LocalShard], elsewhere: set) -> None:
     if saved is None:
         raise CheckpointError(
             f"{folder} was saved without an optimizer: load without optimizer=, and create the optimizer afterwards."
@@ -211,7 +211,7 @@ def _check_optimizer(folder, saved: dict | None, optimizer, held: list[LocalShar
         raise CheckpointError(
             f"{folder} has the states of {saved['class']}, not of {here}: create a {saved['class']}, {without}."
         )
-    groups = names_of_groups(optimizer, held)
+    groups = names_of_groups(optimizer, shards)
     if len(groups) != len(saved["groups"]):
         raise CheckpointError(
             f"The optimizer has {len(groups)} groups of parameters, but the optimizer in {folder} had "

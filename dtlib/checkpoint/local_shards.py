@@ -14,8 +14,8 @@ Our strategies show their shards through ``optimizer.shard_of(parameter)`` (stag
 (stage 3). torch shows them through ``optimizer.optim`` (the optimizer of a rank's own parameters) or DTensors. So this
 file imports no strategy.
 
-``held()`` (measure/buffers.py) describes memory by its purpose. A checkpoint needs other facts: which elements of which
-parameter a tensor has, and by which tensor the optimizer finds the states.
+``tensors_by_kind()`` (measure/buffers.py) describes memory by its purpose. A checkpoint needs other facts: which
+elements of which parameter a tensor has, and by which tensor the optimizer finds the states.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LocalShard:
     expert: bool = False
     replicated: bool = False
 
-    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+    def written_part(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elements that this rank writes of ``tensor``, flattened, in host memory.
 
         ``tensor`` has the same elements as ``value``: the value itself, its master or an optimizer state.
@@ -181,9 +181,9 @@ def elements_here(tensor: torch.Tensor) -> torch.Tensor:
     return to_local() if to_local and is_dtensor(tensor) else tensor
 
 
-def names_of_groups(optimizer: Optimizer, held: list[LocalShard]) -> list[list[str]]:
+def names_of_groups(optimizer: Optimizer, shards: list[LocalShard]) -> list[list[str]]:
     """Return the names of the trained parameters of each group."""
-    names = {holding.key: holding.name for holding in held if holding.key is not None}
+    names = {shard.key: shard.name for shard in shards if shard.key is not None}
     return [
         [names[key] for key in group["params"] if key in names and key.requires_grad] for group in groups_of(optimizer)
     ]
@@ -197,17 +197,17 @@ def settings_of(optimizer: Optimizer) -> list[dict]:
     ]
 
 
-def states_of(optimizer: Optimizer, holding: LocalShard) -> tuple[dict, dict]:
+def states_of(optimizer: Optimizer, shard: LocalShard) -> tuple[dict, dict]:
     """Return the optimizer's states of a parameter: tensors of the key's shape, and numbers as JSON types."""
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict = {}
-    if (key := holding.key) is None:
+    if (key := shard.key) is None:
         return tensors, numbers
     for what, state in local(optimizer).state.get(key, {}).items():
         if isinstance(state, torch.Tensor) and state.shape == key.shape and what not in COUNTERS:
             tensors[what] = state
         else:
-            numbers[what] = as_json(state, f"state {what} of {holding.name}")
+            numbers[what] = as_json(state, f"state {what} of {shard.name}")
     return tensors, numbers
 
 

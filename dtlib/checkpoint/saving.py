@@ -91,29 +91,29 @@ def _is_committed(folder: Path, mark: str) -> bool:
 
 def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict, dict]:
     """Return this rank's tensors by their key in the file, and a summary of them for the index."""
-    held = local_shards_of(model, optimizer, masters, comm)
+    shards = local_shards_of(model, optimizer, masters, comm)
     tensors, pieces, numbers, digests = random_states(), [], {}, {}
-    for holding in held:
-        roles = {"value": holding.value}
-        if holding.master is not None and holding.master.dtype != holding.value.dtype:
-            roles["master"] = holding.master
-        states, counters = states_of(optimizer, holding)
+    for shard in shards:
+        roles = {"value": shard.value}
+        if shard.master is not None and shard.master.dtype != shard.value.dtype:
+            roles["master"] = shard.master
+        states, counters = states_of(optimizer, shard)
         roles.update((f"state/{what}", state) for what, state in states.items())
-        if counters and holding.counts(comm.rank):
-            numbers[holding.name] = counters
-        if holding.replicated:
-            digests[holding.name] = digest_of(roles.values())
-        written = holding.written
+        if counters and shard.counts(comm.rank):
+            numbers[shard.name] = counters
+        if shard.replicated:
+            digests[shard.name] = digest_of(roles.values())
+        written = shard.written
         for role, tensor in roles.items():
             kind = str(tensor.dtype).removeprefix("torch.")
             if kind not in TYPES:
-                raise CheckpointError(f"{holding.name} is {kind}, which safetensors does not support: convert it.")
-            pieces.append((holding.name, role, written.shape, kind, written.start, written.stop))
+                raise CheckpointError(f"{shard.name} is {kind}, which safetensors does not support: convert it.")
+            pieces.append((shard.name, role, written.shape, kind, written.start, written.stop))
             if written.start < written.stop:
-                tensors[f"{holding.name}/{role}"] = holding.cut(tensor)
+                tensors[f"{shard.name}/{role}"] = shard.written_part(tensor)
     groups = None
     if optimizer is not None:
-        named = zip(names_of_groups(optimizer, held), settings_of(optimizer), strict=True)
+        named = zip(names_of_groups(optimizer, shards), settings_of(optimizer), strict=True)
         groups = [{"parameters": names, "settings": settings} for names, settings in named]
     try:
         extra = json.loads(json.dumps(encoded(extra)))
@@ -161,9 +161,9 @@ def _index(everyones: list[dict], mark: str) -> dict:
                 f"{rank if lacking[0] in first['digests'] else 0}, as in a pipeline: save each stage to its own "
                 "folder, with comm= the ranks of this stage, or use engine.save_checkpoint()."
             )
-        if apart := [name for name, digest in first["digests"].items() if summary["digests"][name] != digest]:
+        if other := [name for name, digest in first["digests"].items() if summary["digests"][name] != digest]:
             raise CheckpointError(
-                f"Values or optimizer states of {apart[0]} differ between ranks 0 and {rank}: average them before you "
+                f"Values or optimizer states of {other[0]} differ between ranks 0 and {rank}: average them before you "
                 "save, for example with LocalSGD.finish(), or let each rank save its own, with comm.split(rank)."
             )
     for name, tensor in tensors.items():

@@ -152,7 +152,7 @@ def unfold(link: Link[Array], array: Array, whole: int) -> Steps:
 
 
 def ring_reduce_scatter_in_place(
-    link: Link[Array], chunks: list[Array], combine: Combine[Array], room: Array | None = None
+    link: Link[Array], chunks: list[Array], combine: Combine[Array], buffer: Array | None = None
 ) -> Steps:
     """Send partial sums round the ring; after N-1 steps rank r holds the sum of chunk r, in place.
 
@@ -162,12 +162,12 @@ def ring_reduce_scatter_in_place(
         step 1   send chunk 3, receive chunk 2, add it        grows at every rank,
         step 2   send chunk 2, receive chunk 1, add it        and ends at rank p
 
-    Every rank sends (N-1)/N of the array, for every N. Chunks are received into ``room``, or into scratch memory.
+    Every rank sends (N-1)/N of the array, for every N. Chunks are received into ``buffer``, or into scratch memory.
     """
     right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
     for step in range(link.size - 1):
         outgoing, incoming = chunks[(link.rank - step - 1) % link.size], chunks[(link.rank - step - 2) % link.size]
-        received = link.scratch(incoming) if room is None else room
+        received = link.scratch(incoming) if buffer is None else buffer
         yield [link.send(outgoing, right), link.recv(received, left)]
         combine(incoming, received, incoming)
 

@@ -104,9 +104,9 @@ class Communicator(ObjectOperations):
 
         return group_over(self)
 
-    def held(self) -> dict[str, list]:
+    def tensors_by_kind(self) -> dict[str, list]:
         """Return the buffers that collectives keep between calls (measure/buffers.py)."""
-        return {"communication": self._buffers.held()}
+        return {"communication": self._buffers.tensors()}
 
     def wait_for(
         self, request: MPI.Request, buffers: object, description: str, time_limit: float | None = None
@@ -123,20 +123,20 @@ class Communicator(ObjectOperations):
             waited._time_limit = time_limit
             waited.wait()
 
-    def gather_and_free(self, operation: str, thing: object = None) -> list:
-        """All-gather a picklable ``thing``; then free the communicators that no rank uses any more.
+    def gather_and_free(self, operation: str, obj: object = None) -> list:
+        """All-gather a picklable ``obj``; then free the communicators that no rank uses any more.
 
-        Returns every rank's ``thing`` in rank order. No rank returns before all ranks have called it.
+        Returns every rank's ``obj`` in rank order. No rank returns before all ranks have called it.
         """
         garbage = lifetime.garbage_among(self.members)
-        said = [b""] * self.size
-        said[self.rank] = pickle.dumps((thing, garbage))
+        parts = [b""] * self.size
+        parts[self.rank] = pickle.dumps((obj, garbage))
         link = self._side_link(self._next_tag())
         call = self._call(operation, None, self.members, self.collective_count)
-        Operation(call, link, self._compared(call, lifetime.exchange(link, said)), lambda: None, said).start(self)
-        told = [pickle.loads(one) for one in said]
-        lifetime.free({member: garbage for member, (_, garbage) in zip(self.members, told, strict=True)})
-        return [thing for thing, _ in told]
+        Operation(call, link, self._compared(call, lifetime.exchange(link, parts)), lambda: None, parts).start(self)
+        gathered = [pickle.loads(one) for one in parts]
+        lifetime.free({member: garbage for member, (_, garbage) in zip(self.members, gathered, strict=True)})
+        return [obj for obj, _ in gathered]
 
     # Point to point
 

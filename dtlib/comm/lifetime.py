@@ -60,11 +60,11 @@ def garbage_among(ranks: Iterable[int]) -> list[tuple]:
     return [key for key in found if not _receive_strays(key)]
 
 
-def free(said: dict[int, list[tuple]]) -> None:
-    """Free communicators that are garbage on all members; ``said`` maps world ranks to their garbage keys."""
-    everywhere = set.union(set(), *said.values())
+def free(unused: dict[int, list[tuple]]) -> None:
+    """Free communicators that are garbage on all members; ``unused`` maps world ranks to their garbage keys."""
+    everywhere = set.union(set(), *unused.values())
     # Freeing is collective, so all members must do it in the same order: sort the keys.
-    for key in sorted(key for key in everywhere if key in _members and all(key in said[r] for r in _members[key])):
+    for key in sorted(key for key in everywhere if key in _members and all(key in unused[r] for r in _members[key])):
         while _receive_strays(key):
             # The senders have finished, and `exchange` delivers a rank's notes after its earlier messages: this loop
             # ends.
@@ -82,30 +82,30 @@ def _receive_strays(key) -> bool:
     """
     from mpi4py import MPI
 
-    status, handle, under_way = MPI.Status(), _handles[key], _arriving.setdefault(key, [])
+    status, handle, pending = MPI.Status(), _handles[key], _arriving.setdefault(key, [])
     with suppress(MPI.Exception):
         while message := handle.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-            under_way.append(message.Irecv(np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)))
-        under_way[:] = [request for request in under_way if not request.Test()]
-        return bool(under_way)
+            pending.append(message.Irecv(np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)))
+        pending[:] = [request for request in pending if not request.Test()]
+        return bool(pending)
     return True
 
 
-def exchange(link: Link, said: list[bytes]) -> Iterator[list]:
-    """All-gather bytes, as a generator like those in algorithms.py; ``said[rank]`` holds this rank's bytes.
+def exchange(link: Link, parts: list[bytes]) -> Iterator[list]:
+    """All-gather bytes, as a generator like those in algorithms.py; ``parts[rank]`` holds this rank's bytes.
 
     Every rank sends to every other rank directly. So when this message arrives, all earlier messages from the same rank
     have arrived too.
     """
     others = [rank for rank in range(link.size) if rank != link.rank]
-    mine = np.frombuffer(said[link.rank], dtype=np.uint8)
+    mine = np.frombuffer(parts[link.rank], dtype=np.uint8)
     lengths = np.full(link.size, mine.size)
     length = lengths[link.rank : link.rank + 1].copy()
     yield [link.recv(lengths[rank : rank + 1], rank) for rank in others] + [link.send(length, rank) for rank in others]
-    rooms = {rank: np.empty(lengths[rank], dtype=np.uint8) for rank in others}
-    yield [link.recv(room, rank) for rank, room in rooms.items()] + [link.send(mine, rank) for rank in others]
-    for rank, room in rooms.items():
-        said[rank] = room.tobytes()
+    buffers = {rank: np.empty(lengths[rank], dtype=np.uint8) for rank in others}
+    yield [link.recv(buffer, rank) for rank, buffer in buffers.items()] + [link.send(mine, rank) for rank in others]
+    for rank, buffer in buffers.items():
+        parts[rank] = buffer.tobytes()
 
 
 class ForeignRequests:

@@ -70,8 +70,8 @@ class Mpi4pyComm(MPI.Intracomm):
     ) -> object:
         return self.irecv(buf, source, tag).wait(status)
 
-    def irecv(self, buf: object = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> Arriving:
-        return self._message("recv", source, tag, Arriving(partial(super().improbe, source, tag)), None)
+    def irecv(self, buf: object = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> IncomingObject:
+        return self._message("recv", source, tag, IncomingObject(partial(super().improbe, source, tag)), None)
 
     def Sendrecv(
         self, sendbuf: object, dest: int, sendtag: int = 0, recvbuf: object = None, source: int = MPI.ANY_SOURCE,
@@ -136,18 +136,18 @@ class Pending(MPI.Request):
         self.Wait(status)
 
 
-class Arriving:
+class IncomingObject:
     """A pickled object in flight; its receiver does not know its length."""
 
     handle: Any = None
     link: Any = None
     message: Any = None
 
-    def __init__(self, look: Callable):
-        self.look = look
+    def __init__(self, probe: Callable):
+        self.probe = probe
 
     def Test(self, status: MPI.Status | None = None) -> bool:
-        self.message = self.message or self.look(status)
+        self.message = self.message or self.probe(status)
         return self.message is not None
 
     def Cancel(self) -> None:

@@ -83,11 +83,11 @@ class ObjectOperations(ArgumentChecks):
     all_gather: Callable
     broadcast: Callable
 
-    def all_gather_object(self, thing: V) -> list[V]:
-        """Return a list of every rank's ``thing`` (any object that pickles), in rank order, on every rank."""
+    def all_gather_object(self, obj: V) -> list[V]:
+        """Return a list of every rank's ``obj`` (any object that pickles), in rank order, on every rank."""
         import numpy as np
 
-        mine = np.frombuffer(_pickled(thing), dtype=np.uint8)
+        mine = np.frombuffer(_pickled(obj), dtype=np.uint8)
         sizes = self.all_gather(np.zeros(self.size, dtype=np.int64), np.array([mine.size]))
         # Pad every chunk to the longest, so that a single all_gather of equal chunks is enough.
         padded = np.zeros(sizes.max(), dtype=np.uint8)
@@ -95,12 +95,12 @@ class ObjectOperations(ArgumentChecks):
         chunks = self.all_gather(np.zeros((self.size, padded.size), dtype=np.uint8), padded)
         return [_unpickled(chunk[:size], rank) for rank, (chunk, size) in enumerate(zip(chunks, sizes, strict=True))]
 
-    def broadcast_object(self, thing: V | None, root: int = 0) -> V:
-        """Return the ``thing`` of rank ``root`` (any object that pickles), on every rank."""
+    def broadcast_object(self, obj: V | None, root: int = 0) -> V:
+        """Return the ``obj`` of rank ``root`` (any object that pickles), on every rank."""
         import numpy as np
 
         self._check_rank(root, "broadcast_object", "root")
-        mine = np.frombuffer(_pickled(thing) if self.rank == root else b"", dtype=np.uint8)
+        mine = np.frombuffer(_pickled(obj) if self.rank == root else b"", dtype=np.uint8)
         size = self.broadcast(np.array([mine.size]), root)
         data = mine.copy() if self.rank == root else np.zeros(size[0], dtype=np.uint8)
         return _unpickled(self.broadcast(data, root), root)
@@ -116,15 +116,15 @@ class _Unpicklable(str):
     """Why a rank's object could not be pickled; it is sent in place of the object, so that no rank waits for ever."""
 
 
-def _pickled(thing) -> bytes:
+def _pickled(obj) -> bytes:
     try:
-        return pickle.dumps(thing)
+        return pickle.dumps(obj)
     except Exception as error:
-        return pickle.dumps(_Unpicklable(f"{thing!r:.60} does not pickle ({error})"))
+        return pickle.dumps(_Unpicklable(f"{obj!r:.60} does not pickle ({error})"))
 
 
 def _unpickled(data, rank: int):
-    thing = pickle.loads(data)
-    if isinstance(thing, _Unpicklable):
-        raise CommunicationError(f"Rank {rank}'s {thing}: send plain data, tensors, or functions of a module.")
-    return thing
+    obj = pickle.loads(data)
+    if isinstance(obj, _Unpicklable):
+        raise CommunicationError(f"Rank {rank}'s {obj}: send plain data, tensors, or functions of a module.")
+    return obj

@@ -40,20 +40,20 @@ class SoloCommunicator(Communicator):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size}, simulated)"
 
-    def all_gather_object(self, thing: V) -> list[V]:
-        """Return ``size`` references to ``thing``; bytes are counted as if all ranks' objects had the same length."""
-        data = _pickled(thing)
+    def all_gather_object(self, obj: V) -> list[V]:
+        """Return ``size`` references to ``obj``; bytes are counted as if all ranks' objects had the same length."""
+        data = _pickled(obj)
         self.all_gather(np.zeros(self.size, dtype=np.int64), np.array([data.size]))
         self.all_gather(np.zeros((self.size, data.size), dtype=np.uint8), data)
-        return [thing] * self.size
+        return [obj] * self.size
 
-    def broadcast_object(self, thing: V | None, root: int = 0) -> V:
-        """Return this rank's own ``thing``; bytes are counted as if the root's object had the same length."""
+    def broadcast_object(self, obj: V | None, root: int = 0) -> V:
+        """Return this rank's own ``obj``; bytes are counted as if the root's object had the same length."""
         self._check_rank(root, "broadcast_object", "root")
-        data = _pickled(thing)
+        data = _pickled(obj)
         self.broadcast(np.array([data.size]), root)
         self.broadcast(data, root)
-        return thing  # type: ignore[return-value]  # callers pass an object here
+        return obj  # type: ignore[return-value]  # callers pass an object here
 
     def split(self, color: int | None, key: int = 0) -> NoReturn:
         """Raise CommunicationError, because splitting needs the other ranks' colors."""
@@ -109,7 +109,7 @@ class SoloLink:
         return np.zeros_like(like)
 
 
-def _pickled(thing):
+def _pickled(obj):
     import pickle
 
-    return np.frombuffer(pickle.dumps(thing), dtype=np.uint8).copy()
+    return np.frombuffer(pickle.dumps(obj), dtype=np.uint8).copy()

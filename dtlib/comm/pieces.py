@@ -17,7 +17,7 @@ class Pieces:
         # `+ 1`: if the length is a multiple of `largest`, an empty last piece marks the end.
         self._requests = [start(flat[at : at + largest]) for at in range(0, flat.size + 1, largest)]
         self._largest = largest
-        self.come = 0  # bytes of the complete pieces, except the last
+        self.nbytes = 0  # bytes of the complete pieces, except the last
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return True once all pieces are complete. Does not wait.
@@ -32,7 +32,7 @@ class Pieces:
                 self.Cancel()
                 return True
             del self._requests[0]
-            self.come += self._largest
+            self.nbytes += self._largest
         return False
 
     def Cancel(self) -> None:

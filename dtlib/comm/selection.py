@@ -8,10 +8,10 @@ from functools import lru_cache
 
 from dtlib.comm import algorithms
 from dtlib.errors import CommunicationError
-from dtlib.theory.collectives import DOUBLING_UP_TO, DOUBLING_UP_TO_ELSE, HALVING_FROM_RANKS, HALVING_UP_TO
+from dtlib.theory.collectives import DOUBLING_UP_TO, DOUBLING_UP_TO_DEFAULT, HALVING_FROM_RANKS, HALVING_UP_TO
 
 # The first algorithm is the default; only all_reduce is chosen by size.
-KNOWN: dict[str, dict[str, Callable[..., Iterator[list]]]] = {
+IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Iterator[list]]]] = {
     "broadcast": {"tree": algorithms.tree_broadcast},
     "reduce": {"tree": algorithms.tree_reduce},
     "scatter": {"direct": algorithms.direct_scatter},
@@ -41,15 +41,15 @@ def choose(operation: str, count: int, size: int, wanted: str | None = None) -> 
     Raises:
         CommunicationError: if the operation has no algorithm with this name.
     """
-    known = KNOWN[operation]
+    functions = IMPLEMENTATIONS[operation]
     if wanted is not None:
-        if wanted not in known:
-            raise CommunicationError(f"{operation} has no algorithm {wanted!r}: choose one of {', '.join(known)}.")
-        return known[wanted]
+        if wanted not in functions:
+            raise CommunicationError(f"{operation} has no algorithm {wanted!r}: choose one of {', '.join(functions)}.")
+        return functions[wanted]
     if operation != "all_reduce":
-        return next(iter(known.values()))
+        return next(iter(functions.values()))
     # As in `chosen_all_reduce`, which a test compares: a call of it would lead readers through one more file.
-    if count <= next((limit for most, limit in DOUBLING_UP_TO.items() if size <= most), DOUBLING_UP_TO_ELSE):
-        return known["recursive_doubling"]
+    if count <= next((limit for most, limit in DOUBLING_UP_TO.items() if size <= most), DOUBLING_UP_TO_DEFAULT):
+        return functions["recursive_doubling"]
     halves = HALVING_FROM_RANKS <= size == algorithms.largest_power_of_two(size) and count <= HALVING_UP_TO
-    return known["rabenseifner" if halves else "ring"]
+    return functions["rabenseifner" if halves else "ring"]

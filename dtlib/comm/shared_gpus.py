@@ -14,7 +14,7 @@ def asked_for() -> bool:
     return os.environ.get(VARIABLE) == "1"
 
 
-def way() -> str:
+def transport() -> str:
     """Return ``NCCL`` or ``host memory``, depending on this environment and on the installed NCCL."""
     for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
         with suppress(importlib.metadata.PackageNotFoundError):

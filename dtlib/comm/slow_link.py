@@ -51,8 +51,8 @@ class SlowLink(Link):
 
     def give_up(self, requests: list) -> None:
         """Cancel receives without a message, and drop delayed messages."""
-        super().give_up([request for request in requests if not isinstance(request, _HeldBack)])
-        self._wire.forget([request for request in requests if isinstance(request, _HeldBack)])
+        super().give_up([request for request in requests if not isinstance(request, _DelayedMessage)])
+        self._wire.forget([request for request in requests if isinstance(request, _DelayedMessage)])
 
 
 class Wire:
@@ -74,29 +74,29 @@ class Wire:
         self.latency = latency
         self.bandwidth = bandwidth
         self._free_at = 0.0
-        self._held: list[_HeldBack] = []
+        self._delayed: list[_DelayedMessage] = []
         self._lock = RLock()  # the progress thread may send messages, too
 
-    def hold(self, count: int, start: Callable[[], Request]) -> _HeldBack:
+    def hold(self, count: int, start: Callable[[], Request]) -> _DelayedMessage:
         """Delay a message of ``count`` bytes until the wire is free, plus its own transfer time and the latency."""
         with self._lock:
             self._free_at = max(self._free_at, time.monotonic()) + count / self.bandwidth
-            self._held.append(_HeldBack(self, self._free_at + self.latency, start))
-            return self._held[-1]
+            self._delayed.append(_DelayedMessage(self, self._free_at + self.latency, start))
+            return self._delayed[-1]
 
     def send_due(self) -> None:
         """Send the messages that are due."""
         with self._lock:
-            while self._held and self._held[0].at <= time.monotonic():
-                self._held.pop(0).leave()
+            while self._delayed and self._delayed[0].at <= time.monotonic():
+                self._delayed.pop(0).leave()
 
     def forget(self, messages: list) -> None:
         """Drop delayed messages without sending them."""
         with self._lock:
-            self._held = [message for message in self._held if message not in messages]
+            self._delayed = [message for message in self._delayed if message not in messages]
 
 
-class _HeldBack:
+class _DelayedMessage:
     """A send that is delayed until its time."""
 
     def __init__(self, wire: Wire, at: float, start):

@@ -68,13 +68,13 @@ def check_counts(call: Call, counts: np.ndarray) -> None:
     ``counts[r]`` are the elements that rank r sends to each rank, and the elements it expects from each. Every rank
     passes the same ``counts``, so all ranks raise together.
     """
-    sent, come = counts[:, 0], counts[:, 1].T
-    if (sent != come).any():
+    sent, need = counts[:, 0], counts[:, 1].T
+    if (sent != need).any():
         row = max(1, prod(call.tensor.shape[1:]))
-        source, dest = np.argwhere(sent != come)[0]
+        source, dest = np.argwhere(sent != need)[0]
         raise CommunicationError(
             f"{call.operation}: rank {source} sends {sent[source, dest] // row} rows to rank {dest}, which expects "
-            f"{come[source, dest] // row}: input_split_sizes of one must equal output_split_sizes of the other. {RESET}"
+            f"{need[source, dest] // row}: input_split_sizes of one must equal output_split_sizes of the other. {RESET}"
         )
 
 

@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 
 SPIN_SECONDS = 0.0005  # poll without a pause: small collectives finish within this time
 YIELD_SECONDS = 0.02  # then yield the core between polls: most large collectives finish within this time
-# A yield that takes longer than ELBOWED_SECONDS gave the core to a process that computes and does not yield back. For
-# the next AVOID_SECONDS, sleep for SHORTEST_NAP instead of yielding: a process that wakes up gets the core at once.
-ELBOWED_SECONDS = 0.001
-AVOID_SECONDS = 0.2
-SHORTEST_NAP = 0.00005
-NAPS = 0.1  # then sleep NAPS * (seconds waited so far)**2 seconds, such as 1 ms after 0.1 s,
-LONGEST_NAP = 0.05  # but at most this long
-LOOKS = 10  # polls in one call of `poll_pending`
-KEPT = 2**14  # bytes of scratch memory that are kept between calls
+# A yield that takes over LONG_YIELD_SECONDS gave the core to a process that computes and does not yield back. For the
+# next NO_YIELD_SECONDS, sleep for SHORTEST_SLEEP instead of yielding: a process that wakes up gets the core at once.
+LONG_YIELD_SECONDS = 0.001
+NO_YIELD_SECONDS = 0.2
+SHORTEST_SLEEP = 0.00005
+SLEEP_FACTOR = 0.1  # then sleep SLEEP_FACTOR * (seconds waited so far)**2 seconds, such as 1 ms after 0.1 s,
+LONGEST_SLEEP = 0.05  # but at most this long
+POLLS_PER_CALL = 10  # polls in one call of `poll_pending`
+SCRATCH_BYTES = 2**14  # bytes of scratch memory that are kept between calls
 V = TypeVar("V")  # result of an operation
-LOOK_SECONDS = 0.25  # between two looks at the board
+CHECK_SECONDS = 0.25  # between two checks of the board
 LARGEST = 2**30  # bytes per piece of a longer message, because MPI counts in 31 bits
 
 oversubscribed = False  # True if ranks outnumber cores: then a rank that spins delays the rank that it waits for
-_naps_until = 0.0  # until then sleep instead of yielding, because other processes compute on this core
+_sleeps_until = 0.0  # until then sleep instead of yielding, because other processes compute on this core
 # Shows a long wait in a notebook: called with a sentence, and with None once the wait is over. lab/engines/cells.py
 # sets it; a script has watch/on_stderr.py instead.
 notice: Callable[[str | None], object] | None = None
@@ -121,7 +121,7 @@ class Link:
 class Scratch:
     """Receive buffers that a communicator's operations use in turn.
 
-    Up to KEPT bytes are kept between calls. A larger buffer lives only as long as an operation uses it, so that it does
+    Up to SCRATCH_BYTES are kept between calls. A larger buffer lives only as long as an operation uses it, so it does
     not add to the memory of an optimizer's step.
     """
 
@@ -132,7 +132,7 @@ class Scratch:
     def like(self, array: np.ndarray, number: int) -> np.ndarray:
         """Return a buffer for an array like this one; each ``number`` has its own buffer."""
         key, nbytes = (array.dtype, number), array.nbytes
-        if nbytes <= KEPT:
+        if nbytes <= SCRATCH_BYTES:
             buffer = self._kept.get(key)
             if buffer is None or buffer.nbytes < nbytes:
                 buffer = self._kept[key] = _empty(nbytes).view(array.dtype)
@@ -144,7 +144,7 @@ class Scratch:
         start = -buffer.ctypes.data % page
         return buffer[start : start + nbytes].view(array.dtype)
 
-    def held(self) -> list:
+    def tensors(self) -> list:
         """Return the kept buffers, as tensors."""
         arrays = [buffer.base for buffer in self._kept.values()]
         return [array.base for array in arrays if array is not None and array.base is not None]
@@ -191,7 +191,7 @@ class IncomingLink:
 
     def length(self) -> int | None:
         """Return the bytes of the last message; None if it was longer than the array."""
-        return None if self._too_long else self._status.Get_count(self._mpi.BYTE) + getattr(self._arriving, "come", 0)
+        return None if self._too_long else self._status.Get_count(self._mpi.BYTE) + getattr(self._arriving, "nbytes", 0)
 
 
 class Operation(Generic[V]):
@@ -334,7 +334,7 @@ class Operation(Generic[V]):
     def _wait(self) -> None:
         self._publish("waits")
         call, limit = self.call, self._time_limit
-        started = last_round = told = looked = time.monotonic()
+        started = last_round = notified = checked = time.monotonic()
         # `ended_since`: when this rank first saw that a rank it waits for has ended its cell or program; or inf.
         rounds, ended_since = self.rounds, inf
         try:
@@ -354,20 +354,20 @@ class Operation(Generic[V]):
                         yield_core()
                     continue
                 # A long wait appears on the board, and this rank checks whether it can still end.
-                if now - max(looked, last_round) > LOOK_SECONDS and not call.hidden:
-                    looked = now
+                if now - max(checked, last_round) > CHECK_SECONDS and not call.hidden:
+                    checked = now
                     self._show()
                     ended_since = min(ended_since, now) if deadlock.check_peers(call, now - ended_since) else inf
-                if notice is not None and now - max(told, started + board.NOTICE_SECONDS - 1) > 1:
-                    told = now
+                if notice is not None and now - max(notified, started + board.NOTICE_SECONDS - 1) > 1:
+                    notified = now
                     notice(f"{now - started:.0f} s in {call}: {deadlock.describe_missing()}")
-                time.sleep(min(LONGEST_NAP, NAPS * waited**2))
+                time.sleep(min(LONGEST_SLEEP, SLEEP_FACTOR * waited**2))
         except BaseException as error:
             self._give_up("timed out" if isinstance(error, WaitTimeout | PeerFailed) else "was interrupted")
             raise
         finally:
             board.waits = None
-            if told > started and notice is not None:
+            if notified > started and notice is not None:
                 notice(None)
 
     def _show(self) -> None:
@@ -435,15 +435,15 @@ class Queue:
 
 
 def yield_core() -> None:
-    """Give up the core for a moment: yield, or sleep if a recent yield took long (ELBOWED_SECONDS)."""
-    global _naps_until
+    """Give up the core for a moment: yield, or sleep if a recent yield took long (LONG_YIELD_SECONDS)."""
+    global _sleeps_until
     now = time.monotonic()
-    if now < _naps_until:
-        time.sleep(SHORTEST_NAP)
+    if now < _sleeps_until:
+        time.sleep(SHORTEST_SLEEP)
         return
     os.sched_yield()
-    if time.monotonic() - now > ELBOWED_SECONDS:
-        _naps_until = now + AVOID_SECONDS
+    if time.monotonic() - now > LONG_YIELD_SECONDS:
+        _sleeps_until = now + NO_YIELD_SECONDS
 
 
 def drop_abandoned() -> None:
@@ -464,7 +464,7 @@ def advance_all() -> None:
 
 def poll_pending() -> None:
     """Poll pending operations a few times, between two pieces of computing: one message needs several polls."""
-    for _ in range(LOOKS):
+    for _ in range(POLLS_PER_CALL):
         advance_all()
         if idle():
             return

@@ -14,10 +14,10 @@ import torch
 
 from dtlib.errors import DtlibError
 
-OF_THE_WHOLE = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist", "_foreach_norm"}
+NORM_FUNCTIONS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist", "_foreach_norm"}
 OVERFLOW = "_amp_foreach_non_finite_check_and_unscale_"
-ONE_BY_ONE = {"clamp", "clamp_", "clip", "clip_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
-KEEP = {"detach", "__get__"}  # the results of .detach() and .data are the same gradient, so they keep the type
+CLAMP_FUNCTIONS = {"clamp", "clamp_", "clip", "clip_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
+SAME_GRADIENT = {"detach", "__get__"}  # the results of .detach() and .data are the same gradient, so they keep the type
 CLIP = "clip with clip_grad_norm_ of ZeroOptimizer, of fully_shard, of dtlib.parallel.tensor or dtlib.parallel.expert"
 
 
@@ -27,7 +27,7 @@ class ShardedGradient(torch.Tensor):
     ``gradient.clone()`` is an ordinary tensor.
     """
 
-    refused = OF_THE_WHOLE
+    refused = NORM_FUNCTIONS
     what = "this rank's shards"
 
     @classmethod
@@ -45,7 +45,7 @@ class ShardedGradient(torch.Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if name in KEEP and isinstance(result, torch.Tensor) and type(result) is not cls:
+        if name in SAME_GRADIENT and isinstance(result, torch.Tensor) and type(result) is not cls:
             return result.as_subclass(cls)
         return result
 
@@ -53,7 +53,7 @@ class ShardedGradient(torch.Tensor):
 class UnaveragedGradient(ShardedGradient):
     """The gradient of this rank's batch before averaging. Clipping it by value is wrong, too."""
 
-    refused = OF_THE_WHOLE | ONE_BY_ONE
+    refused = NORM_FUNCTIONS | CLAMP_FUNCTIONS
     what = "this rank's batch"
 
 

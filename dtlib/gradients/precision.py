@@ -68,7 +68,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def _take_values(self) -> None:
-        """Copy values that other code wrote into parameters since ``give_values`` to the masters."""
+        """Copy values that other code wrote into parameters since ``copy_to_parameters`` to the masters."""
         for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
             # An element that still equals its rounded master is unchanged, and the master has more digits: keep it.
             if parameter is not master and self.wholes[i]._version != self.versions[i]:
@@ -77,7 +77,7 @@ class MasterWeights:
                 self.versions[i] = self.wholes[i]._version
 
     @torch.no_grad()
-    def give_values(self) -> None:
+    def copy_to_parameters(self) -> None:
         """Copy the masters' values into the parameters, rounded to the parameters' dtype."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter is not master:

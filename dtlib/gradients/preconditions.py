@@ -27,7 +27,7 @@ from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.local_gradient import FreedGradient, UnaveragedGradient, drop_placeholder
 from dtlib.gradients.same_model import PASSES, check_same_model, digest_of
-from dtlib.gradients.shard_info import give_kind, hooks_of_others, info_of
+from dtlib.gradients.shard_info import hooks_of_others, info_of, set_gradient_type
 from dtlib.gradients.tokens import divided_by_all_tokens
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 class Preconditions:
-    """The preconditions of the plain class named ``who``, for ``model`` on ``comm``; all ranks construct it.
+    """The preconditions of the plain class named ``caller``, for ``model`` on ``comm``; all ranks construct it.
 
     Args:
-        who: the name of the class in error messages.
+        caller: the name of the class in error messages.
         model: the model to train; its forward passes are checked.
         comm: all ranks that average gradients.
         units: modules of which each parameter is in exactly one. All parameters must be trained, and of one dtype,
@@ -48,15 +48,15 @@ class Preconditions:
         in_order: require that all ranks compute gradients in the same order.
     """
 
-    def __init__(self, who: str, model: nn.Module, comm: Communicator, units: Iterable[nn.Module] | None = None,
+    def __init__(self, caller: str, model: nn.Module, comm: Communicator, units: Iterable[nn.Module] | None = None,
                  in_order: bool = False):  # fmt: skip
-        self.who, self.model, self.in_order, self.steps = who, model, in_order, 0
+        self.caller, self.model, self.in_order, self.steps = caller, model, in_order, 0
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.names = {parameter: name for name, parameter in trained.items()}
         self.shards = [parameter for parameter in self.names if info_of(parameter).differs()]
         if not trained:
             self._refuse("no parameter of this model requires a gradient")
-        check_same_model(trained, comm, who)
+        check_same_model(trained, comm, caller)
         for name, module in model.named_modules():
             if getattr(module, "sparse", False):
                 self._refuse(f"{name} gives sparse gradients: build it with sparse=False")
@@ -94,7 +94,7 @@ class Preconditions:
         divided = self.whole in divided_by_all_tokens
         divided_by_all_tokens.discard(self.whole)
         for parameter in self.shards:
-            give_kind(parameter)
+            set_gradient_type(parameter)
         ready = [self.names[parameter] for parameter in self.ready]
         kept = sorted(ready) == sorted(self.names.values())
         # Each rank contributes one hash. Only if the hashes differ do ranks exchange the facts themselves.
@@ -105,12 +105,12 @@ class Preconditions:
         notes[self.comm.rank] = int.from_bytes(blake2b(note, digest_size=7).digest(), "little")
         self.comm.all_reduce(notes)
         if not kept or (notes != notes[0]).any():
-            self._refuse_what_differs(ready, divided)
+            self._refuse_differences(ready, divided)
         for parameter in self.ready if self.averaged_later else ():
             drop_placeholder(parameter)
         self.ready = []
 
-    def _refuse_what_differs(self, ready: list[str], divided: bool) -> None:
+    def _refuse_differences(self, ready: list[str], divided: bool) -> None:
         samples, ready = zip(*self.comm.all_gather_object((self.samples, ready)), strict=True)
         for name in self.names.values():
             counts = [others.count(name) for others in ready]
@@ -162,35 +162,35 @@ class Preconditions:
                 )
 
     def _refuse(self, why: str):
-        raise DtlibError(f"{self.who}: {why}.")
+        raise DtlibError(f"{self.caller}: {why}.")
 
 
-def check_input(x: torch.Tensor, weight: torch.Tensor, who: str) -> None:
+def check_input(x: torch.Tensor, weight: torch.Tensor, caller: str) -> None:
     """Raise an error unless ``x`` fits this rank's ``weight``, of shape (out_features, in_features), and its dtype."""
     if x.shape[-1:] != weight.shape[1:] or (x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type)):
         raise DtlibError(
-            f"{who} takes {weight.shape[1]} features a rank, of {weight.dtype}: this input is {x.dtype} of shape "
+            f"{caller} takes {weight.shape[1]} features a rank, of {weight.dtype}: this input is {x.dtype} of shape "
             f"{tuple(x.shape)}."
         )
 
 
 def around(kind: type | ModuleType, name: str, function: Callable) -> None:
     """Wrap method or function ``name`` of ``kind``, a class or module: calls become ``function(original, ...)``."""
-    plainly = vars(kind)[name]
+    original = vars(kind)[name]
 
-    @wraps(plainly)
+    @wraps(original)
     def contracted(*args, **named):
-        return function(plainly, *args, **named)
+        return function(original, *args, **named)
 
     setattr(kind, name, contracted)
 
 
-def beforehand(kind: type | ModuleType, name: str, check: Callable) -> None:
+def check_first(kind: type | ModuleType, name: str, check: Callable) -> None:
     """Make method or function ``name`` of ``kind`` call ``check`` first, with the same arguments."""
 
-    def checked(plainly, *args, **named):
+    def checked(original, *args, **named):
         check(*args, **named)
-        return plainly(*args, **named)
+        return original(*args, **named)
 
     around(kind, name, checked)
 

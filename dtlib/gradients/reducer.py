@@ -33,7 +33,7 @@ from dtlib.comm.waiting import Operation, poll_pending, progress_thread
 from dtlib.errors import RESET, DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.same_model import AGAIN, PASSES, SAMPLE, bits_of
-from dtlib.gradients.shard_info import give_kind, hooks_of_others, info_of
+from dtlib.gradients.shard_info import hooks_of_others, info_of, set_gradient_type
 from dtlib.gradients.tokens import refuse_weights
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Reducer:
         collective: ``launch(bucket, weight, flags)`` starts the collective of a bucket. ``collect(buckets, flags)``
             waits for all buckets. It returns three things: for each bucket, which parameters any rank has used; for
             each flag, whether any rank has set it; and whether all ranks have. ``weight`` multiplies this rank's
-            gradients; it is None if the collective computes the mean. ``weighs``: whether ``batch_size`` may weight
+            gradients; it is None if the collective computes the mean. ``weightable``: whether ``batch_size`` may weight
             gradients.
         owner: if ``owner.batch_size`` is set, it weights this rank's gradients; all ranks set it, or none. If
             ``owner.forwards`` counts forward passes, it must be odd on all ranks, or even on all ranks.
@@ -193,7 +193,7 @@ class Reducer:
                 "one rank skipped a forward pass, for example by `continue`, or ran one more. Skip a step on all "
                 "ranks or on none, and call the model for other purposes in eval() and no_grad()."
             )
-        if on_any[0] and not self.collective.weighs:
+        if on_any[0] and not self.collective.weightable:
             raise DtlibError("batch_size weights gradients, but a communication hook does not: use only one of them.")
         if differs[0]:
             raise DtlibError(
@@ -247,7 +247,7 @@ class Bucket:
 
     def __init__(self, parameters: list):
         self.parameters, self.dtype = parameters, parameters[0].dtype
-        self.cut = [parameter for parameter in parameters if info_of(parameter).differs()]
+        self.sharded = [parameter for parameter in parameters if info_of(parameter).differs()]
         self.used = [False] * len(parameters)  # which parameters have a gradient on this rank
 
     def complete(self) -> None:
@@ -282,8 +282,8 @@ class Bucket:
             self.buffer.flat[: self.buffer.numel].mul_(factor)
         for parameter, view, is_used in zip(self.parameters, self.buffer.views, used, strict=True):
             parameter.grad = view if is_used else None
-        for parameter in self.cut:
-            give_kind(parameter)
+        for parameter in self.sharded:
+            set_gradient_type(parameter)
         del self.buffer, self.handle
 
 
@@ -353,7 +353,7 @@ class AllReduce:
     say on how many ranks they were set.
     """
 
-    weighs = True
+    weightable = True
 
     def __init__(self, comm: Communicator, algorithm: str | None = None):
         self.comm, self.algorithm = comm, algorithm
@@ -382,7 +382,7 @@ class ReduceScatter:
     A shard has no place for flags, so one small all-reduce at the end of the pass exchanges them.
     """
 
-    weight, weighs = None, True
+    weight, weightable = None, True
 
     def __init__(self, comm: Communicator):
         self.comm = comm
@@ -452,12 +452,12 @@ def refuse_averaged(named: dict) -> None:
             )
 
 
-def progress_for(comm: Communicator, tensors: Iterable[torch.Tensor], wanted: str | None, who: str) -> str:
+def progress_for(comm: Communicator, tensors: Iterable[torch.Tensor], wanted: str | None, caller: str) -> str:
     """Return what polls pending messages: ``wanted``, or by default ``"inline"`` on a CPU, else ``"thread"``.
 
     A thread pays off if cores are idle: on an accelerator, and with an emulated network.
     """
     if wanted not in (None, "inline", "thread"):
-        raise DtlibError(f"{who}(progress={wanted!r}): choose 'inline' or 'thread'.")
+        raise DtlibError(f"{caller}(progress={wanted!r}): choose 'inline' or 'thread'.")
     on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
     return wanted or ("inline" if on_cpu and getattr(comm, "wire", None) is None else "thread")

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from dtlib.comm import Communicator
 
 
-def check_same_model(parameters: dict, comm: Communicator, who: str) -> None:
+def check_same_model(parameters: dict, comm: Communicator, owner: str) -> None:
     """Compare the parameters' names, shapes, dtypes and order between ranks; all ranks call it.
 
     Raises:
-        DtlibError: on every rank, if ranks differ, or if strategy ``who`` cannot average the dtype of a parameter.
+        DtlibError: on every rank, if ranks differ, or if strategy ``owner`` cannot average the dtype of a parameter.
     """
     for name, parameter in parameters.items():
         if (kind := types.dtype_name(parameter.dtype)) not in types.FLOATS:
             raise DtlibError(
-                f"{who} averages {', '.join(types.FLOATS)}, and {name} is {kind}: convert it, or freeze it with "
+                f"{owner} averages {', '.join(types.FLOATS)}, and {name} is {kind}: convert it, or freeze it with "
                 f"{name}.requires_grad_(False)."
             )
-    check_axis(parameters, comm, who)
+    check_axis(parameters, comm, owner)
     # Every rank compares all ranks with rank 0, so all ranks raise the same error.
     mine = {name: (tuple(parameter.shape), types.dtype_name(parameter.dtype)) for name, parameter in parameters.items()}
     first, *others = comm.all_gather_object(mine)
@@ -44,7 +44,7 @@ def check_same_model(parameters: dict, comm: Communicator, who: str) -> None:
             raise DtlibError("The models differ in the order of their parameters: build the same model on all ranks.")
 
 
-def check_axis(parameters: dict, comm: Communicator, who: str) -> None:
+def check_axis(parameters: dict, comm: Communicator, owner: str) -> None:
     """Raise an error if ``comm`` is the wrong axis of a mesh for the gradients of a parameter.
 
     Shards and experts must not be averaged with their counterparts. Gradients of shared sequences must be averaged over
@@ -56,23 +56,23 @@ def check_axis(parameters: dict, comm: Communicator, who: str) -> None:
         info = info_of(parameter)
         if len(here.intersection(info.tensor)) > 1:
             raise DtlibError(
-                f"{who}: {name} is a shard of a tensor-parallel layer, and ranks {list(info.tensor)} have the other "
+                f"{owner}: {name} is a shard of a tensor-parallel layer, and ranks {list(info.tensor)} have the other "
                 "shards: average over the data axis only, with mesh['data']."
             )
         if len(here.intersection(info.experts)) > 1:
             raise DtlibError(
-                f"{who}: {name} belongs to an expert, and ranks {list(info.experts)} have different ones: average "
+                f"{owner}: {name} belongs to an expert, and ranks {list(info.experts)} have different ones: average "
                 "experts with MixtureOfExperts(..., data=mesh['data']), and only other parameters here."
             )
         if not here.issuperset(info.sequences):
             raise DtlibError(
-                f"{who}: gradients of {name} include only this rank's tokens, and ranks {list(info.sequences)} share "
+                f"{owner}: gradients of {name} include only this rank's tokens, and ranks {list(info.sequences)} share "
                 "each sequence: average over both axes, with mesh['data', 'context']."
             )
         if not info.experts and not here.issuperset(experts):
             raise DtlibError(
-                f"{who}: gradients of {name} include only this rank's tokens, and ranks {sorted(experts)}, which share "
-                "experts, have others: average over both axes, with mesh['data', 'expert']."
+                f"{owner}: gradients of {name} include only this rank's tokens, and ranks {sorted(experts)}, which "
+                "share experts, have others: average over both axes, with mesh['data', 'expert']."
             )
 
 

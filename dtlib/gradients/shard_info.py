@@ -54,7 +54,7 @@ def note(parameter: torch.Tensor, **what: object) -> None:
     before = info_of(parameter)
     _infos[parameter] = now = replace(before, **what)  # type: ignore[arg-type]
     if parameter.requires_grad and now.differs() and not before.differs():
-        parameter.register_post_accumulate_grad_hook(give_kind)
+        parameter.register_post_accumulate_grad_hook(set_gradient_type)
 
 
 def copy_info(old: torch.Tensor, *new: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ def copy_info(old: torch.Tensor, *new: torch.Tensor) -> None:
         _infos[parameter] = info_of(old)
 
 
-def give_kind(parameter: torch.Tensor) -> None:
+def set_gradient_type(parameter: torch.Tensor) -> None:
     """Change the type of a shard's gradient to ``ShardedGradient``, which refuses norms."""
     if type(parameter.grad) is torch.Tensor and info_of(parameter).differs():
         parameter.grad = parameter.grad.as_subclass(ShardedGradient)
@@ -72,4 +72,4 @@ def give_kind(parameter: torch.Tensor) -> None:
 def hooks_of_others(parameter: torch.Tensor) -> list:
     """Return the post-accumulate hooks of a parameter, except the one that ``note`` registers."""
     hooks = parameter._post_accumulate_grad_hooks or {}
-    return [hook for hook in hooks.values() if hook is not give_kind]
+    return [hook for hook in hooks.values() if hook is not set_gradient_type]

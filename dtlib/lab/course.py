@@ -101,10 +101,10 @@ def open_folder() -> tuple[Path, str]:
             f"{folder} contains other files, so the course is not copied to it: change to an empty folder (mkdir "
             "course && cd course) or to a clone of the repository."
         )
-    return folder, lay_out(folder)
+    return folder, copy_files(folder)
 
 
-def lay_out(folder: Path) -> str:
+def copy_files(folder: Path) -> str:
     """Copy missing and outdated files to ``folder``, but keep changed ones; return a message, or an empty string."""
     record, copied, newer = _read_record(folder), 0, []
     if not record:
@@ -335,7 +335,7 @@ def _note(change) -> None:
         print(f"Your progress cannot be saved: {problem}")
 
 
-def kept() -> dict:
+def read_record() -> dict:
     """Return the record of this folder.
 
     It has ``done``: name -> True, or [right, of] for a quiz; ``scores``: exercise -> value, par, unit, ranks; and the

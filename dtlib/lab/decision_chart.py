@@ -30,11 +30,11 @@ BRANCHES = (
 )  # fmt: skip
 ELSE = "More GPUs, a smaller model, or fewer bytes per parameter"
 # The legend is the second paragraph of this module's docstring.
-LETTERS = " ".join(__doc__.partition("\n\n")[2].split())
+LEGEND = " ".join(__doc__.partition("\n\n")[2].split())
 ALL_SHARDED = ("Do they fit, sharded\nover all ranks?", "16 P/N ≤ memory", *BRANCHES[3][2:])
-OF_TWO_HOURS = (BRANCHES[0], BRANCHES[2], ALL_SHARDED, BRANCHES[5])
-THEIR_LETTERS = "P: parameters. N: data ranks. p: stages. m: micro-batches. " + LETTERS[LETTERS.index("16 bytes") :]
-QUESTION, CUT, LINE = "#dfe9f5", "#cfe8d5", "#555555"
+SHORT_BRANCHES = (BRANCHES[0], BRANCHES[2], ALL_SHARDED, BRANCHES[5])
+SHORT_LEGEND = "P: parameters. N: data ranks. p: stages. m: micro-batches. " + LEGEND[LEGEND.index("16 bytes") :]
+QUESTION, METHOD, LINE = "#dfe9f5", "#cfe8d5", "#555555"
 
 
 @shown
@@ -43,24 +43,24 @@ def chart(short: bool = False) -> tuple:
 
     ``short``: only the four questions of the two-hour track.
     """
-    branches, letters = (OF_TWO_HOURS, THEIR_LETTERS) if short else (BRANCHES, LETTERS)
+    branches, legend = (SHORT_BRANCHES, SHORT_LEGEND) if short else (BRANCHES, LEGEND)
     rows = len(branches)
     figure, axes = subplots(height=1.02 * rows + (1.1 if short else 1.5))
     axes.set(xlim=(0, 10), ylim=(rows + (1.05 if short else 1.45), 0))
     axes.axis("off")
-    for y, (question, rule, cut, where) in enumerate(branches):
+    for y, (question, rule, method, where) in enumerate(branches):
         _box(axes, 0.05, y, 3.1, question, QUESTION)
         axes.text(4.75, y + 0.36, rule, ha="center", va="center", fontsize=POINTS, family="monospace")
         axes.annotate("", (6.42, y + 0.72), (3.2, y + 0.72), arrowprops={"arrowstyle": "->", "color": LINE})
-        _box(axes, 6.45, y, 3.5, f"{cut}", CUT)
+        _box(axes, 6.45, y, 3.5, f"{method}", METHOD)
         axes.text(3.3, y + 0.86, f"yes ({where})", va="center", fontsize=POINTS, color=LINE)
         axes.annotate("", (0.7, y + 1.06), (0.7, y + 0.8), arrowprops={"arrowstyle": "->", "color": LINE})
         axes.text(0.85, y + 0.93, "no, or not enough", va="center", fontsize=POINTS, color=LINE)
     axes.text(0.1, rows + 0.25, ELSE, va="center", fontsize=POINTS)
-    axes.text(0.1, rows + 0.5, fill(letters, 84), va="top", fontsize=POINTS, color=LINE)
-    said = "; ".join(f"{_line(q)} If {_line(rule)}: {_line(cut)}" for q, rule, cut, _ in branches)
+    axes.text(0.1, rows + 0.5, fill(legend, 84), va="top", fontsize=POINTS, color=LINE)
+    said = "; ".join(f"{_line(q)} If {_line(rule)}: {_line(method)}" for q, rule, method, _ in branches)
     table = Table([tuple(map(_line, row)) for row in branches], ("question", "yes, if", "then", "measured in"))
-    return figure, f"A chart of {rows} questions, top to bottom. {said}. Otherwise: {ELSE}.", table, fill(letters, 94)
+    return figure, f"A chart of {rows} questions, top to bottom. {said}. Otherwise: {ELSE}.", table, fill(legend, 94)
 
 
 def _box(axes, x, y, width, text, colour):

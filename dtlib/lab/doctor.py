@@ -40,9 +40,9 @@ def report() -> int:
     from tabulate import tabulate
 
     rows = []
-    for name, look in _LOOKS.items():
+    for name, find in _CHECKS.items():
         try:
-            rows.append(("", name, look()))
+            rows.append(("", name, find()))
         except DtlibError as problem:
             rows.append(("!", name, str(problem)))
     print(tabulate(rows, tablefmt="plain"))
@@ -137,7 +137,7 @@ def _gpus() -> str:
     names = gpu_names()
     if not names:
         return "none; every lesson runs without one"
-    way, advice = shared_gpus.way(), f"; {shared_gpus.ADVICE}"
+    way, advice = shared_gpus.transport(), f"; {shared_gpus.ADVICE}"
     return f"{len(names)}: {', '.join(names)}; ranks that share one use {way}{advice * (way != 'NCCL')}"
 
 
@@ -159,10 +159,10 @@ def _workshop() -> str:
     from dtlib.lab import course
 
     folder = course.working_folder()
-    laid_out = (folder / course.START_PAGE).is_file()
-    if laid_out and folder.stat().st_mode & 0o077:
+    exists = (folder / course.START_PAGE).is_file()
+    if exists and folder.stat().st_mode & 0o077:
         return f"{folder}, which other users can read: chmod 700 closes it"
-    return str(folder) if laid_out else f"none yet; `dtlib lab` copies one to {folder}, if the folder is empty"
+    return str(folder) if exists else f"none yet; `dtlib lab` copies one to {folder}, if the folder is empty"
 
 
 def _engines() -> str:
@@ -200,7 +200,7 @@ def _forked_ranks() -> str:
     return "started separately: a process that has imported torch cannot be forked here"
 
 
-_LOOKS = {
+_CHECKS = {
     "Python": _python, "cores": _cores, "MPI library": library_version, "mpiexec": _mpiexec, "ranks": _world_of_two,
     "ports": _ports, "torch": _torch, "GPUs": _gpus, "scheduler": _scheduler, "JupyterLab": _jupyterlab,
     "workshop": _workshop, "engines": _engines, "start of ranks": _forked_ranks,

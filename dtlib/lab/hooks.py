@@ -14,9 +14,9 @@ listeners: list[Callable] = []  # called with the kind of an event, and its fact
 def report(kind: str, **facts: object) -> None:
     """Call all listeners with an event; errors in listeners are ignored."""
     _import_listeners()
-    for tell in listeners:
+    for listener in listeners:
         with suppress(Exception):
-            tell(kind, **facts)
+            listener(kind, **facts)
 
 
 @cache

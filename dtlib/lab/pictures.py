@@ -258,11 +258,11 @@ def _rows(record, rank: int | None) -> list[tuple]:
     for label, events in rows.items():
         own = OWN if rank is None else 0
         bars = [(event, 0.03, OWN - 0.05) for event in events if own and event.lane == "main"]
-        beside = [event for event in events if not own or event.lane == "background"]
-        lanes = _lanes(beside)
+        drawn_events = [event for event in events if not own or event.lane == "background"]
+        lanes = _lanes(drawn_events)
         deep = max(lanes, default=-1) + 1
         high = OWN if deep == 1 else LANE if deep < 4 else NARROW
-        bars += [(event, own + lane * high, high - 0.02) for event, lane in zip(beside, lanes, strict=True)]
+        bars += [(event, own + lane * high, high - 0.02) for event, lane in zip(drawn_events, lanes, strict=True)]
         found.append((label, bars, own + deep * high + 0.05))
     return found
 

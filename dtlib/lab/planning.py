@@ -5,7 +5,7 @@ from math import nan
 from dtlib.lab.drawing import shown, subplots
 from dtlib.lab.tables import Table, table
 from dtlib.planner import Estimate, report
-from dtlib.planner.command import asked
+from dtlib.planner.command import plan_for
 from dtlib.planner.model import GIB, Device, Model
 
 FULL, NOT, NONE = "#6db584", "#f3d0cb", "#f2f2f2"
@@ -26,7 +26,7 @@ def plan(
         best: number of meshes to show.
         fixed: fields of ``dtlib.planner.Plan`` with fixed values, such as ``zero=3``.
     """
-    found, tried = asked(model, gpus, device, batch, seq, fixed, best)
+    found, tried = plan_for(model, gpus, device, batch, seq, fixed, best)
     print(report.summary(found, tried))
     if found:
         table(report.best_rows(found), report.HEADERS, "The fastest that fit; ~ where nothing like it was measured")
@@ -47,11 +47,11 @@ def what_fits(tried: list[Estimate]) -> tuple:
     # The best mesh of a square comes first in `tried`: reversed, it is stored last.
     found = {(e.plan.tensor, e.plan.pipe): e for e in reversed(tried)}
     gib = {mesh: e.memory.total / GIB for mesh, e in found.items()}
-    room = tried[0].device.memory / GIB
+    limit = tried[0].device.memory / GIB
     shades = LinearSegmentedColormap.from_list("room", ("white", FULL)).with_extremes(bad=NONE, over=NOT)
     figure, axes = subplots(height=0.9 + 0.55 * len(tensors))
     shaded = [[gib.get((t, p), nan) for p in pipes] for t in tensors]
-    squares = axes.pcolormesh(shaded, cmap=shades, vmin=0, vmax=room, edgecolors="white", lw=3)
+    squares = axes.pcolormesh(shaded, cmap=shades, vmin=0, vmax=limit, edgecolors="white", lw=3)
     figure.colorbar(squares, label="GiB", extend="max", pad=0.01)
     bounds = {mesh: f"{e.said(e.low)}–{e.said(e.high)} s, " * e.fits for mesh, e in found.items()}
     texts = {mesh: f"{bounds[mesh]}{gib[mesh]:.0f} GiB" for mesh in found}
@@ -62,6 +62,6 @@ def what_fits(tried: list[Estimate]) -> tuple:
     axes.invert_yaxis()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    alt = f"A grid of tensor and pipe: {sum(e.fits for e in tried)} of {len(tried)} meshes fit into {room:.0f} GiB."
+    alt = f"A grid of tensor and pipe: {sum(e.fits for e in tried)} of {len(tried)} meshes fit into {limit:.0f} GiB."
     rows = [(f"tensor {t}", *(texts.get((t, p), "-") for p in pipes)) for t in tensors]
     return figure, alt, Table(rows, ("", *(f"pipe {p}" for p in pipes)))

@@ -16,7 +16,7 @@ from dtlib.world.launch import start_zygote
 SETTINGS = Path(__file__).with_name("settings")
 FIRST_PAGE = f"/lab/tree/{course.START_PAGE.as_posix()}"
 COURSE = "course"  # the folder in a learner's home that `dtlib lab --hub` uses
-TOLD_BY_A_HUB = "JUPYTERHUB_API_TOKEN"
+HUB_TOKEN_VARIABLE = "JUPYTERHUB_API_TOKEN"
 # Hide rfc3987_syntax, with which jsonschema checks addresses: its import takes seconds, and JupyterLab has no addresses
 # to check.
 START = "import runpy, sys; sys.modules['rfc3987_syntax'] = None; runpy.run_module(sys.argv.pop(1), {}, '__main__', 1)"
@@ -66,7 +66,7 @@ def serve_hub(extra: list[str]) -> int:
     """
     if importlib.util.find_spec("jupyterhub") is None:
         raise DtlibError("--hub needs JupyterHub, which is not installed here: pip install 'dtlib[hub]'.")
-    if TOLD_BY_A_HUB not in os.environ:
+    if HUB_TOKEN_VARIABLE not in os.environ:
         raise DtlibError("Only a JupyterHub passes --hub (docs/how-to/run_a_hub.md): leave --hub out.")
     home = Path.home() / COURSE
     try:

@@ -1,4 +1,4 @@
-"""The memory of strategies, by purpose: an object that allocates buffers reports them through a method ``held()``.
+"""The memory of strategies, by purpose: an object that allocates buffers has a method ``tensors_by_kind()``.
 
 The method returns lists of tensors. Each of these keys is optional:
 
@@ -19,17 +19,17 @@ from torch import nn
 KINDS = ("parameters", "gradients", "masters", "communication", "communicators")
 
 
-def held(*things: object) -> dict[str, list]:
+def tensors_by_kind(*objects: object) -> dict[str, list]:
     """Return the tensors of these objects and the modules inside them, by kind; a tensor may be in a list twice."""
     found: dict[str, list] = {kind: [] for kind in KINDS}
-    for thing in things:
-        ones: Iterable = thing.modules() if isinstance(thing, nn.Module) else [thing]
+    for obj in objects:
+        ones: Iterable = obj.modules() if isinstance(obj, nn.Module) else [obj]
         for one in ones:
-            for kind, some in (one.held() if hasattr(type(one), "held") else {}).items():
+            for kind, some in (one.tensors_by_kind() if hasattr(type(one), "tensors_by_kind") else {}).items():
                 found[kind] += some
             if hasattr(comm := getattr(one, "comm", None), "rank"):
                 found["communicators"].append(comm)
     found["communicators"] = list({id(comm): comm for comm in found["communicators"]}.values())
-    telling = [comm for comm in found["communicators"] if hasattr(comm, "held")]
-    found["communication"] += [tensor for comm in telling for tensor in comm.held()["communication"]]
+    reporting = [comm for comm in found["communicators"] if hasattr(comm, "tensors_by_kind")]
+    found["communication"] += [tensor for comm in reporting for tensor in comm.tensors_by_kind()["communication"]]
     return found

@@ -24,7 +24,7 @@ from dtlib.measure.storages import strided
 
 Place = tuple[str, int]  # file name and line number
 BEFORE: Place = ("before", 0)
-PASSED_BY = f"{torch.__path__[0]}/", __file__  # files whose frames are skipped when we look for the allocating line
+SKIPPED_FILES = f"{torch.__path__[0]}/", __file__  # files whose frames are skipped when we look for the allocating line
 
 
 class Live(TorchDispatchMode):
@@ -119,6 +119,6 @@ def _storages(things: Iterable) -> list[torch.UntypedStorage]:
 def _calling_line() -> Place:
     """Return the innermost line of the call stack that is outside torch and this file."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PASSED_BY):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(SKIPPED_FILES):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno

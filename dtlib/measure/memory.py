@@ -3,7 +3,7 @@
     with dtlib.memory(model, optimizer) as m:
         loss_of(model, batch).backward()      m.activations: the most that autograd saved at any time
         optimizer.step()                      m.gradients: counted when the optimizer's step begins
-    print(m.beside(stage=2))                  the other lines, counted at the end, and the closed formula
+    print(m.with_formula(stage=2))            the other lines, counted at the end, and the closed formula
 
 Every byte is counted once, in the first line of the report that claims it. A view claims its bytes of a flat buffer;
 bytes of the buffer that no tensor claims are padding:
@@ -11,7 +11,7 @@ bytes of the buffer that no tensor claims are padding:
     flat buffer   [ w1 w1 w1 w1 b1 | b1 w2 w2 w2 .. ]
     claimed        parameters, or gradients      padding
 
-Objects that allocate buffers report them through a method ``held()`` (buffers.py).
+Objects that allocate buffers report them through a method ``tensors_by_kind()`` (buffers.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.local_gradient import is_freed
 from dtlib.gradients.shard_info import info_of
 from dtlib.measure.activations import Activations
-from dtlib.measure.buffers import held
+from dtlib.measure.buffers import tensors_by_kind
 from dtlib.measure.live import Live
 from dtlib.measure.storages import Storages, storage_key
 from dtlib.theory.zero import SCHEMES, Scheme, zero_bytes
@@ -96,7 +96,7 @@ class Memory:
     def __enter__(self) -> Memory:
         if Memory._running:
             raise DtlibError("Another dtlib.memory() is active: end it first.")
-        comms = self._held()["communicators"]
+        comms = self._tensors_by_kind()["communicators"]
         self.simulated = any(getattr(comm, "simulated", False) for comm in comms)
         self.ranks = max((comm.size for comm in comms), default=1)
         self.rank = next((comm.rank for comm in comms if comm.size == self.ranks), 0)
@@ -146,25 +146,25 @@ class Memory:
     def _counted(self, storages: Storages | None = None) -> dict[str, int]:
         # The order matters: a byte belongs to the first line that claims it.
         storages = storages or Storages()
-        held, trained = self._held(), self._parameters()
+        owned, trained = self._tensors_by_kind(), self._parameters()
         updated = [p for one in self._optimizers() for group in one.param_groups for p in group["params"]]
-        updated += held["masters"]
-        lines = {"communication": storages.claim(held["communication"])}
-        lines["parameters"] = storages.claim([*trained, *held["parameters"]])
+        updated += owned["masters"]
+        lines = {"communication": storages.claim(owned["communication"])}
+        lines["parameters"] = storages.claim([*trained, *owned["parameters"]])
         lines["buffers"] = storages.claim(self._model.buffers())
         lines["master_weights"] = storages.claim(updated)
         states = [(key, state) for states in self._states() for key, state in states.items()]
         counters = [state for key, state in states if key == "step" or state.dim() == 0]
         lines["step_counters"] = storages.claim(counters)
         lines["optimizer_states"] = storages.claim(state for _, state in states)
-        lines["padding"] = storages.rest([*trained, *updated, *held["parameters"], *(s for _, s in states)])
-        gradients = [p.grad for p in [*trained, *updated] if not is_freed(p.grad)] + held["gradients"]
+        lines["padding"] = storages.rest([*trained, *updated, *owned["parameters"], *(s for _, s in states)])
+        gradients = [p.grad for p in [*trained, *updated] if not is_freed(p.grad)] + owned["gradients"]
         lines["gradients"] = storages.claim(gradients)
         lines["gradient_padding"] = storages.rest(gradients)
         return lines
 
-    def _held(self) -> dict[str, list]:
-        return held(*(thing for thing in (self._engine, self._model, self._optimizer) if thing is not None))
+    def _tensors_by_kind(self) -> dict[str, list]:
+        return tensors_by_kind(*(obj for obj in (self._engine, self._model, self._optimizer) if obj is not None))
 
     def _parameters(self) -> list[torch.Tensor]:
         return list(self._model.parameters())
@@ -179,8 +179,8 @@ class Memory:
                 yield {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
     def _look_at_storages(self, *_) -> None:
-        held = self._held()
-        kept = [tensor for kind in ("parameters", "gradients", "communication") for tensor in held[kind]]
+        owned = self._tensors_by_kind()
+        kept = [tensor for kind in ("parameters", "gradients", "communication") for tensor in owned[kind]]
         self._kept.others = {storage_key(tensor) for tensor in [*self._parameters(), *self._model.buffers(), *kept]}
 
     # The report
@@ -191,7 +191,7 @@ class Memory:
 
         Parameters outside flat buffers are one number.
         """
-        flats = {storage_key(tensor) for tensor in self._held()["parameters"]}
+        flats = {storage_key(tensor) for tensor in self._tensors_by_kind()["parameters"]}
         trained: dict[int | None, int] = {}
         frozen: dict[int | None, int] = {}
         for parameter in self._parameters():
@@ -202,13 +202,13 @@ class Memory:
             kind[place] = kind.get(place, 0) + size
         return list(trained.values()), list(frozen.values())
 
-    def beside(self, stage: int | None = None, ranks: int | None = None, scheme: str | Scheme = "adam") -> Memory:
+    def with_formula(self, stage: int | None = None, ranks: int | None = None, scheme: str | Scheme = "adam") -> Memory:
         """Add a column to the table: the closed formula of a ZeRO stage for this rank (theory/zero.py); return self.
 
         By default ``stage`` and ``ranks`` are those of the model and its optimizer.
         """
         if stage is None:
-            sharded = any(info_of(tensor).slice for tensor in self._held()["parameters"])
+            sharded = any(info_of(tensor).slice for tensor in self._tensors_by_kind()["parameters"])
             stage = 3 if sharded else getattr(self._optimizer, "stage", 0)
         ranks = ranks or self.ranks
         trained, frozen = self.sizes
@@ -220,12 +220,12 @@ class Memory:
     def table(self, form: str = "simple") -> str:
         """Return a table with one row per line: bytes, bytes per parameter of the whole model, and perhaps the formula.
 
-        ``form`` is a table format of the package tabulate. The formula is included after ``beside()``.
+        ``form`` is a table format of the package tabulate. The formula is included after ``with_formula()``.
         """
         from tabulate import tabulate
 
         parameters = max(1, sum(map(sum, self.sizes)))
-        headers = [f"rank {self.rank} of {self.ranks}{', simulated' * self.simulated}", "bytes", "a parameter"]
+        headers = [f"rank {self.rank} of {self.ranks}{', simulated' * self.simulated}", "bytes", "per parameter"]
         rows = [
             [name.replace("_", " "), f"{count:,}", f"{count / parameters:.3f}"] for name, count in self.lines.items()
         ]

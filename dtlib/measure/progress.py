@@ -16,7 +16,7 @@ PUBLISH_SECONDS = 0.2
 MOST_POINTS = 300  # the largest number of points of a curve in the notebook
 
 
-def tell(words: str) -> None:
+def print_line(words: str) -> None:
     """Show in the notebook what this rank does while the cell runs; "" removes the text."""
     if in_engine():
         from ipyparallel.engine.datapub import publish_data
@@ -47,14 +47,14 @@ class RankProgress:
         if self._bar is not None:
             self._bar.close()
 
-    def __call__(self, units: int, curve: Sequence[float] = (), held: list[int] | None = None) -> None:
-        """Add ``units`` to the bar; show ``curve``, such as the losses so far, and ``held``, the bytes per rank."""
+    def __call__(self, units: int, curve: Sequence[float] = (), memory: list[int] | None = None) -> None:
+        """Add ``units`` to the bar; show ``curve``, such as the losses so far, and ``memory``, the bytes per rank."""
         if not self._draws:
             return
         self.done += units
         if self._bar is not None:
             shown = [f"loss {curve[-1]:.4f}"] if curve else []
-            shown += [f"{max(held) / 1e6:.3g} MB a rank"] if held else []
+            shown += [f"{max(memory) / 1e6:.3g} MB a rank"] if memory else []
             self._bar.set_postfix_str(", ".join(shown), refresh=False)
             self._bar.update(units)
         elif not curve or self.done >= self.total or time.monotonic() - self._published > PUBLISH_SECONDS:

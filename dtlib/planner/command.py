@@ -19,43 +19,43 @@ from dtlib.planner.model import DEVICES, GIB, MODELS, Device, Model, PlanError, 
 MOST_GPUS = 10**6
 
 
-def model_of(asked: Model | str | dict, seq: int = 0) -> Model:
-    """Return the ``Model`` that ``asked`` describes; ``seq``, if not 0, overrides its sequence length.
+def model_of(choice: Model | str | dict, seq: int = 0) -> Model:
+    """Return the ``Model`` that ``choice`` describes; ``seq``, if not 0, overrides its sequence length.
 
-    ``asked`` is a ``Model``, a name in ``MODELS``, the dictionary or the path of a transformers config.json, or sizes,
+    ``choice`` is a ``Model``, a name in ``MODELS``, the dictionary or the path of a transformers config.json, or sizes,
     such as ``layers=24,hidden=2048,heads=16,vocab=51200,seq=1024``.
 
     Raises:
         PlanError: for an unknown name or a file that is no such config.
     """
-    if isinstance(asked, Model):
-        return replace(asked, seq=seq or asked.seq)
-    if isinstance(asked, dict):
-        return from_transformers(asked, seq)
-    if asked in MODELS:
-        return replace(MODELS[asked], seq=seq or MODELS[asked].seq)
-    if "=" in asked:
-        made = _fields(asked, Model, "a model's sizes")
+    if isinstance(choice, Model):
+        return replace(choice, seq=seq or choice.seq)
+    if isinstance(choice, dict):
+        return from_transformers(choice, seq)
+    if choice in MODELS:
+        return replace(MODELS[choice], seq=seq or MODELS[choice].seq)
+    if "=" in choice:
+        made = _fields(choice, Model, "a model's sizes")
         if missing := [name for name in ("layers", "hidden", "heads", "vocab", "seq") if name not in made]:
-            raise PlanError(f"{', '.join(missing)} is missing in the model's sizes {asked!r}.")
+            raise PlanError(f"{', '.join(missing)} is missing in the model's sizes {choice!r}.")
         return replace(Model(**made), seq=seq or made["seq"])
     try:
-        return from_transformers(read_json(Path(asked), dict), seq)
+        return from_transformers(read_json(Path(choice), dict), seq)
     except ValueError:
-        raise PlanError(f"{asked!r} is not a config of a model: pass a config.json of transformers.") from None
+        raise PlanError(f"{choice!r} is not a config of a model: pass a config.json of transformers.") from None
     except OSError:
         raise PlanError(
-            f"There is no model {asked!r}: pass one of {', '.join(MODELS)}, a config.json, or layers=...,hidden=..."
+            f"There is no model {choice!r}: pass one of {', '.join(MODELS)}, a config.json, or layers=...,hidden=..."
         ) from None
 
 
-def device_of(asked: Device | str) -> Device:
-    """Return ``asked`` itself if it is a ``Device``, otherwise the one in ``DEVICES`` with this name."""
-    if isinstance(asked, Device):
-        return asked
-    if asked not in list(DEVICES):
-        raise PlanError(f"There is no device {asked!r}: choose one of {', '.join(DEVICES)}.")
-    return DEVICES[asked]
+def device_of(choice: Device | str) -> Device:
+    """Return ``choice`` itself if it is a ``Device``, otherwise the one in ``DEVICES`` with this name."""
+    if isinstance(choice, Device):
+        return choice
+    if choice not in list(DEVICES):
+        raise PlanError(f"There is no device {choice!r}: choose one of {', '.join(DEVICES)}.")
+    return DEVICES[choice]
 
 
 def fixed_of(text: str) -> dict:
@@ -63,7 +63,7 @@ def fixed_of(text: str) -> dict:
     return _fields(text, Plan, "a plan") if text else {}
 
 
-def asked(
+def plan_for(
     model: Model | str | dict, gpus: int, device: Device | str = "h100", batch: int = 0, seq: int = 0,
     fixed: dict | None = None, best: int = 10,
 ) -> tuple[list[Estimate], list[Estimate]]:  # fmt: skip
@@ -95,7 +95,7 @@ def written(best: list[Estimate], path: str) -> str:
 def run(options: Namespace) -> int:
     """Run the command ``dtlib plan``; return its exit status."""
     fixed = fixed_of(options.fixed)
-    best, tried = asked(options.model, options.gpus, options.device, options.batch, options.seq, fixed, options.best)
+    best, tried = plan_for(options.model, options.gpus, options.device, options.batch, options.seq, fixed, options.best)
     if options.json:
         print(json.dumps([_as_json(each) for each in best], indent=1))
     else:

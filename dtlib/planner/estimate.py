@@ -46,14 +46,14 @@ class Estimate:
     outside: tuple[str, ...]
 
     @property
-    def room(self) -> float:
+    def usable_memory(self) -> float:
         """The usable memory of a GPU, in bytes."""
         return self.device.memory * USABLE
 
     @property
     def fits(self) -> bool:
         """Whether the plan fits into the usable memory."""
-        return self.memory.total <= self.room
+        return self.memory.total <= self.usable_memory
 
     @property
     def mfu(self) -> float:
@@ -76,12 +76,12 @@ class Estimate:
         """A message that says what is too large and which changes would fit; empty if the plan fits."""
         if self.fits:
             return ""
-        total, room, (name, most) = self.memory.total, self.room, next(iter(self.memory.parts().items()))
-        says = f"Does not fit: {total / GIB:.1f} GiB of {room / GIB:.1f}, {most / GIB:.1f} of them {name}."
+        total, limit, (name, most) = self.memory.total, self.usable_memory, next(iter(self.memory.parts().items()))
+        says = f"Does not fit: {total / GIB:.1f} GiB of {limit / GIB:.1f}, {most / GIB:.1f} of them {name}."
         ways = []
         for change in _cures(self.plan):
             with suppress(PlanError):
-                if (total := memory(self.model, replace(self.plan, **change)).total) <= room:
+                if (total := memory(self.model, replace(self.plan, **change)).total) <= limit:
                     said = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in change.items())
                     ways.append(f"{said} ({total / GIB:.1f} GiB)")
         return f"{says} It would with {', or '.join(ways[:3])}." if ways else f"{says} Cut it over more GPUs."

@@ -47,8 +47,8 @@ def _of_place(stages, boundaries, plan, stage, place, scheme="adam", bucket=0):
     units = [sum(unit) for unit in stages[stage]]
     buckets = _buckets([size for unit in stages[stage] for size in unit], plan.zero, bucket)
     flat = {2: [sum(bucket) for bucket in buckets], 3: units}.get(plan.zero, [sum(units)])
-    travels = [sum(bucket) + len(bucket) + 2 for bucket in buckets] if plan.zero == 0 else flat
-    data = zero_wire_elements(travels, plan.data, plan.zero, plan.micro_batches, rank=place) if plan.data > 1 else 0
+    sent_sizes = [sum(bucket) + len(bucket) + 2 for bucket in buckets] if plan.zero == 0 else flat
+    data = zero_wire_elements(sent_sizes, plan.data, plan.zero, plan.micro_batches, rank=place) if plan.data > 1 else 0
     samples = plan.micro_batch * plan.micro_batches
     forward = boundaries[stage] if stage < plan.pipe - 1 else 0
     backward = boundaries[stage - 1] if stage else 0

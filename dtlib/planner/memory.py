@@ -126,7 +126,7 @@ def memory(model: Model, plan: Plan) -> Memory:
 
 def _of_stage(model, plan, stage) -> Memory:
     held, n = states(model, plan, stage), tokens_of_rank(model, plan)
-    under_way = (
+    in_flight = (
         formulas.peak_activations(plan.schedule, plan.pipe, plan.micro_batches, plan.chunks, stage) / plan.chunks
     )
     cut = plan.tensor > 1
@@ -139,10 +139,10 @@ def _of_stage(model, plan, stage) -> Memory:
         gradients=held["gradients"],
         optimizer=held["master_weights"] + held["optimizer_states"],
         gathered=_gathered(model, plan, stage),
-        activations=under_way * layers_of_stage(model, plan, stage) * layer_activations(model, plan),
+        activations=in_flight * layers_of_stage(model, plan, stage) * layer_activations(model, plan),
         working=layer_activations(model, plan, "none") + (4 * n * model.hidden if gathers else 0),
         logits=n * logit if stage == plan.pipe - 1 else 0,
-        messages=(2 * plan.micro_batches + under_way) * block if plan.pipe > 1 else 0,
+        messages=(2 * plan.micro_batches + in_flight) * block if plan.pipe > 1 else 0,
     )  # fmt: skip
 
 

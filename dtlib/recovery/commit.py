@@ -13,7 +13,7 @@ step fails for another reason, such as NaN or an error on one rank, all ranks un
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.recovery.rank_status import EndRequested
-from dtlib.recovery.replica import Replica, Tell, nobody
+from dtlib.recovery.replica import OnEvent, Replica, ignore
 from dtlib.recovery.shrink import failure_of_a_rank, shrunk
 from dtlib.world.launch import survives
 
@@ -23,7 +23,7 @@ def train_and_commit(
     comm: Communicator,
     steps: int,
     every: int = 1,
-    tell: Tell = nobody,
+    on_event: OnEvent = ignore,
 ) -> Communicator:
     """Train until ``replica.steps == steps``, on the remaining ranks; return their communicator.
 
@@ -45,7 +45,7 @@ def train_and_commit(
                 replica.step(comm)
                 if replica.steps % every == 0:
                     committed = replica.state()
-                tell("step", replica=replica, comm=comm)
+                on_event("step", replica=replica, comm=comm)
             comm.barrier()  # no rank returns while another one may still fail and need it
             return comm
         except Exception as error:
@@ -54,5 +54,5 @@ def train_and_commit(
                 if replica.steps in tried or isinstance(error, EndRequested):
                     raise
                 tried.add(replica.steps)
-                tell("undone", error=error, comm=comm)
-            comm = shrunk(comm, tell)
+                on_event("undone", error=error, comm=comm)
+            comm = shrunk(comm, on_event)

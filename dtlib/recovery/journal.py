@@ -29,7 +29,7 @@ FILE = "journal.jsonl"
 
 
 class Journal:
-    """A writer of events, one object per rank. Pass it to the training functions as ``tell``."""
+    """A writer of events, one object per rank. Pass it to the training functions as ``on_event``."""
 
     def __init__(self, folder: str | PathLike[str], world: World):
         self.rank, self.late = world.rank, ""
@@ -61,8 +61,8 @@ class Journal:
             facts["sentence"] = f"{error}"
         elif replica is not None:
             facts |= {"step": replica.steps, "loss": replica.losses[-1]}
-            if replica.signs.late and not self.late:  # once
-                self.late = replica.signs.late
+            if replica.status.late and not self.late:  # once
+                self.late = replica.status.late
                 self.write("late", ranks=comm.size, sentence=self.late)
         self.write(what, **facts)
 

@@ -20,9 +20,9 @@ import torch
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 
-# A rank is late if the median of its compute times over the last LOOK_BACK steps is over TIMES times the median of the
+# A rank is late if the median of its compute times over the last WINDOW steps is over TIMES times the median of the
 # other ranks. Times below LEAST_SECONDS do not count: on a busy machine they are noise.
-LOOK_BACK = 8
+WINDOW = 8
 TIMES = 2.0
 LEAST_SECONDS = 0.02
 
@@ -35,14 +35,14 @@ class EndRequested(DtlibError):
     """A rank has received SIGTERM or SIGUSR1. All ranks raise it in the same step, and no parameter has changed."""
 
 
-class Signs:
+class RankStatus:
     """The status of this rank and the others. ``late`` is a report of the rank that delays the others, or empty."""
 
     def __init__(self):
-        self.asked, self.late = False, ""
-        self.seconds = defaultdict(lambda: deque(maxlen=LOOK_BACK))  # world rank -> its last compute times
+        self.end_requested, self.late = False, ""
+        self.seconds = defaultdict(lambda: deque(maxlen=WINDOW))  # world rank -> its last compute times
 
-    def listen(self) -> "Signs":
+    def listen(self) -> "RankStatus":
         """Install handlers so that SIGTERM and SIGUSR1 end the training between two steps; return this object.
 
         Schedulers can send a signal some time before the limit: ``sbatch --signal=B:USR1@60``. mpiexec forwards SIGUSR1
@@ -53,23 +53,23 @@ class Signs:
         return self
 
     def _hear(self, *_) -> None:
-        self.asked = True
+        self.end_requested = True
 
     def of_this_rank(self, comm: Communicator, gradients: Iterable[torch.Tensor], seconds: float) -> torch.Tensor:
         """Return this rank's vector, of ``3 * comm.size`` elements, for the all-reduce."""
         finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
-        signs = torch.zeros(3, comm.size)
-        signs[:, comm.rank] = torch.tensor([seconds, not finite, self.asked])
-        return signs.flatten()
+        status = torch.zeros(3, comm.size)
+        status[:, comm.rank] = torch.tensor([seconds, not finite, self.end_requested])
+        return status.flatten()
 
-    def check(self, signs: torch.Tensor, step: int, comm: Communicator) -> None:
+    def check(self, status: torch.Tensor, step: int, comm: Communicator) -> None:
         """Evaluate the sum of all ranks' vectors; ``step`` is the current step, counted from 0.
 
         Raises:
             NotFinite: if a gradient of any rank is not finite.
             EndRequested: if any rank has received a signal.
         """
-        seconds, broken, asked = signs.view(3, comm.size).tolist()
+        seconds, broken, ended = status.view(3, comm.size).tolist()
         members = comm.members  # world ranks, which do not change when ranks die
         self._compare(dict(zip(members, seconds, strict=True)))
         if any(broken):
@@ -77,9 +77,9 @@ class Signs:
                 f"The gradient of {ranks_in(broken, members)} is not finite in step {step}, and the mean would not be "
                 "on any rank: no parameter has changed. Look at that rank's data and learning rate, or clip gradients."
             )
-        if any(asked):
+        if any(ended):
             raise EndRequested(
-                f"{ranks_in(asked, members).capitalize()} was asked to end, for example by a scheduler at the time "
+                f"{ranks_in(ended, members).capitalize()} was asked to end, for example by a scheduler at the time "
                 f"limit: training ends after {step} steps."
             )
 
@@ -90,7 +90,7 @@ class Signs:
         slowest = max(usual, key=lambda rank: usual[rank])
         others = median([took for rank, took in usual.items() if rank != slowest] or usual.values())
         self.late = ""
-        if len(self.seconds[slowest]) == LOOK_BACK and usual[slowest] > max(LEAST_SECONDS, TIMES * others):
+        if len(self.seconds[slowest]) == WINDOW and usual[slowest] > max(LEAST_SECONDS, TIMES * others):
             self.late = (
                 f"Rank {slowest} computes {usual[slowest] / others:.1f} times as long as the others "
                 f"({1e3 * usual[slowest]:.0f} ms per step instead of {1e3 * others:.0f} ms), and all ranks wait for "

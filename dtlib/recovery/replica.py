@@ -19,13 +19,13 @@ from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shard_info import info_of
-from dtlib.recovery.rank_status import Signs
+from dtlib.recovery.rank_status import RankStatus
 
-Tell = Callable[..., object]
+OnEvent = Callable[..., object]
 
 
-def nobody(what: str, **facts: object) -> None:
-    """Ignore an event; this is the default for ``tell``."""
+def ignore(what: str, **facts: object) -> None:
+    """Ignore an event; this is the default for ``on_event``."""
 
 
 class Replica:
@@ -49,7 +49,7 @@ class Replica:
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.steps = 0
         self.losses: list[float] = []
-        self.signs = Signs()
+        self.status = RankStatus()
         _refuse_shards(model, optimizer)
         if {parameter.dtype for parameter in self.trained.values()} not in ({torch.float32}, {torch.float64}):
             kinds = sorted({str(parameter.dtype) for parameter in self.trained.values()})
@@ -68,13 +68,13 @@ class Replica:
             loss = self.loss_fn(self.model(x[mine]), y[mine]) * len(x[mine]) / len(x)
             loss.backward()
             gradients = [self.gradient(name) for name in self.trained]
-            signs = self.signs.of_this_rank(comm, gradients, time.monotonic() - began)
-            flat = torch.cat([loss.detach().flatten(), signs.to(loss.dtype), *gradients])
+            status = self.status.of_this_rank(comm, gradients, time.monotonic() - began)
+            flat = torch.cat([loss.detach().flatten(), status.to(loss.dtype), *gradients])
             # If another rank has died, this all-reduce raises. Nothing has changed yet.
             comm.all_reduce(flat)
-            loss, signs, gradients = flat.split([1, len(signs), len(flat) - 1 - len(signs)])
-            self.signs.check(signs, self.steps, comm)
-        for parameter, gradient in self.cut(gradients):
+            loss, status, gradients = flat.split([1, len(status), len(flat) - 1 - len(status)])
+            self.status.check(status, self.steps, comm)
+        for parameter, gradient in self.unflatten(gradients):
             parameter.grad.copy_(gradient)
         self.optimizer.step()
         self.steps += 1
@@ -89,7 +89,7 @@ class Replica:
             )
         return gradient.flatten()
 
-    def cut(self, flat: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    def unflatten(self, flat: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield each trained parameter with its gradient, a view of the flat message."""
         pieces = flat.split([parameter.numel() for parameter in self.trained.values()])
         for parameter, piece in zip(self.trained.values(), pieces, strict=True):

@@ -14,7 +14,7 @@ from dtlib import checkpoint
 from dtlib.checkpoint.folder import INDEX
 from dtlib.comm import Communicator
 from dtlib.recovery.rank_status import EndRequested
-from dtlib.recovery.replica import Replica, Tell, nobody
+from dtlib.recovery.replica import OnEvent, Replica, ignore
 
 
 def train_and_save(
@@ -23,7 +23,7 @@ def train_and_save(
     steps: int,
     folder: str | Path,
     every: int = 10,
-    tell: Tell = nobody,
+    on_event: OnEvent = ignore,
 ) -> Communicator:
     """Train until ``replica.steps == steps``, from the checkpoint in ``folder`` if there is one; return ``comm``.
 
@@ -50,7 +50,7 @@ def train_and_save(
         except EndRequested as asked:
             save()
             raise EndRequested(f"{asked} They are saved: start it again to go on.") from asked
-        tell("step", replica=replica, comm=comm)
+        on_event("step", replica=replica, comm=comm)
         if replica.steps % every == 0 or replica.steps == steps:
             save()
     return comm

@@ -7,7 +7,7 @@
     a node lost its connection           mpiexec, from its daemon there      the node; mpiexec's status may still be 0
     a rank is slow                       compute times, sent in each step    how many times slower than the others
 
-``Run.said`` has the reports in the order of the events.
+``Run.reports`` has the reports in the order of the events.
 """
 
 import os
@@ -25,7 +25,7 @@ from dtlib.recovery import journal
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
 
-LOOK_SECONDS = 0.02
+CHECK_SECONDS = 0.02
 STOPPED_SECONDS = 3.0
 CAUSES: dict[int, str] = {
     signal.SIGKILL: "kill -9, or the system, which had no memory left (`dmesg` says so)",
@@ -51,7 +51,7 @@ class Run:
         say: is called with each report, as soon as the event is noticed.
         processes: the processes by world rank, from the journal.
         events: the events of the journal so far.
-        said: the reports so far.
+        reports: the reports so far.
         lost: the ranks that have died.
         status: None until the run is over; then mpiexec's exit status, or 1 if it is 0 although ranks have failed.
     """
@@ -63,7 +63,7 @@ class Run:
     say: Callable[[str], object] = lambda sentence: None
     processes: dict[int, Process] = field(default_factory=dict)
     events: list[dict] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    reports: list[str] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
     status: int | None = None
 
@@ -78,7 +78,7 @@ class Run:
         )
         return self
 
-    def look(self) -> list[dict]:
+    def poll(self) -> list[dict]:
         """Return the journal's events since the last call, and report them; set ``status`` if the run is over."""
         over = self.mpiexec.poll()
         # Check processes before reading the journal: a rank without error writes "ended" before its process is gone.
@@ -94,7 +94,7 @@ class Run:
                 self._say(event["sentence"])
             elif event["what"] == "undone":
                 sentence = f"{event['sentence']} The step is undone on all ranks, and tried once more."
-                if sentence not in self.said:  # several ranks may have written it
+                if sentence not in self.reports:  # several ranks may have written it
                     self._say(sentence)
         # With ULFM, mpiexec does not report a dead rank. A rank is dead if its process is gone and it has not logged
         # "ended" or "raised".
@@ -103,7 +103,7 @@ class Run:
             self._note_the_dead(
                 rank for rank in gone if rank not in self.lost | left and not self.processes[rank].find()
             )
-        self._look_for_stopped_ones()
+        self._find_stopped_ranks()
         if over is not None and self.status is None:
             self.status = over or int(not self._all_well())
             if self.status:
@@ -111,15 +111,15 @@ class Run:
         return fresh
 
     def wait(self, seconds: float | None = None) -> int:
-        """Call ``look`` until the run is over, and return ``status``; end the run after ``seconds``, if given."""
+        """Call ``poll`` until the run is over, and return ``status``; end the run after ``seconds``, if given."""
         deadline = time.monotonic() + seconds if seconds else float("inf")
         try:
             while self.status is None:
-                self.look()
+                self.poll()
                 if time.monotonic() > deadline:
                     self._say(f"The training was ended, because it took longer than {seconds:g} s.")
                     break
-                time.sleep(LOOK_SECONDS)
+                time.sleep(CHECK_SECONDS)
         finally:
             self.end()
         assert self.status is not None
@@ -137,7 +137,7 @@ class Run:
             end_processes([*family, *living])
         self.status = self.mpiexec.wait() if self.status is None else self.status
 
-    def strike(self, rank: int, number: int = signal.SIGKILL) -> None:
+    def send_signal(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send signal ``number`` to a rank, and record it as a fault."""
         if found := self.processes[rank].find():
             kind = signal.Signals(number).name.removeprefix("SIG").lower()
@@ -150,7 +150,7 @@ class Run:
         return os.pread(self._errors.fileno(), os.fstat(self._errors.fileno()).st_size, 0).decode(errors="replace")
 
     def _say(self, sentence: str) -> None:
-        self.said.append(sentence)
+        self.reports.append(sentence)
         self.say(sentence)
 
     def _note_the_dead(self, ranks) -> None:
@@ -158,7 +158,7 @@ class Run:
             self.lost.add(rank)
             self._say(f"Rank {rank} has died: {self.ranks - len(self.lost)} ranks are left, and go on.")
 
-    def _look_for_stopped_ones(self) -> None:
+    def _find_stopped_ranks(self) -> None:
         now = time.monotonic()
         for rank, process in self.processes.items():
             found = process.find()
@@ -182,12 +182,12 @@ class Run:
         The status alone is not enough: mpiexec of Open MPI 5.0.11 also returns 0 after it has lost a node.
         """
         started, ended = ({e["rank"] for e in self.events if e["what"] == what} for what in ("started", "ended"))
-        told = bool(ended) if self.survive else started == ended
-        return (told or not started) and not BY_NODE.search(self.output())
+        all_reported = bool(ended) if self.survive else started == ended
+        return (all_reported or not started) and not BY_NODE.search(self.output())
 
     def _why_it_ended(self) -> str:
         """Return the first reason found: a signal, a rank's error, an exit status, a lost node, mpiexec's last line."""
-        said, killed = self.output(), BY_SIGNAL.search(self.output())
+        output, killed = self.output(), BY_SIGNAL.search(self.output())
         # Without ULFM, after a kill the other ranks raise errors, too. These are only consequences.
         if self.survive or not killed:
             for event in self.events:
@@ -198,10 +198,10 @@ class Run:
             self.lost.add(rank)
             name = signal.Signals(number).name
             return f"Rank {rank} on {node} was ended by {name}: {CAUSES.get(number, 'look at what it printed')}."
-        if found := BY_STATUS.search(said):
+        if found := BY_STATUS.search(output):
             self.lost.add(int(found[1]))
             return f"Rank {found[1]} ended with status {found[2]} and no message: look at its output."
-        if found := BY_NODE.search(said):
+        if found := BY_NODE.search(output):
             return f"Node {found[1]} does not answer: it is down, or has no network."
-        last = next((line for line in reversed(said.splitlines()) if line.strip(" -")), "it said nothing")
+        last = next((line for line in reversed(output.splitlines()) if line.strip(" -")), "it said nothing")
         return f"mpiexec ended with status {self.status}: {last.rstrip('.')}."

@@ -20,11 +20,11 @@ from contextlib import suppress
 
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
-from dtlib.recovery.replica import Replica, Tell, nobody
+from dtlib.recovery.replica import OnEvent, Replica, ignore
 from dtlib.world.launch import survives
 
 
-def train_and_shrink(replica: Replica, comm: Communicator, steps: int, tell: Tell = nobody) -> Communicator:
+def train_and_shrink(replica: Replica, comm: Communicator, steps: int, on_event: OnEvent = ignore) -> Communicator:
     """Train until ``replica.steps == steps``, on the remaining ranks; return their communicator.
 
     Every rank must have the whole model (replica.py). Training starts with rank 0's values. Any rank may die, also rank
@@ -34,7 +34,7 @@ def train_and_shrink(replica: Replica, comm: Communicator, steps: int, tell: Tel
         replica: the model, its optimizer and its batches.
         comm: dtlib's communicator of all ranks.
         steps: the number of steps at which training ends.
-        tell: is called with "step" after each step, and with "lost" and ``ranks``, the world ranks that have died.
+        on_event: is called with "step" after each step, and with "lost" and ``ranks``, the world ranks that have died.
 
     Raises:
         DtlibError: if ranks were started without ULFM.
@@ -48,13 +48,13 @@ def train_and_shrink(replica: Replica, comm: Communicator, steps: int, tell: Tel
             replica.load(comm.broadcast_object(replica.state()))
             while replica.steps < steps:
                 replica.step(comm)
-                tell("step", replica=replica, comm=comm)
+                on_event("step", replica=replica, comm=comm)
             comm.barrier()  # no rank returns while another one may still fail and need it
             return comm
         except Exception as error:
             if not failure_of_a_rank(error):
                 raise
-            comm = shrunk(comm, tell)
+            comm = shrunk(comm, on_event)
 
 
 def failure_of_a_rank(error: Exception) -> bool:
@@ -66,12 +66,12 @@ def failure_of_a_rank(error: Exception) -> bool:
     return isinstance(error, MPI.Exception) and error.Get_error_class() in known
 
 
-def shrunk(comm: Communicator, tell: Tell = nobody) -> Communicator:
+def shrunk(comm: Communicator, on_event: OnEvent = ignore) -> Communicator:
     """Return a communicator of the live ranks, in their old order; all of them call it."""
     comm.mpi.Revoke()
     rest = Communicator(comm.mpi.Shrink(), comm.time_limit, name=f"{comm.name}-")
     if lost := sorted(set(comm.members) - set(rest.members)):
-        tell("lost", ranks=lost, comm=rest)
+        on_event("lost", ranks=lost, comm=rest)
     return rest
 
 

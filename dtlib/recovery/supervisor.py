@@ -40,7 +40,7 @@ def supervise(
             watch(run)
         if run.wait() == 0:
             return runs
-        why, reached = run.said[-1], max((e["step"] for e in run.events if e["what"] == "step"), default=-1)
+        why, reached = run.reports[-1], max((e["step"] for e in run.events if e["what"] == "step"), default=-1)
         no_further, furthest = (no_further + 1, furthest) if reached <= furthest else (0, reached)
         if no_further == 3:
             raise DtlibError(

@@ -99,18 +99,18 @@ def zero_bubble_h1(p: int, m: int) -> Schedule:
     _refuse_fewer_than_one(p, m)
     schedule = []
     for rank in range(p):
-        turns = [[Action(rank, "I", microbatch)] for microbatch in range(m)] + [[] for _ in range(rank)]
+        groups = [[Action(rank, "I", microbatch)] for microbatch in range(m)] + [[] for _ in range(rank)]
         for microbatch in range(m):
-            turns[microbatch + rank].append(Action(rank, "W", microbatch))
-        schedule.append(_one_each(_of(rank, "F", range(m)), turns, ahead=p - rank - 1))
+            groups[microbatch + rank].append(Action(rank, "W", microbatch))
+        schedule.append(_one_each(_of(rank, "F", range(m)), groups, ahead=p - rank - 1))
     return schedule
 
 
-def _one_each(forwards: list[Action], turns: list[list[Action]], ahead: int) -> list[Action]:
-    """Return ``ahead`` forward passes (the warm-up), then one forward pass before each of ``turns``."""
+def _one_each(forwards: list[Action], groups: list[list[Action]], ahead: int) -> list[Action]:
+    """Return ``ahead`` forward passes (the warm-up), then one forward pass before each of ``groups``."""
     actions = forwards[:ahead]
-    for forward, turn in zip_longest(forwards[ahead:], turns):
-        actions += ([forward] if forward else []) + turn
+    for forward, group in zip_longest(forwards[ahead:], groups):
+        actions += ([forward] if forward else []) + group
     return actions
 
 

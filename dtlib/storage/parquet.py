@@ -11,17 +11,17 @@ import torch
 from dtlib.storage.files import StorageError
 from dtlib.storage.readers import CURE, Reader
 
-KEPT = 4  # row groups that stay in memory, and that the shuffled order mixes
+CACHED_ROW_GROUPS = 4  # row groups that stay in memory, and that the shuffled order mixes
 
 
 class ColumnReader(Reader):
-    """A reader of whole row groups, the smallest unit of a read; it keeps the last ``KEPT`` of them in memory.
+    """A reader of whole row groups, the smallest unit of a read; ``CACHED_ROW_GROUPS`` of them stay in memory.
 
     If several ranks or workers need samples of one row group, each one reads it. The counters include these reads.
     """
 
     def _prepare(self, index: dict) -> None:
-        self.block, self.window = index["row_group"], KEPT
+        self.block, self.window = index["row_group"], CACHED_ROW_GROUPS
         self._groups: OrderedDict = OrderedDict()  # (file, row group) -> its columns, as arrays
         self._tables: dict = {}  # file -> its open pyarrow ParquetFile
 
@@ -48,8 +48,8 @@ class ColumnReader(Reader):
             of_it = (places[:, 0] == file) & (places[:, 1] == group)
             for name, values in self._group(file, group).items():
                 batch[name][of_it] = values[places[of_it, 2]]
-        # Drop row groups only now, because one batch may need more than ``KEPT`` row groups.
-        while len(self._groups) > KEPT:
+        # Drop row groups only now, because one batch may need more than ``CACHED_ROW_GROUPS`` row groups.
+        while len(self._groups) > CACHED_ROW_GROUPS:
             self._groups.popitem(last=False)
         return {name: torch.from_numpy(values) for name, values in batch.items()}, skipped
 

@@ -106,7 +106,7 @@ def elements_sent(operation: str, algorithm: str, ranks: int, rank: int, count: 
 # all_reduce uses recursive doubling up to this many bytes, by number of ranks. 3 ranks use the limit of 4, and more
 # ranks the smallest limit. The number of messages dominates for small arrays, the number of bytes for large ones. The
 # limits were measured on one machine with two cores. On a network they differ, but have the same order of magnitude.
-DOUBLING_UP_TO, DOUBLING_UP_TO_ELSE = {2: 2**18, 4: 2**19}, 2**18
+DOUBLING_UP_TO, DOUBLING_UP_TO_DEFAULT = {2: 2**18, 4: 2**19}, 2**18
 # Above that size and on more than four ranks, all_reduce uses Rabenseifner's algorithm. On eight ranks it is twice as
 # fast as the ring at 1 MB, and no faster from 16 MB on, where the number of rounds no longer matters. It needs half of
 # the array as scratch memory; the ring needs one rank's chunk. If the number of ranks is not a power of two, it sends
@@ -116,7 +116,7 @@ HALVING_FROM_RANKS, HALVING_UP_TO = 5, 2**24
 
 def chosen_all_reduce(ranks: int, nbytes: int) -> str:
     """Return the algorithm that ``Communicator.all_reduce`` uses by default for an array of this many bytes."""
-    if nbytes <= next((limit for most, limit in DOUBLING_UP_TO.items() if ranks <= most), DOUBLING_UP_TO_ELSE):
+    if nbytes <= next((limit for most, limit in DOUBLING_UP_TO.items() if ranks <= most), DOUBLING_UP_TO_DEFAULT):
         return "recursive_doubling"
     halves = HALVING_FROM_RANKS <= ranks == _whole_and_extra(ranks)[0] and nbytes <= HALVING_UP_TO
     return "rabenseifner" if halves else "ring"

@@ -131,7 +131,7 @@ def _table(result: dict) -> str:
     if result["losses"]:
         rows += [("loss", f"{result['losses'][0]:.4f} at first, {result['loss']:.4f} at last")]
         rows += [("samples per second", f"{result['samples_per_second']:,.0f}")]
-        rows += [("model states per rank", ", ".join(f"{held / 1e6:.3g} MB" for held in result["bytes_per_rank"]))]
+        rows += [("model states per rank", ", ".join(f"{states / 1e6:.3g} MB" for states in result["bytes_per_rank"]))]
     for name in ("accuracy", "rouge_l", "lead_rouge_l", "test_loss"):
         if name in result:
             rows.append((name.replace("_", " "), f"{result[name]:.4f}"))

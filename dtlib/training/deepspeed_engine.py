@@ -110,7 +110,7 @@ class DeepSpeedEngine(Engine):
             self._batches = self._loader.forever()
         return folder, state["client_state"]
 
-    def held(self) -> dict[str, list]:
+    def tensors_by_kind(self) -> dict[str, list]:
         """Return the gradients, master weights and parameter shards that DeepSpeed's ZeRO optimizers store."""
         theirs = self.optimizer
         gradients = [*getattr(theirs, "averaged_gradients", {}).values()]
@@ -152,4 +152,4 @@ def deepspeed_engine(
 
 
 def _tensors(things) -> list[torch.Tensor]:
-    return [thing for thing in tree_leaves(things) if isinstance(thing, torch.Tensor)]
+    return [obj for obj in tree_leaves(things) if isinstance(obj, torch.Tensor)]

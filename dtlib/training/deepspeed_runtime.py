@@ -20,7 +20,7 @@ INSTALL = "DS_BUILD_OPS=0 pip install 'dtlib[deepspeed]'"
 CACHE = Path("~/.cache/dtlib/torch_extensions").expanduser()
 # Sections that only dtlib reads.
 OURS = ("optimizer", "seed", "pipeline")
-FOR_ITS_OPTIMIZERS = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+OPTIMIZER_SETTINGS = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
 def library() -> ModuleType:
@@ -71,7 +71,7 @@ def engine(
     theirs |= {key: value for key, value in config.items() if key not in OURS}
     made = library().initialize(
         model=model, optimizer=optimizer, model_parameters=parameters, lr_scheduler=scheduler,
-        config={**theirs, **FOR_ITS_OPTIMIZERS},
+        config={**theirs, **OPTIMIZER_SETTINGS},
     )  # fmt: skip
     return made[0], made[3]
 

@@ -21,7 +21,7 @@ from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import LossScale, all_finite, clip_by_norm
 from dtlib.gradients.shard_info import info_of
-from dtlib.measure.buffers import held
+from dtlib.measure.buffers import tensors_by_kind
 from dtlib.training.config import Config
 from dtlib.training.data import RankLoader
 from dtlib.training.strategies import Replicated
@@ -204,9 +204,9 @@ class Engine:
                 raise DtlibError(f"train_batch() needs {steps} micro-batches, but data_iter ended after {number}.")
             yield batch
 
-    def held(self) -> dict[str, list]:
+    def tensors_by_kind(self) -> dict[str, list]:
         """Return the tensors that strategy and optimizer store on this rank, by purpose (measure/buffers.py)."""
-        return {**held(self._strategy.forward, self.optimizer), "masters": self._masters.masters}
+        return {**tensors_by_kind(self._strategy.forward, self.optimizer), "masters": self._masters.masters}
 
     def gather(self, model: nn.Module) -> None:
         """Write the trained values into ``model``, which is not sharded; all ranks call this."""

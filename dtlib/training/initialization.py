@@ -196,9 +196,9 @@ def _groups_of(parameters, model) -> dict[str, dict]:
         settings = {key: value for key, value in group.items() if key != "params"}
         params = [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
         params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
-        if strangers := [tuple(p.shape) for p in params if p not in names]:
+        if unknown := [tuple(p.shape) for p in params if p not in names]:
             raise DtlibError(
-                f"{len(strangers)} parameters to train do not belong to the model, the first of shape {strangers[0]}: "
+                f"{len(unknown)} parameters to train do not belong to the model, the first of shape {unknown[0]}: "
                 "make their module a part of the model."
             )
         found.update((names[parameter], settings) for parameter in params)

@@ -33,7 +33,7 @@ from dtlib.errors import DtlibError
 from dtlib.files import open_nonblocking, writing
 from dtlib.gradients.shard_info import note
 from dtlib.measure.memory import memory
-from dtlib.measure.progress import RankProgress, tell
+from dtlib.measure.progress import RankProgress, print_line
 from dtlib.parallel import expert
 from dtlib.parallel.pipeline import PipelineModule
 from dtlib.parallel.pipeline.cuts import balanced_cuts, parameters_of
@@ -90,7 +90,7 @@ def train(
         raise DtlibError(f"runtime is {runtime!r}: choose one of {', '.join(RUNTIMES)}.")
     if resume and save is None:
         raise DtlibError("Training continues from a checkpoint: set its folder with save (or --save DIR).")
-    tell("data and model are ready")
+    print_line("data and model are ready")
     make, run, settings, axes, context = agreed(comm, lambda: read(workload, config, comm, stage, steps, runtime))
     work = agreed(comm, make)
     asked = run, settings, axes, context
@@ -159,23 +159,23 @@ class _Training:
         self.last = run.steps or (run.epochs or 1) * max(1, len(work.train) // self.batch)
 
     def result(self) -> dict:
-        losses, seconds, held = self._train()
-        tell("training is done, the test starts")
+        losses, seconds, bytes_per_rank = self._train()
+        print_line("training is done, the test starts")
         measured = self.work.evaluate(self._gathered(), self.comm)
         return {
             "workload": self.work.name, "runtime": self.runtime, "stage": self.engine.config.zero_optimization.stage,
             "stages": self.stages, "tensor": self.tensor,
             "context": self.axes["context"], "expert": self.axes["expert"], "ranks": self.comm.size, "seconds": seconds,
             "steps": self.engine.global_steps, "loss": losses[-1] if losses else None, **measured,
-            "samples_per_second": len(losses) * self.batch / max(seconds, 1e-9), "bytes_per_rank": held,
+            "samples_per_second": len(losses) * self.batch / max(seconds, 1e-9), "bytes_per_rank": bytes_per_rank,
             "losses": losses,
         }  # fmt: skip
 
     def _train(self) -> tuple[list[float], float, list[int] | None]:
-        batches, losses, held = self._batches(), [], None
+        batches, losses, bytes_per_rank = self._batches(), [], None
         steps = range(self.first, self.last)
         with self.log as file, RankProgress(self.comm, len(steps) * self.batch, "samples") as progress:
-            tell("")
+            print_line("")
             began = time.perf_counter()
             for step in steps:
                 # Memory is measured in the second step, because the first step allocates the optimizer states.
@@ -188,21 +188,21 @@ class _Training:
                     of_states = sum(counter.sampled[name] for name in STATES)
                     buffers = counter.sampled["buffers"] + counter.sampled["communication"]
                     everyones = self.comm.all_gather_object((of_states, buffers))
-                    held = [states for states, _ in everyones]
+                    bytes_per_rank = [states for states, _ in everyones]
                     self._check_memory_limit([sum(both) for both in everyones])
                 else:
                     losses.append(self._step(batches))
                 seconds = time.perf_counter() - began
-                progress(self.batch, curve=losses, held=held)
+                progress(self.batch, curve=losses, memory=bytes_per_rank)
                 if file is not None:
                     rate = len(losses) * self.batch / seconds
                     row = {"step": step + 1, "loss": losses[-1], "seconds": seconds, "samples_per_second": rate}
-                    self._log_row(file, {**row, "bytes_per_rank": held})
+                    self._log_row(file, {**row, "bytes_per_rank": bytes_per_rank})
                 every = self.run.save_every or self.last
                 if self.save is not None and ((step + 1) % every == 0 or step == steps[-1]):
                     self.engine.save_checkpoint(self.save)
                 self.after_step(step + 1, losses[-1])
-            return losses, time.perf_counter() - began, held
+            return losses, time.perf_counter() - began, bytes_per_rank
 
     def _pipeline(self, work, comm) -> PipelineModule:
         """Return this rank's stage; with tensor ranks, each tensor coordinate has its own pipelines."""
@@ -215,13 +215,14 @@ class _Training:
         module.everyone = self.mesh["data", "pipe", "context", "expert"] if self.tensor > 1 else comm
         return module
 
-    def _check_memory_limit(self, held: list[int]) -> None:
+    def _check_memory_limit(self, bytes_per_rank: list[int]) -> None:
         """Raise if a rank's bytes exceed ``run.memory_limit``."""
-        most, limit = max(held), self.run.memory_limit
+        most, limit = max(bytes_per_rank), self.run.memory_limit
         if limit is not None and most > limit:
             raise DtlibError(
-                f"Rank {held.index(most)} holds {most:,} bytes of model states and buffers, and run.memory_limit is "
-                f"{limit:,}: cut the model further, by a higher stage of ZeRO, or over more stages or tensor ranks."
+                f"Rank {bytes_per_rank.index(most)} holds {most:,} bytes of model states and buffers, and "
+                f"run.memory_limit is {limit:,}: cut the model further, by a higher stage of ZeRO, or over more stages "
+                "or tensor ranks."
             )
 
     def _log_row(self, file, row: dict) -> None:
@@ -308,8 +309,8 @@ def alike(batches: list) -> list:
         # torch's pad() takes (before, after) for each dimension, starting with the last. The dimension of samples is
         # left out.
         short = [[most - n for most, n in zip(longest[:0:-1], t.shape[:0:-1], strict=True)] for t in same]
-        rooms = [[room for behind in each for room in (0, behind)] for each in short]
-        return [torch.nn.functional.pad(t, room) if any(room) else t for t, room in zip(same, rooms, strict=True)]
+        padding = [[pads for after in each for pads in (0, after)] for each in short]
+        return [torch.nn.functional.pad(t, pads) if any(pads) else t for t, pads in zip(same, padding, strict=True)]
 
     leaves = [tree_flatten(tuple(batch)) for batch in batches]
     columns = [padded(*same) for same in zip(*(flat for flat, _ in leaves), strict=True)]

@@ -73,7 +73,7 @@ class Replicated:
     def step(self) -> None:
         """Step the optimizer on master weights, and copy them to the parameters."""
         self.optimizer.step()
-        self.masters.give_values()
+        self.masters.copy_to_parameters()
 
 
 class Alone(Replicated):

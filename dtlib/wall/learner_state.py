@@ -24,11 +24,11 @@ def applied(state: dict, now: float, kind: str, fields: dict, pid: int) -> None:
     """Change the state of a learner by one event. ``state["spent"]`` are seconds per exercise."""
     _spend(state, now)
     status, place = state.setdefault("status", ["works", "", now]), state.setdefault("place", ["", "", ""])
-    stuck, spoken_of = status[0] == "stuck", status[3] if len(status) > 3 else None
+    stuck, mentioned = status[0] == "stuck", status[3] if len(status) > 3 else None
     if kind == "cell":
         if (there := place_of(fields["cell"])) is not None:
             place[:] = there
-        if stuck or spoken_of not in (None, place[2]):
+        if stuck or mentioned not in (None, place[2]):
             state["status"] = ["works", "", now]
         state["runs"] = pid
     elif kind in ("ended", "started"):

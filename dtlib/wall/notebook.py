@@ -110,7 +110,7 @@ def report(kind: str, **fields: object) -> None:
             return
         _events.put_nowait((time.time(), kind, fields))
         if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(target=_send_what_comes, daemon=True, name="wall")
+            _thread = threading.Thread(target=_send_events, daemon=True, name="wall")
             _thread.start()
 
 
@@ -138,7 +138,7 @@ def _ends(result) -> None:
     report("ended", fine=bool(result.success))
 
 
-def _send_what_comes() -> None:
+def _send_events() -> None:
     """Send events in a thread: in kernels until the learner leaves, elsewhere until the queue is empty."""
     wait = HEARTBEAT_SECONDS
     while _beats or not _events.empty():

@@ -38,8 +38,8 @@ from dtlib.wall.room import Room, checked
 MOST_BYTES = 64 * 1024  # bytes of the largest accepted message
 MOST_CONNECTIONS = 500
 SILENT_SECONDS = 10  # after which an idle connection is closed
-A_SECOND = {"tell": 4, "join": 5}  # messages per learner and second; joins per second
-AT_ONCE = {"tell": 20, "join": 100}
+PER_SECOND = {"tell": 4, "join": 5}  # messages per learner and second; joins per second
+BURST = {"tell": 20, "join": 100}
 POLICY = "; ".join(
     ("default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'", "base-uri 'none'",
      "form-action 'none'", "frame-ancestors 'none'")
@@ -47,7 +47,7 @@ POLICY = "; ".join(
 
 
 class Rates:
-    """Rate limits: ``A_SECOND`` requests per second, and up to ``AT_ONCE`` after a pause."""
+    """Rate limits: ``PER_SECOND`` requests per second, and up to ``BURST`` after a pause."""
 
     def __init__(self):
         self._left = {}  # (what, who) -> (requests left, time of the last request)
@@ -55,11 +55,11 @@ class Rates:
     def allow(self, what: str, who: str = "") -> bool:
         """Return True if ``who`` may do ``what`` now, and count the request."""
         now = time.monotonic()
-        if len(self._left) > 10_000:  # forget clients that may send AT_ONCE requests again
-            self._left = {key: it for key, it in self._left.items() if now - it[1] < AT_ONCE[key[0]] / A_SECOND[key[0]]}
-        # A token bucket: the requests left grow with time, up to AT_ONCE.
-        left, when = self._left.get((what, who), (AT_ONCE[what], now))
-        left = min(AT_ONCE[what], left + (now - when) * A_SECOND[what])
+        if len(self._left) > 10_000:  # forget clients that may send BURST requests again
+            self._left = {key: it for key, it in self._left.items() if now - it[1] < BURST[key[0]] / PER_SECOND[key[0]]}
+        # A token bucket: the requests left grow with time, up to BURST.
+        left, when = self._left.get((what, who), (BURST[what], now))
+        left = min(BURST[what], left + (now - when) * PER_SECOND[what])
         self._left[what, who] = left - (left >= 1), now
         return left >= 1
 
@@ -183,7 +183,7 @@ class Site(web.StaticFileHandler):
         set_headers(self)
 
 
-class Places:
+class Connections:
     """Open connections, at most ``MOST_CONNECTIONS``.
 
     A new connection is always accepted. If all places are taken, the oldest connection of the address with most
@@ -191,24 +191,24 @@ class Places:
     """
 
     def __init__(self):
-        self._taken: dict[IOStream, str] = {}  # connection -> address, oldest first
+        self._open: dict[IOStream, str] = {}  # connection -> address, oldest first
 
-    def give(self, stream: IOStream, address: str) -> None:
+    def register(self, stream: IOStream, address: str) -> None:
         """Register a connection, and close another one if all places are taken."""
-        self._taken = {each: whose for each, whose in self._taken.items() if not each.closed()}
-        if len(self._taken) >= MOST_CONNECTIONS:
-            ((most, _),) = Counter(self._taken.values()).most_common(1)
-            next(each for each, whose in self._taken.items() if whose == most).close()
-        self._taken[stream] = address
+        self._open = {each: whose for each, whose in self._open.items() if not each.closed()}
+        if len(self._open) >= MOST_CONNECTIONS:
+            ((most, _),) = Counter(self._open.values()).most_common(1)
+            next(each for each, whose in self._open.items() if whose == most).close()
+        self._open[stream] = address
 
 
 class Server(httpserver.HTTPServer):
     """An HTTP server that idle connections cannot fill."""
 
-    places: Places
+    connections: Connections
 
     def handle_stream(self, stream: IOStream, address: tuple) -> None:
-        self.places.give(stream, address[0])
+        self.connections.register(stream, address[0])
         super().handle_stream(stream, address)
 
 
@@ -266,7 +266,7 @@ async def _serve(served, sockets, page: str | None) -> None:
         served, max_body_size=MOST_BYTES, max_buffer_size=2 * MOST_BYTES, max_header_size=8192,
         body_timeout=SILENT_SECONDS, idle_connection_timeout=SILENT_SECONDS,
     )  # fmt: skip
-    server.places = Places()
+    server.connections = Connections()
     server.add_sockets(sockets)
     over = asyncio.Event()
     for each in (signal.SIGINT, signal.SIGTERM):

@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from dtlib.measure.progress import tell
+from dtlib.measure.progress import print_line
 from dtlib.workloads import text
 
 BATCH = 32  # articles per batch
@@ -36,12 +36,12 @@ def summarize(model: nn.Module, data: Lengths, articles: list[str], beams: int =
     device, was, found = next(model.parameters()).device, model.training, []
     model.eval()
     for start in range(0, len(articles), BATCH):
-        tell(f"summaries are written, {start} of {len(articles)}")
+        print_line(f"summaries are written, {start} of {len(articles)}")
         source = text.padded([data.article(each) for each in articles[start : start + BATCH]]).to(device)
         with torch.no_grad():
             best = search(model, source, beams, data.summary_tokens)
         found += [text.as_text(data.tokenizer, tokens) for tokens in best.tolist()]
-    tell("")
+    print_line("")
     model.train(was)
     return found
 

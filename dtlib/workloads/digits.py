@@ -26,7 +26,7 @@ from torch.nn import functional
 
 WIDTHS = (64, 64, 64, 10)
 MOMENTUM = 0.9
-LOOK_EVERY = 20  # steps
+CHECK_EVERY = 20  # steps
 
 
 @cache
@@ -82,11 +82,11 @@ def task(seed: int, train: int = 1280, epochs: int = 20, noise: float = 0.0) -> 
     labels = load()[1]
     places = torch.randperm(len(labels), generator=chance)
     learn, test = places[:train], places[train:]
-    told = labels[learn].clone()
+    noisy = labels[learn].clone()
     wrong = math.floor(noise * train)  # the images are in random order, so change the first labels
-    told[:wrong] = (told[:wrong] + torch.randint(1, 10, (wrong,), generator=chance)) % 10
+    noisy[:wrong] = (noisy[:wrong] + torch.randint(1, 10, (wrong,), generator=chance)) % 10
     order = torch.cat([torch.randperm(train, generator=chance) for _ in range(epochs)])
-    return Task(learn, test, told, _start(chance), order)
+    return Task(learn, test, noisy, _start(chance), order)
 
 
 def _start(chance: torch.Generator) -> list[Tensor]:
@@ -122,7 +122,7 @@ def train(tasks: list[Task], batch: int, rates: Tensor, until: float = 0.0) -> l
         rates: (steps, networks), the learning rate of each network in each step. There are at most as many steps as
             whole batches in ``order``.
         until: training of a network stops when its loss over all training images is at most this; checked every
-            ``LOOK_EVERY`` steps.
+            ``CHECK_EVERY`` steps.
 
     A network may diverge: then its parameters are infinite or NaN. The other networks are not affected.
     """
@@ -130,12 +130,12 @@ def train(tasks: list[Task], batch: int, rates: Tensor, until: float = 0.0) -> l
     parameters = [torch.stack(together).requires_grad_() for together in zip(*(t.start for t in tasks), strict=True)]
     momenta = [torch.zeros_like(parameter) for parameter in parameters]
     train, labels, order = (torch.stack([getattr(t, name) for t in tasks]) for name in ("train", "labels", "order"))
-    goes_on = torch.ones(len(tasks))  # 0 for networks whose training has stopped
+    active = torch.ones(len(tasks))  # 0 for networks whose training has stopped
     for step, rate in enumerate(rates):
-        if until and step % LOOK_EVERY == 0:
+        if until and step % CHECK_EVERY == 0:
             with torch.no_grad():
-                goes_on *= ~(train_losses(parameters, tasks) <= until)
-            if not goes_on.any():
+                active *= ~(train_losses(parameters, tasks) <= until)
+            if not active.any():
                 break
         seen = order[:, step * batch : (step + 1) * batch]
         loss = losses(parameters, images[train.gather(1, seen)], labels.gather(1, seen))
@@ -143,7 +143,7 @@ def train(tasks: list[Task], batch: int, rates: Tensor, until: float = 0.0) -> l
         with torch.no_grad():
             for parameter, momentum, gradient in zip(parameters, momenta, gradients, strict=True):
                 momentum.mul_(MOMENTUM).add_(gradient)
-                parameter -= (rate * goes_on)[:, None, None] * momentum
+                parameter -= (rate * active)[:, None, None] * momentum
     return [parameter.detach() for parameter in parameters]
 
 

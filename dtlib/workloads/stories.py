@@ -103,18 +103,18 @@ def read_folder(folder: str) -> tuple[list[Story], list[Story], list[Broken]]:
     if not paths:
         raise DtlibError(f"The folder {folder!r} has no {', '.join(ENDINGS)} files in it. {WHERE}")
     train, test, broken = [], [], []
-    told = any(_role(path, top) == "test" for path in paths)
+    labelled = any(_role(path, top) == "test" for path in paths)
     for path in paths:
         if (role := _role(path, top)) in ("val", "dev"):
             continue
         for one in _read(path):
             if isinstance(one, Broken):
                 broken.append(one)
-            elif role == "test" or (not told and zlib.crc32(one.name.encode()) % TEST_SLICE == 0):
+            elif role == "test" or (not labelled and zlib.crc32(one.name.encode()) % TEST_SLICE == 0):
                 test.append(one)
             else:
                 train.append(one)
-    if not told and len(train) > 1 and not test:
+    if not labelled and len(train) > 1 and not test:
         test.append(train.pop())
     if not train or not test:
         why = f"; {broken[0].where} {broken[0].why}" if broken else ""

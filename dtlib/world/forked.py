@@ -26,7 +26,7 @@ from multiprocessing import current_process
 
 MESSAGE = struct.Struct("=ii")  # a message to a launcher: its kind and a value, as in launcher.c
 FORKED, ENDED = 1, 2
-PATIENCE = 5  # seconds that a connected launcher may take to answer
+REPLY_SECONDS = 5  # seconds that a connected launcher may take to answer
 PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
 # Prefixes of variables that Python and libraries read at start or import. If one differs, a fork comes too late.
 READ_AT_START = (
@@ -35,7 +35,7 @@ READ_AT_START = (
 )
 THREADS = "OMP_NUM_THREADS"  # the number of threads can still be changed after import
 # Set for ranks only. If a process such as a controller lacks them, that does no harm.
-WITHOUT_HARM = (b"THP_MEM_ALLOC_ENABLE", b"TORCH_CPP_LOG_LEVEL")
+HARMLESS_VARIABLES = (b"THP_MEM_ALLOC_ENABLE", b"TORCH_CPP_LOG_LEVEL")
 # Set by scikit-learn and by torch's compiler during import: a fork may have these variables or not.
 SET_BY_IMPORTS = (b"KMP_DUPLICATE_LIB_OK", b"KMP_INIT_AT_FORK", b"TORCHINDUCTOR_CACHE_DIR")
 LIBRARIES = b"LD_LIBRARY_PATH"
@@ -66,7 +66,7 @@ def live(connection: socket.socket, launcher: int, zygote: int) -> None:
 
 def _become(connection: socket.socket, launcher: int) -> list[str]:
     """Check that the launcher's program can run here, then copy the launcher's state; return Python's arguments."""
-    connection.settimeout(PATIENCE)
+    connection.settimeout(REPLY_SECONDS)
     try:
         old, new = environment_of("self"), environment_of(launcher)
         _, python, *arguments = map(os.fsdecode, _words(f"/proc/{launcher}/cmdline"))
@@ -132,7 +132,7 @@ def _too_late(old: dict[bytes, bytes], new: dict[bytes, bytes]) -> bool:
         return True
     names = {name for name in (*old, *new) if os.fsdecode(name).startswith(READ_AT_START)}
     for name in names - {THREADS.encode(), LIBRARIES, *SET_BY_IMPORTS}:
-        if name in WITHOUT_HARM and name not in new:
+        if name in HARMLESS_VARIABLES and name not in new:
             continue
         # A rank's children inherit the variables that imports have set here.
         if new.get(name, b"") not in (old.get(name, b""), os.environb.get(name, b"")):

@@ -27,7 +27,7 @@ VARIABLE = "DTLIB_ZYGOTE"
 PREFIX = "dtlib-zygote-"
 SOCKET = "0"  # the socket's name in the zygote's folder; launcher.c uses the same
 BEGINS = 60  # seconds in which a new folder is not removed, even without a socket
-ROOM = 4000  # bytes reserved in a zygote's arguments, for the titles that `ps` shows for its ranks
+TITLE_BYTES = 4000  # bytes reserved in a zygote's arguments, for the titles that `ps` shows for its ranks
 
 
 def why_not(mpiexec: str) -> str:
@@ -71,7 +71,7 @@ def command(folder: str, listener: socket.socket, imports: Iterable[str]) -> lis
     """Return the command of a zygote that listens on this socket and imports these extra modules."""
     start = "import sys; sys.path[0] = sys.argv[1]; from dtlib.world.zygote import main; main()"
     home = str(Path(__file__).parents[2])
-    return [sys.executable, "-c", start, home, folder, str(listener.fileno()), " " * ROOM, *imports]
+    return [sys.executable, "-c", start, home, folder, str(listener.fileno()), " " * TITLE_BYTES, *imports]
 
 
 def new_folder() -> str:

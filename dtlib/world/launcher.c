@@ -21,7 +21,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { PATIENCE = 40, MOMENT = 5 }; /* seconds: for a zygote that imports; for a rank's status */
+enum { REPLY_SECONDS = 40, MOMENT = 5 }; /* seconds: for a zygote that imports; for a rank's status */
 enum { FORKED = 1, ENDED = 2 };     /* kinds of messages */
 typedef struct { int32_t what, value; } Message;
 
@@ -48,7 +48,7 @@ static int connect_to(const char *folder) {
   socklen_t length = sizeof other;
   if ((size_t)snprintf(where.sun_path, sizeof where.sun_path, "%s/0", folder) >= sizeof where.sun_path) return -1;
   int connection = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  wait_at_most(connection, PATIENCE);
+  wait_at_most(connection, REPLY_SECONDS);
   if (connect(connection, (struct sockaddr *)&where, sizeof where) == 0 &&
       getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &other, &length) == 0 && other.uid == getuid())
     return connection;

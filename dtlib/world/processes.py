@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 # A launcher renames itself to this and the id of its forked rank (launcher.c).
-STANDS_FOR = "rank is "
+LAUNCHER_PREFIX = "rank is "
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,18 @@ class Process:
     @classmethod
     def of(cls, pid: int) -> "Process":
         """Return the running process with this id."""
-        return cls(pid, look(pid)[2])
+        return cls(pid, read_process(pid)[2])
 
     def find(self) -> psutil.Process | None:
         """Return the process if it is alive; None once it has ended, even if its parent has not read its status."""
         with suppress(psutil.Error):
             process = psutil.Process(self.pid)
-            if look(self.pid)[2] == self.created and process.status() != psutil.STATUS_ZOMBIE:
+            if read_process(self.pid)[2] == self.created and process.status() != psutil.STATUS_ZOMBIE:
                 return process
         return None
 
 
-def look(pid: int) -> tuple[str, int, float]:
+def read_process(pid: int) -> tuple[str, int, float]:
     """Return a process's name, its parent's id, and its start time.
 
     On Linux the start time is in ticks since boot, because the time of day may be changed meanwhile.
@@ -61,11 +61,11 @@ def with_descendants(process: Process) -> list[Process]:
     known, started, family = {}, defaultdict(list), [process.pid]
     for pid in psutil.pids():  # one pass only: a hub has hundreds of processes
         with suppress(psutil.Error, ValueError):  # any user may give a process such a name
-            name, parent, created = look(pid)
+            name, parent, created = read_process(pid)
             known[pid] = Process(pid, created)
             started[parent].append(pid)
-            if name.startswith(STANDS_FOR):
-                started[pid].append(int(name.removeprefix(STANDS_FOR)))
+            if name.startswith(LAUNCHER_PREFIX):
+                started[pid].append(int(name.removeprefix(LAUNCHER_PREFIX)))
     for member in family:  # the list grows during the loop
         family += [pid for pid in started[member] if pid in known and pid not in family]
     return [process, *(known[pid] for pid in family[1:])]
@@ -89,9 +89,9 @@ def listening(process: Process) -> list[tuple[str, str, int]]:
     found = []
     for member in with_descendants(process):
         with suppress(psutil.Error):
-            look = psutil.Process(member.pid)
-            sockets = look.net_connections(kind="inet")
-            found += [(look.name(), *each.laddr) for each in sockets if each.status == psutil.CONN_LISTEN]
+            observed = psutil.Process(member.pid)
+            sockets = observed.net_connections(kind="inet")
+            found += [(observed.name(), *each.laddr) for each in sockets if each.status == psutil.CONN_LISTEN]
     return found
 
 

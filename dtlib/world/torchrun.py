@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 # Variables that torchrun sets for each process. A program that sets only WORLD_SIZE was not started by torchrun.
-TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+REQUIRED_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def started_this() -> bool:
     """Return True in a process that torchrun, or a launcher with the same variables, has started."""
-    return all(name in os.environ for name in TOLD)
+    return all(name in os.environ for name in REQUIRED_VARIABLES)
 
 
 def join() -> dict:
@@ -38,13 +38,13 @@ def join() -> dict:
         loopback.use_loopback_for_groups()
     if not dist.is_initialized():
         _make_default_group(dist)
-    told = os.environ
+    env = os.environ
     # DeepSpeed's launcher uses other names for the number of ranks on a node and for the node's index.
-    local_rank, local_size = int(told["LOCAL_RANK"]), int(told.get("LOCAL_WORLD_SIZE", told.get("LOCAL_SIZE", 1)))
+    local_rank, local_size = int(env["LOCAL_RANK"]), int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", 1)))
     waiting.oversubscribed = local_size > usable_cores()
     assert dist.group.WORLD is not None
     comm = ProcessGroupCommunicator(dist.group.WORLD, name="world")
-    node = int(told.get("GROUP_RANK", told.get("CROSS_RANK", comm.rank // local_size)))
+    node = int(env.get("GROUP_RANK", env.get("CROSS_RANK", comm.rank // local_size)))
     nodes = sorted(set(comm.all_gather_object(node)))
     # With several nodes there is no file that all ranks can read, and so no board.
     if len(nodes) == 1 < comm.size:

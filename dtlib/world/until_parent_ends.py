@@ -12,7 +12,7 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def become(parent: int, command: list[str]) -> None:
+def exec_command(parent: int, command: list[str]) -> None:
     """Replace this process by ``command``, which gets SIGTERM when ``parent`` ends; 0 means the current parent."""
     import ctypes
 
@@ -43,4 +43,4 @@ def ends_with(parent: int, command: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    become(int(sys.argv[1]), sys.argv[2:])
+    exec_command(int(sys.argv[1]), sys.argv[2:])

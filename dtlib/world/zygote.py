@@ -34,8 +34,8 @@ IMPORTS = (
     *("dtlib.training", "dtlib.recovery", "dtlib.pi", "dtlib.lab.engines.on_ranks", "dtlib.lab.engines.keeper"),
 )
 # Imported once the zygote is idle. torch's optimizers import torch._dynamo at their first step.
-LATER = ("numba", "torch._dynamo")
-QUIET = 3.0  # idle seconds before LATER is imported
+LATE_IMPORTS = ("numba", "torch._dynamo")
+QUIET = 3.0  # idle seconds before LATE_IMPORTS is imported
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ class Zygote:
         self.events = select.epoll()
         self.environment = forked.environment_of("self")  # imports change os.environ
         self.again = [sys.executable, *sys.orig_argv[1:]]
-        self.loaded = False  # whether LATER was imported
+        self.loaded = False  # whether LATE_IMPORTS was imported
 
     def load(self) -> None:
         """Import the modules of ranks; end if a fork would not be safe afterwards."""
@@ -76,32 +76,32 @@ class Zygote:
             self.end()
         _tidy()
 
-    def load_later(self) -> None:
+    def load_late_imports(self) -> None:
         """Import the modules that are slow and needed by few ranks."""
         self.loaded = True
-        for name in LATER:
+        for name in LATE_IMPORTS:
             with suppress(Exception):  # the rank that needs it will report the error
                 importlib.import_module(name)
         _tidy()
 
     def serve(self) -> tuple[socket.socket, int]:
         """Fork a rank for each launcher; return only in the rank, with its launcher's connection and process id."""
-        # Python writes to `bell` on every signal. So the end of a rank (SIGCHLD) wakes up the poll below.
-        wake, bell = socket.socketpair()
-        bell.setblocking(False)
-        wake.setblocking(False)
-        signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+        # Python writes to `wakeup_writer` on every signal. So the end of a rank (SIGCHLD) wakes up the poll below.
+        wakeup_reader, wakeup_writer = socket.socketpair()
+        wakeup_writer.setblocking(False)
+        wakeup_reader.setblocking(False)
+        signal.set_wakeup_fd(wakeup_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.events.register(self.listener, select.EPOLLIN)
-        self.events.register(wake, select.EPOLLIN)
+        self.events.register(wakeup_reader, select.EPOLLIN)
         while True:
             waits = not self.loaded and not self.ranks  # importing would disturb ranks that measure time
             ready = self.events.poll(QUIET if waits else None)
             if not ready and waits:
-                self.load_later()
+                self.load_late_imports()
             for handle, _ in ready:
-                if handle == wake.fileno():
-                    wake.recv(4096)
+                if handle == wakeup_reader.fileno():
+                    wakeup_reader.recv(4096)
                     self.report_ended_ranks()
                     # The other events may belong to connections that were closed just now.
                     break
@@ -117,7 +117,7 @@ class Zygote:
                     if rank == 0:
                         # In the rank: close all of the zygote's sockets.
                         signal.set_wakeup_fd(-1)
-                        for each in (self.events, self.listener, wake, bell, *self.ranks.values()):
+                        for each in (self.events, self.listener, wakeup_reader, wakeup_writer, *self.ranks.values()):
                             each.close()
                         return connection, launcher
                     self.ranks[rank] = connection

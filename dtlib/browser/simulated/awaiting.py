@@ -9,24 +9,24 @@ from types import CodeType
 from dtlib.browser.simulated.communicator import OPERATIONS
 
 SINGLE = "reduce_scatter_single", "all_gather_single", "all_to_all_single"  # names in torch.distributed
-TAKE_TURNS = (*OPERATIONS, *SINGLE, "wait", "done")  # methods that get an `await`
+WAITING_METHODS = (*OPERATIONS, *SINGLE, "wait", "done")  # methods that get an `await`
 
 
-def compiled(source: str, file: str, take_turns: set) -> tuple[CodeType, tuple[int, ...]]:
+def compiled(source: str, file: str, awaited: set) -> tuple[CodeType, tuple[int, ...]]:
     """Return the code of a cell with ``await`` before each operation, and the numbers of these lines.
 
-    ``take_turns`` has the names of functions that must be awaited. Functions of this cell are added to it.
+    ``awaited`` has the names of functions that must be awaited. Functions of this cell are added to it.
 
     Raises:
         SyntaxError: for invalid code, and for an operation in a place where ``await`` is not allowed.
     """
     tree = ast.parse(source, file)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    take_turns.difference_update(node.name for node in functions)
+    awaited.difference_update(node.name for node in functions)
     # A function that calls a waiting function waits too: repeat until no more are found.
-    while more := {f.name for f in functions if f.name not in take_turns and _waits(f, take_turns)}:
-        take_turns |= more
-    awaits = _Awaits(take_turns, file)
+    while more := {f.name for f in functions if f.name not in awaited and _waits(f, awaited)}:
+        awaited |= more
+    awaits = _Awaits(awaited, file)
     tree = awaits.visit(tree)
     # Show the value of the last line, as a notebook does.
     if tree.body and isinstance(tree.body[-1], ast.Expr):
@@ -41,33 +41,33 @@ def _name(function) -> str:
     return getattr(function, "attr", "") or getattr(function, "id", "")
 
 
-def _waits(function, take_turns) -> bool:
+def _waits(function, awaited) -> bool:
     # Calls inside a nested function count for that function only.
     inner = [node for node in ast.walk(function) if isinstance(node, ast.FunctionDef) and node is not function]
     hidden = {id(part) for node in inner for part in ast.walk(node)}
     return any(
-        isinstance(node, ast.Call) and id(node) not in hidden and _gives_way(node.func, take_turns)
+        isinstance(node, ast.Call) and id(node) not in hidden and _is_waiting_call(node.func, awaited)
         for node in ast.walk(function)
     )
 
 
-def _gives_way(function, take_turns) -> bool:
-    return (isinstance(function, ast.Attribute) and function.attr in TAKE_TURNS) or _name(function) in take_turns
+def _is_waiting_call(function, awaited) -> bool:
+    return (isinstance(function, ast.Attribute) and function.attr in WAITING_METHODS) or _name(function) in awaited
 
 
 class _Awaits(ast.NodeTransformer):
-    """Replaces calls of operations by ``await _turn(call)``, and their functions by asynchronous ones."""
+    """Replaces calls of operations by ``await _await(call)``, and their functions by asynchronous ones."""
 
-    def __init__(self, take_turns: set, file: str):
-        self.take_turns, self.file = take_turns, file
+    def __init__(self, awaited: set, file: str):
+        self.awaited, self.file = awaited, file
         self.lines: set = set()
 
     def visit_Call(self, node):
         self.generic_visit(node)
-        if not _gives_way(node.func, self.take_turns):
+        if not _is_waiting_call(node.func, self.awaited):
             return node
         self.lines.add(node.lineno)
-        return ast.copy_location(ast.Await(ast.Call(ast.Name("_turn", ast.Load()), [node], [])), node)
+        return ast.copy_location(ast.Await(ast.Call(ast.Name("_await", ast.Load()), [node], [])), node)
 
     def visit_Await(self, node):
         """Keep an ``await`` that the learner wrote, and add no second one."""
@@ -75,7 +75,7 @@ class _Awaits(ast.NodeTransformer):
         return node.value if isinstance(node.value, ast.Await) else node
 
     def visit_FunctionDef(self, node):
-        waits = node.name in self.take_turns and _waits(node, self.take_turns)
+        waits = node.name in self.awaited and _waits(node, self.awaited)
         if waits and any(isinstance(part, ast.Yield | ast.YieldFrom) for part in ast.walk(node)):
             self._refuse(node, "a function with `yield`", "return a list")
         self.generic_visit(node)
@@ -84,7 +84,7 @@ class _Awaits(ast.NodeTransformer):
         return ast.copy_location(ast.AsyncFunctionDef(**{name: getattr(node, name) for name in node._fields}), node)
 
     def visit_Lambda(self, node):
-        if any(isinstance(part, ast.Call) and _gives_way(part.func, self.take_turns) for part in ast.walk(node)):
+        if any(isinstance(part, ast.Call) and _is_waiting_call(part.func, self.awaited) for part in ast.walk(node)):
             self._refuse(node, "a lambda", "write a def")
         return node
 

@@ -16,10 +16,10 @@ from types import ModuleType, SimpleNamespace
 from dtlib.browser.simulated import distributed
 from dtlib.browser.simulated.awaiting import compiled
 from dtlib.browser.simulated.communicator import Event, Pending, SimulatedCommunicator, Wires
-from dtlib.browser.simulated.tensors import stand_in
+from dtlib.browser.simulated.tensors import fake_module
 from dtlib.comm import waiting
 from dtlib.comm.watch import missing_ranks
-from dtlib.comm.watch.board import Sighting
+from dtlib.comm.watch.board import BoardEntry
 from dtlib.errors import RESET, DtlibError, MissingName, WaitTimeout
 
 LINES, LETTERS = 200, 10_000  # printed per rank and cell; further lines are only counted
@@ -50,7 +50,7 @@ class Ranks:
     def __init__(self, size: int):
         self.size, self.wires, self.number = size, Wires(size), 0
         self.ranks = [_Rank(rank, self.wires) for rank in range(size)]
-        self._take_turns: set[str] = set()  # functions of earlier cells that must be awaited
+        self._waiting_functions: set[str] = set()  # functions of earlier cells that must be awaited
 
     def run(self, source: str) -> Outcome:
         """Run a cell on all ranks, and return its outcome."""
@@ -58,7 +58,7 @@ class Ranks:
         file = f"<cell {self.number}>"
         source = re.sub(r"(?m)^%px\b[ \t]*", "", re.sub(r"\A\s*%%px\b[^\n]*\n?", "", source))
         try:
-            code, lines = compiled(source, file, self._take_turns)
+            code, lines = compiled(source, file, self._waiting_functions)
         except SyntaxError as error:
             line = (error.text or "").strip()
             return Outcome(problem=f"Nothing ran. Line {error.lineno}: {error.msg}" + (f": {line}" if line else "."))
@@ -69,31 +69,31 @@ class Ranks:
         wires.network.number = 0
         for rank in self.ranks:
             rank.begin(code)
-        stuck = self._turns()
+        stuck = self._run_to_end()
         said = [rank.text() for rank in self.ranks]
         failed = [rank.failed for rank in self.ranks]
         return Outcome(
             said, failed, list(wires.events), list(wires.network.arrived), wires.network.number, lines, "", stuck
         )
 
-    def _turns(self) -> bool:
+    def _run_to_end(self) -> bool:
         """Run all ranks to the end of the cell; return True if they were in a deadlock."""
         stuck = False
         while any(rank.runs for rank in self.ranks):
             # Operations progress before and after each delivery, so that a rank sees messages of the same round.
             waiting.advance_all()
-            moved = [rank.go_on() for rank in self.ranks if rank.can_go_on()]
+            moved = [rank.resume() for rank in self.ranks if rank.can_resume()]
             waiting.advance_all()
             got = self.wires.network.deliver()
             waiting.advance_all()
             for rank in self.ranks:
                 rank.comm_ended()
-            if not moved and not got and not any(rank.can_go_on() for rank in self.ranks):
+            if not moved and not got and not any(rank.can_resume() for rank in self.ranks):
                 stuck = True
-                self._say_who_waits()
+                self._report_deadlock()
         return stuck
 
-    def _say_who_waits(self) -> None:
+    def _report_deadlock(self) -> None:
         waits = {rank: rank.waits.task.call for rank in self.ranks if rank.runs and rank.waits}
         sentences = {}
         for rank, call in waits.items():
@@ -106,7 +106,7 @@ class Ranks:
             rank.world.comm.abandon("was left by others in the middle of an operation")
         self.wires.network.forget()
         for rank in waits:
-            rank.go_on(WaitTimeout(sentences[rank]))
+            rank.resume(WaitTimeout(sentences[rank]))
 
 
 class _Rank:
@@ -116,12 +116,12 @@ class _Rank:
         self.rank, self.wires, self.resets = rank, wires, 0
         self.world = SimpleNamespace(rank=rank, size=wires.size, comm=SimulatedCommunicator(rank, wires))
         self.world.local_rank, self.world.node, self.world.nodes = rank, 0, 1
-        self.modules = {"torch": stand_in(), "dtlib": self._dtlib()}
-        self.modules["torch.distributed"] = distributed.stand_in(lambda: self.world.comm)
+        self.modules = {"torch": fake_module(), "dtlib": self._dtlib()}
+        self.modules["torch.distributed"] = distributed.fake_module(lambda: self.world.comm)
         vars(self.modules["torch"])["distributed"] = self.modules["torch.distributed"]
         own = {**vars(builtins), "print": self.print, "__import__": self._import, "input": self._input}
         self.names = {
-            "__name__": "__main__", "__builtins__": own, "_turn": _turn, "_show": self._show,
+            "__name__": "__main__", "__builtins__": own, "_await": _await, "_show": self._show,
             "rank": rank, "world": self.world, "comm": self.world.comm,
         }  # fmt: skip
         self.runs: Generator | None = None
@@ -135,10 +135,10 @@ class _Rank:
         self.world.comm.pending.clear()
         self.runs = _started(code, self.names)
 
-    def can_go_on(self) -> bool:
+    def can_resume(self) -> bool:
         return self.runs is not None and (self.waits is None or self.waits.task.complete)
 
-    def go_on(self, error: Exception | None = None) -> bool:
+    def resume(self, error: Exception | None = None) -> bool:
         """Run this rank until it waits or its cell ends; return True."""
         try:
             assert self.runs is not None
@@ -147,11 +147,11 @@ class _Rank:
         except StopIteration:
             state = "has finished its cell"
         except BaseException as problem:
-            self.failed = _told(problem)
+            self.failed = _describe(problem)
             state = f"raised {type(problem).__name__}: {problem}"[:120]
         self.runs = self.waits = None
-        last = self.wires.seen.get(self.rank, Sighting("finished"))
-        self.wires.seen[self.rank] = Sighting(state, last.operation, last.what, last.where, last.group, last.number)
+        last = self.wires.seen.get(self.rank, BoardEntry("finished"))
+        self.wires.seen[self.rank] = BoardEntry(state, last.operation, last.what, last.where, last.group, last.number)
         return True
 
     def comm_ended(self) -> None:
@@ -227,7 +227,7 @@ class _Rank:
         yield SimpleNamespace(sent=sent)
 
 
-async def _turn(value):
+async def _await(value):
     """Return the result of an operation, after other ranks had their turns."""
     if inspect.isawaitable(value):
         value = await value
@@ -242,7 +242,7 @@ def _started(code, names):
     return eval(code, names) if code.co_flags & inspect.CO_COROUTINE else _plain(code, names)
 
 
-def _told(problem: BaseException) -> str:
+def _describe(problem: BaseException) -> str:
     if isinstance(problem, DtlibError):
         return f"{type(problem).__name__}: {problem}"
     lines = [frame for frame in traceback.extract_tb(problem.__traceback__) if frame.filename.startswith("<cell")]

@@ -12,7 +12,7 @@ from dtlib.comm.numbers import COMBINE, combiner
 from dtlib.comm.objects import ArgumentChecks
 from dtlib.comm.selection import choose
 from dtlib.comm.waiting import Operation, Queue
-from dtlib.comm.watch.board import Sighting
+from dtlib.comm.watch.board import BoardEntry
 from dtlib.comm.watch.missing_ranks import disagreement, mismatch
 from dtlib.errors import RESET, CommunicationError, MissingName
 from dtlib.lessons.l03.simulated_network import Network, SimulatedLink
@@ -60,12 +60,12 @@ class Pending:
     def __await__(self) -> Generator["Pending", None, object]:
         call, seen = self.task.call, self.comm.wires.seen
         while not self.task.complete:
-            seen[self.comm.rank] = _sighting("waits", call)
+            seen[self.comm.rank] = _entry("waits", call)
             yield self
         if self.task.error:
-            seen[self.comm.rank] = _sighting(f"raised {type(self.task.error).__name__}", call)
+            seen[self.comm.rank] = _entry(f"raised {type(self.task.error).__name__}", call)
             raise self.task.error
-        seen[self.comm.rank] = _sighting("finished", call)
+        seen[self.comm.rank] = _entry("finished", call)
         return self.task.value
 
     def ended(self) -> None:
@@ -234,7 +234,7 @@ class SimulatedCommunicator(ArgumentChecks):
         task = Operation(call, link, steps, finish)
         event = Event(self.rank, call.operation, str(call), self.wires.network.number)
         self.wires.events.append(event)
-        self.wires.seen[self.rank] = _sighting("started", call)
+        self.wires.seen[self.rank] = _entry("started", call)
         pending = Pending(self, task, event, link)
         self.pending.append(pending)
         enqueue(task)
@@ -275,5 +275,5 @@ def _combiner(tensor, op, operation):
     return combiner(op)
 
 
-def _sighting(state: str, call: Call) -> Sighting:
-    return Sighting(state, call.operation, str(call), call.where, call.group, call.number, tuple(call.peers))
+def _entry(state: str, call: Call) -> BoardEntry:
+    return BoardEntry(state, call.operation, str(call), call.where, call.group, call.number, tuple(call.peers))

@@ -9,7 +9,7 @@ from dtlib.browser.simulated.communicator import SimulatedCommunicator
 REDUCE_OPS = SimpleNamespace(SUM="sum", AVG="mean", MAX="max", MIN="min", PRODUCT="prod")
 
 
-def stand_in(world: Callable[[], SimulatedCommunicator]) -> ModuleType:
+def fake_module(world: Callable[[], SimulatedCommunicator]) -> ModuleType:
     """Return the module; ``world()`` returns the communicator that is used without ``group=``.
 
     A process group is a communicator here.

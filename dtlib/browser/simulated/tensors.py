@@ -10,7 +10,7 @@ from typing import TypeAlias, Union
 from dtlib.comm.numbers import CODES, Numbers
 from dtlib.errors import MissingName
 
-MADE = ("tensor", "zeros", "ones", "full", "arange")
+CONSTRUCTORS = ("tensor", "zeros", "ones", "full", "arange")
 TYPES = tuple(f"torch.{name}" for name in CODES)
 MANY = 1000  # a tensor with more elements prints only EDGE elements at each end, as in torch
 EDGE = 3
@@ -216,10 +216,10 @@ def _type(dtype, inferred: str) -> str:
     return name
 
 
-def stand_in() -> ModuleType:
+def fake_module() -> ModuleType:
     """Return the module that ``import torch`` finds."""
-    module = ModuleType("torch", "A stand-in: " + ", ".join(MADE))
-    for name in MADE:
+    module = ModuleType("torch", "A stand-in: " + ", ".join(CONSTRUCTORS))
+    for name in CONSTRUCTORS:
         setattr(module, name, globals()[name])
     for name in TYPES:
         setattr(module, name.removeprefix("torch."), name)
@@ -228,7 +228,7 @@ def stand_in() -> ModuleType:
     def missing(name):
         if name.startswith("__"):
             raise AttributeError(name)
-        raise MissingName(f"torch is a stand-in here and has no {name}: it has {', '.join(MADE)}.")
+        raise MissingName(f"torch is a stand-in here and has no {name}: it has {', '.join(CONSTRUCTORS)}.")
 
     vars(module).update(__getattr__=missing)
     return module

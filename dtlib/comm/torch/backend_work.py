@@ -153,13 +153,13 @@ class _Future(torch.futures.Future):
     def then(self, callback):
         following = _Future(self._complete, self._devices)
 
-        def go_on(future):
+        def resume(future):
             try:
                 following.set_result(callback(future))
             except Exception as error:
                 following.set_exception(error)
 
-        self.add_done_callback(go_on)
+        self.add_done_callback(resume)
         return following
 
 

@@ -174,7 +174,7 @@ class Group(dist.ProcessGroup):
         whole = finish = None
         if self.rank() == opts.rootRank:
             [outputs] = output_lists
-            whole, finish = self._room(outputs, mine)
+            whole, finish = self._output_memory(outputs, mine)
         start = partial(self._alive().gather, whole, moved(mine), opts.rootRank)
         return self._begin(opts, [start], output_lists, finish)
 
@@ -203,15 +203,15 @@ class Group(dist.ProcessGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: c10d.AllToAllOptions | None = None) -> dist.Work:
         self._check_own(outputs, inputs[self.rank()] if len(inputs) == self.size() else None)
         # The tensors of a list travel as one flat tensor, which is split into the outputs at the end.
-        sent, room = torch.cat([moved(one).reshape(-1) for one in inputs]), [moved(one) for one in outputs]
-        come = sent.new_empty(sum(one.numel() for one in room))
-        sizes = [[one.numel() for one in room], [moved(one).numel() for one in inputs]]
+        sent, buffers = torch.cat([moved(one).reshape(-1) for one in inputs]), [moved(one) for one in outputs]
+        received = sent.new_empty(sum(one.numel() for one in buffers))
+        sizes = [[one.numel() for one in buffers], [moved(one).numel() for one in inputs]]
 
         def finish():
-            for one, piece in zip(room, come.split(sizes[0]), strict=True):
+            for one, piece in zip(buffers, received.split(sizes[0]), strict=True):
                 one.copy_(piece.view_as(one))
 
-        start = partial(self._alive().all_to_all, come, sent, *sizes)
+        start = partial(self._alive().all_to_all, received, sent, *sizes)
         return self._begin(opts or c10d.AllToAllOptions(), [start], outputs, finish)
 
     def barrier(self, opts: c10d.BarrierOptions | None = None) -> dist.Work:
@@ -333,7 +333,7 @@ class Group(dist.ProcessGroup):
 
     def _all_gather(self, outputs, input, opts):
         if all(output.shape == input.shape for output in outputs):
-            whole, finish = self._room(outputs, input)
+            whole, finish = self._output_memory(outputs, input)
             return self._begin(opts, [partial(self._alive().all_gather, whole, moved(input))], [outputs], finish)
         # The sizes differ: broadcast each tensor from its rank.
         self._check_own(outputs, input)
@@ -341,15 +341,15 @@ class Group(dist.ProcessGroup):
         starts = [partial(self._alive().broadcast, moved(output), root) for root, output in enumerate(outputs)]
         return self._begin(opts, starts, [outputs])
 
-    def _room(self, outputs, like):
+    def _output_memory(self, outputs, like):
         """Return memory for every rank's tensor, and a function that copies it into ``outputs``."""
         self._check_list(outputs, like)
         like = moved(like)
         whole = torch.empty((self.size(), *like.shape), dtype=like.dtype, device=like.device)
 
         def finish():
-            for output, come in zip(outputs, whole, strict=True):
-                moved(output).copy_(come)
+            for output, received in zip(outputs, whole, strict=True):
+                moved(output).copy_(received)
 
         return whole, finish
 
@@ -392,16 +392,16 @@ def group_over(comm: ObjectOperations) -> Group:
         return group
     _groups[comm] = group = Group(dist.HashStore(), comm, list(comm.members), lambda _: None)
     world: Any = c10d._world
-    known = _Known(group, lambda known: (world.pg_group_ranks.pop(known, None), world.pg_map.pop(known, None)))
-    world.pg_group_ranks[known] = {member: rank for rank, member in enumerate(comm.members)}
-    world.pg_map[known] = ("dtlib", group.get_group_store())
+    key = _GroupKey(group, lambda key: (world.pg_group_ranks.pop(key, None), world.pg_map.pop(key, None)))
+    world.pg_group_ranks[key] = {member: rank for rank, member in enumerate(comm.members)}
+    world.pg_map[key] = ("dtlib", group.get_group_store())
     return group
 
 
 _groups: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # communicator -> group
 
 
-class _Known(weakref.ref):
+class _GroupKey(weakref.ref):
     """A weak reference to a group, as a key of torch's tables. A strong one would keep the group alive for ever."""
 
     def __init__(self, group, forget):

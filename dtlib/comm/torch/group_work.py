@@ -203,7 +203,7 @@ class GroupHandle(Generic[V]):
         return self._value
 
     def _poll(self) -> None:
-        started, nap, limit = time.monotonic(), 0.0, self._comm.time_limit
+        started, pause, limit = time.monotonic(), 0.0, self._comm.time_limit
         try:
             # Poll, because torch's own wait can neither be interrupted nor report which operation is late.
             while not self._work.is_completed():
@@ -217,10 +217,10 @@ class GroupHandle(Generic[V]):
                     # A thread of gloo does the work and needs the core.
                     os.sched_yield()
                     continue
-                if waited > waiting.LOOK_SECONDS:
+                if waited > waiting.CHECK_SECONDS:
                     board.waits = self._call
-                nap = min(waiting.LONGEST_NAP, nap + 0.0002)
-                time.sleep(nap)
+                pause = min(waiting.LONGEST_SLEEP, pause + 0.0002)
+                time.sleep(pause)
         except BaseException:
             self._give_up(f"was interrupted in {self._call}")
             raise

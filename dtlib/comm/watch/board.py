@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SLOT, HEAD = 640, 160
 # Characters of a call and of a communicator's name. All ranks cut at the same length, because ranks compare them.
 LONGEST = 80
-CARRY_SECONDS = 0.5
+COPY_SECONDS = 0.5
 
 PROGRAM = "program"
 NOTICE_SECONDS = 3.0  # until a message shows which rank is missing
@@ -51,7 +51,7 @@ waits: Call | None = None
 
 
 @dataclass
-class Sighting:
+class BoardEntry:
     """The last entry of a rank on the board.
 
     ``state`` is ``waits``, ``started`` (the rank computes meanwhile), ``finished``, ``elsewhere`` (the rank is in the
@@ -122,7 +122,7 @@ class Board:
         self._number, self._call = 0, _in_words()
         self._write(state)
 
-    def seen(self) -> dict[int, Sighting]:
+    def seen(self) -> dict[int, BoardEntry]:
         """Return what each rank did last. Ranks with an empty slot, or in the middle of writing, are left out."""
         found = {}
         for slot, rank in enumerate(self.members):
@@ -141,24 +141,24 @@ class ClusterBoard(Board):
         super().__init__(file, rank, members)
         self._node, self._nodes, self._store = node, nodes, store
         if self._mine == 0:
-            threading.Thread(target=self._carry, name="dtlib board", daemon=True).start()
+            threading.Thread(target=self._copy_to_store, name="dtlib board", daemon=True).start()
 
-    def _carry(self) -> None:
+    def _copy_to_store(self) -> None:
         # The store ends with the job.
         with suppress(RuntimeError):
             while True:
-                seen = {rank: asdict(sighting) for rank, sighting in super().seen().items()}
+                seen = {rank: asdict(entry) for rank, entry in super().seen().items()}
                 self._store.set(f"node {self._node}", json.dumps(seen))
-                time.sleep(CARRY_SECONDS)
+                time.sleep(COPY_SECONDS)
 
-    def seen(self) -> dict[int, Sighting]:
+    def seen(self) -> dict[int, BoardEntry]:
         """Return what each rank of all nodes did last."""
         found = super().seen()
         for node in range(self._nodes):
             key = f"node {node}"
             if node != self._node and self._store.check([key]):
                 others = json.loads(self._store.get(key))
-                found.update({int(rank): _sighting(**content) for rank, content in others.items()})
+                found.update({int(rank): _entry(**content) for rank, content in others.items()})
         return found
 
 
@@ -188,14 +188,14 @@ def _state_in_words(state: str, over: str) -> bytes:
     return json.dumps(["", ""]).encode()
 
 
-def _read(slot) -> Sighting:
+def _read(slot) -> BoardEntry:
     number, _, state = slot[:HEAD].partition(b" ")
     state, over = json.loads(state)
-    return _sighting(state, number=int(number), over=over, **json.loads(slot[HEAD:]))
+    return _entry(state, number=int(number), over=over, **json.loads(slot[HEAD:]))
 
 
-def _sighting(state, peers=(), **facts) -> Sighting:
-    return Sighting(state, peers=tuple(peers), **facts)
+def _entry(state, peers=(), **facts) -> BoardEntry:
+    return BoardEntry(state, peers=tuple(peers), **facts)
 
 
 def publish(state: str, call: Call | None = None) -> None:

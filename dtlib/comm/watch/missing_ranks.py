@@ -1,12 +1,12 @@
 """Error messages about ranks that wait: which rank is missing, and which ranks call what (pure Python)."""
 
-from dtlib.comm.watch.board import Sighting
+from dtlib.comm.watch.board import BoardEntry
 from dtlib.errors import RESET
 
 WAITS = ("waits", "timed out")  # states of a rank that waits; one that timed out has just stopped waiting
 
 
-def describe(me: int, seen: dict[int, Sighting]) -> str:
+def describe(me: int, seen: dict[int, BoardEntry]) -> str:
     """Return, as text, which rank is missing in the end while rank ``me`` waits.
 
     It follows the chain of waits: rank 0 waits for rank 1, which waits for rank 2, which does not wait. So all of them
@@ -20,7 +20,7 @@ def describe(me: int, seen: dict[int, Sighting]) -> str:
     return "they wait for one another: " + ", ".join(f"rank {rank} in {_place(seen[rank])}" for rank in sorted(waiting))
 
 
-def ended_ranks(me: int, seen: dict[int, Sighting], cell: str) -> tuple[list[int], list[int]]:
+def ended_ranks(me: int, seen: dict[int, BoardEntry], cell: str) -> tuple[list[int], list[int]]:
     """Return the ranks that have ended this ``cell`` of the notebook and will not arrive: failed ones, finished ones.
 
     Only ranks that rank ``me`` waits for are returned, directly or through other ranks. A receive from any rank does
@@ -33,7 +33,7 @@ def ended_ranks(me: int, seen: dict[int, Sighting], cell: str) -> tuple[list[int
 
     def needs_them(rank):
         mine = seen.get(rank)
-        return mine is None or not _any_will_do(mine) or all(is_over(peer) for peer in mine.peers if peer != rank)
+        return mine is None or not _receives_from_any(mine) or all(is_over(peer) for peer in mine.peers if peer != rank)
 
     waiting, culprits = _followed(me, seen, needs_them)
     ended = [rank for rank in {*waiting, *culprits} - {me} if is_over(rank)]
@@ -43,33 +43,33 @@ def ended_ranks(me: int, seen: dict[int, Sighting], cell: str) -> tuple[list[int
     return sorted(failed), sorted(rank for rank in set(ended) - set(failed) if seen[rank].group in groups)
 
 
-def _followed(me: int, seen: dict[int, Sighting], needs_them=lambda rank: True) -> tuple[list[int], list[int]]:
+def _followed(me: int, seen: dict[int, BoardEntry], needs_them=lambda rank: True) -> tuple[list[int], list[int]]:
     """Follow the chain of waits from ``me``: return the ranks that wait, and the ranks at its ends, which do not.
 
     ``needs_them(rank)`` is False if a waiting rank does not depend on the ranks that are missing.
     """
-    waiting, culprits, to_look_at = [], [], [me]
-    while to_look_at:
-        rank = to_look_at.pop(0)
+    waiting, culprits, to_visit = [], [], [me]
+    while to_visit:
+        rank = to_visit.pop(0)
         if rank in waiting or rank in culprits:
             continue
         if rank == me or _waits(seen.get(rank)):
             waiting.append(rank)
-            to_look_at += missing(rank, seen) if needs_them(rank) else []
+            to_visit += missing(rank, seen) if needs_them(rank) else []
         else:
             culprits.append(rank)
     return waiting, culprits
 
 
-def missing(rank: int, seen: dict[int, Sighting]) -> list[int]:
+def missing(rank: int, seen: dict[int, BoardEntry]) -> list[int]:
     """Return the ranks that have not reached the operation in which ``rank`` waits."""
     mine = seen.get(rank)
     if mine is None:
         return []
-    return [peer for peer in mine.peers or seen if peer != rank and not _has_come(mine, seen.get(peer), rank)]
+    return [peer for peer in mine.peers or seen if peer != rank and not _has_called(mine, seen.get(peer), rank)]
 
 
-def _has_come(mine: Sighting, other: Sighting | None, rank: int) -> bool:
+def _has_called(mine: BoardEntry, other: BoardEntry | None, rank: int) -> bool:
     if other is None:
         return False
     if mine.number:  # a collective; numbers count the collectives of one communicator
@@ -88,32 +88,32 @@ def _has_come(mine: Sighting, other: Sighting | None, rank: int) -> bool:
     )
 
 
-def _any_will_do(sighting: Sighting) -> bool:
+def _receives_from_any(entry: BoardEntry) -> bool:
     """Return True for a receive from any rank: no collective, and more than one peer."""
-    return not sighting.number and len(sighting.peers) > 1
+    return not entry.number and len(entry.peers) > 1
 
 
-def _waits(sighting: Sighting | None) -> bool:
-    return sighting is not None and sighting.state in WAITS
+def _waits(entry: BoardEntry | None) -> bool:
+    return entry is not None and entry.state in WAITS
 
 
-def _place(sighting: Sighting) -> str:
-    return f"{sighting.what} (`{sighting.where}`)" if sighting.where else sighting.what
+def _place(entry: BoardEntry) -> str:
+    return f"{entry.what} (`{entry.where}`)" if entry.where else entry.what
 
 
-def last_seen(sighting: Sighting | None) -> str:
+def last_seen(entry: BoardEntry | None) -> str:
     """Return a clause about what a rank did last, to follow "rank 2"."""
-    if sighting is None:
+    if entry is None:
         return "has called no operation yet"
-    if sighting.state == "elsewhere":
-        before = f"its last operation was {sighting.what}" if sighting.what else "has called no operation yet"
-        return f"is in `{sighting.where}`; {before}"
-    if sighting.state == "finished":
-        return f"has not arrived; it last finished {_place(sighting)}" if sighting.what else "has not arrived"
-    if sighting.state == "started":
-        return f"has started {_place(sighting)} and computes" if sighting.what else "has called no operation yet"
-    last = f"; its last operation was {_place(sighting)}" if sighting.what else ""
-    return f"{sighting.state}{last}"
+    if entry.state == "elsewhere":
+        before = f"its last operation was {entry.what}" if entry.what else "has called no operation yet"
+        return f"is in `{entry.where}`; {before}"
+    if entry.state == "finished":
+        return f"has not arrived; it last finished {_place(entry)}" if entry.what else "has not arrived"
+    if entry.state == "started":
+        return f"has started {_place(entry)} and computes" if entry.what else "has called no operation yet"
+    last = f"; its last operation was {_place(entry)}" if entry.what else ""
+    return f"{entry.state}{last}"
 
 
 def disagreement(said: dict[int, tuple[str, str]]) -> str:

@@ -12,8 +12,8 @@ import time
 from dtlib.comm.call import line_outside
 from dtlib.comm.watch import board, missing_ranks
 
-LOOK_SECONDS = 0.4
-AGAIN_SECONDS = 60.0
+CHECK_SECONDS = 0.4
+REPEAT_SECONDS = 60.0
 # Lines that may wait for other ranks without dtlib's operations: in mpi4py, or in a process group of torch.
 OPERATIONS = re.compile(
     r"\b(\w*comm\w*|mpi|dist|distributed|group)\.i?(all_?(reduce|gather|to_?all)|barrier|bcast|broadcast|reduce|gather|"
@@ -33,7 +33,7 @@ def _follow(mine: board.Board) -> None:
     # The rank has been in the line or operation `where` since the time `since`; the next message is due at `again`.
     where, last, since, again = "", None, 0.0, 0.0
     while True:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(CHECK_SECONDS)
         if board.current is not mine:
             return
         # `last` is a new tuple for each operation. A rank that starts operations is not stuck, so leave its frames
@@ -58,8 +58,8 @@ def _follow(mine: board.Board) -> None:
             since = now if before else since
             again = since + board.NOTICE_SECONDS
         if stuck and now >= again:
-            again = now + AGAIN_SECONDS
-            _tell(mine, f"{now - since:.0f} s in {where}")
+            again = now + REPEAT_SECONDS
+            _print_report(mine, f"{now - since:.0f} s in {where}")
 
 
 def _of_the_program(frame):
@@ -72,9 +72,9 @@ def _of_the_program(frame):
     return inside or frame
 
 
-def _tell(mine, what: str) -> None:
+def _print_report(mine, what: str) -> None:
     seen = mine.seen()
-    me = seen.get(mine.rank, board.Sighting(""))
+    me = seen.get(mine.rank, board.BoardEntry(""))
     # Another rank with a lower number waits in the same line: leave the message to it.
     if any(rank < mine.rank and (one.state, one.where) == (me.state, me.where) for rank, one in seen.items()):
         return

@@ -74,7 +74,7 @@ def _tensors() -> list:
     from dtlib.comm.watch.call_counts import living
 
     # Buffers that communicators keep between calls do not belong to the answer.
-    kept = {_key(tensor) for comm in list(living) for tensor in comm.held()["communication"]}
+    kept = {_key(tensor) for comm in list(living) for tensor in comm.tensors_by_kind()["communication"]}
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     return _with_gradients([tensor for tensor in tensors if _has_storage(tensor) and _key(tensor) not in kept])
 

@@ -31,7 +31,7 @@ def certificate(name: str = "") -> None:
     if name == "your name":
         print("Put your own name in its place, and run this cell again.")
         return
-    text = page(course.kept(), progress.lessons(), name, date.today())
+    text = page(course.read_record(), progress.lessons(), name, date.today())
     path = course.folder() / FILE
     with writing(path, "free some space there, and try again"):
         path.write_text(text, encoding="utf-8")

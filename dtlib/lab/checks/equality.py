@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dtlib.lab.foreign import Tensor
 
 NUMBER = 8  # bytes of a float64
-SPARE = 32 * NUMBER  # bytes for step counters and flags
+MARGIN = 32 * NUMBER  # bytes for step counters and flags
 
 
 def same(got: Tensor, expected: Tensor) -> bool:

@@ -75,9 +75,9 @@ def rows(rank: int | None, *expected: str) -> Callable[..., None]:
     hold, so their values must exist for right answers too.
     """
 
-    def wrong(mistake: str, holds: object, *told: str, score: Score | None = None) -> None:
+    def wrong(mistake: str, holds: object, *hints: str, score: Score | None = None) -> None:
         if holds:
-            raise Wrong(mistake, rank, *expected, *told, score=score)
+            raise Wrong(mistake, rank, *expected, *hints, score=score)
 
     return wrong
 
@@ -150,7 +150,7 @@ def _of_file(path: Path) -> Exercise:
 EXERCISES = Registry()
 
 
-def known(name: str) -> str:
+def exercise_name(name: str) -> str:
     """Return the name of an exercise as a string.
 
     Raises:

@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 
 from dtlib.errors import DtlibError, WaitTimeout
 from dtlib.lab import course, last_outputs
-from dtlib.lab.checks.exercise import EXERCISES, Exercise, Problem, Score, Wrong, exercise_files, known
+from dtlib.lab.checks.exercise import EXERCISES, Exercise, Problem, Score, Wrong, exercise_files, exercise_name
 from dtlib.lab.checks.predictions import assigns, without_magic
 from dtlib.lab.checks.solutions import source_of
 from dtlib.lab.checks.verdict import Verdict
@@ -32,7 +32,7 @@ from dtlib.world import in_engine
 
 WAIT_SECONDS = 5  # limit for an answer that waits for other ranks
 TRIES = 2  # failed tries before a solution is offered
-ON_ITS_OWN = "Call it in its own cell (for ranks, after %%px), with small values, and print what that line uses."
+CALL_ALONE = "Call it in its own cell (for ranks, after %%px), with small values, and print what that line uses."
 LEFT = "Your function has returned on this rank, but other ranks wait in it. Does it return early on this rank?"
 _tries: dict[str, tuple[str, int]] = {}  # exercise -> (fingerprint of the answer, number of tries)
 _failed: Counter[str] = Counter()  # exercise -> number of wrong answers
@@ -47,7 +47,7 @@ def check(name: str) -> None:
     Raises:
         DtlibError: for a name that is no exercise, or without ranks to judge on.
     """
-    name = known(name)
+    name = exercise_name(name)
     if in_engine():
         from dtlib.world import init
 
@@ -59,10 +59,10 @@ def check(name: str) -> None:
         verdict = _ask_ranks_for_verdict(name) if exercise.needs_ranks else judge_here(name)
         # Only the notebook's kernel knows which cells ran.
         verdict.note = _note_on_last_cell(exercise, verdict.mistake) or verdict.note
-    _tell(verdict)
+    _show_verdict(verdict)
 
 
-def _tell(verdict: Verdict) -> None:
+def _show_verdict(verdict: Verdict) -> None:
     """Report, record and show a verdict.
 
     Checking the same answer again shows plainer hints; a changed answer starts with the first hint. After two wrong
@@ -258,7 +258,7 @@ def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
             hint = "Do all ranks call the same operation with tensors of the same size? Print shapes on each rank."
         return Problem("waited", rank, "ranks that call the same operations", got, (hint, more))
     except Exception as error:
-        return Problem("raised", rank, "no error", *told(error, answer))
+        return Problem("raised", rank, "no error", *explain_error(error, answer))
 
 
 def _errors_of_waiting(comm) -> tuple:
@@ -315,14 +315,14 @@ def _functions_of(thing) -> list:
     return [method for method in methods if inspect.isfunction(method)]
 
 
-def told(error: BaseException, thing: object) -> tuple[str, tuple]:
+def explain_error(error: BaseException, thing: object) -> tuple[str, tuple]:
     """Return the message of an answer's error, and hints: where it happened, and what to look at."""
     got = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     place = _place(error, thing)
     if place is None and isinstance(error, TypeError) and "argument" in f"{error}":
         asks = "It was not called: do its parameters match the text, in number and order?"
-        return got, (asks, ON_ITS_OWN)
-    return got, (f"{place or 'The error is raised inside a function that yours calls'}. {_advice(error)}", ON_ITS_OWN)
+        return got, (asks, CALL_ALONE)
+    return got, (f"{place or 'The error is raised inside a function that yours calls'}. {_advice(error)}", CALL_ALONE)
 
 
 def _place(error: BaseException, thing) -> str | None:
@@ -333,12 +333,12 @@ def _place(error: BaseException, thing) -> str | None:
 
 
 def _advice(error: BaseException) -> str:
-    fits = [advice for signs, advice in _ADVICE if any(_has(error, sign) for sign in signs)]
+    fits = [advice for patterns, advice in _ADVICE if any(_matches(error, pattern) for pattern in patterns)]
     return fits[0] if fits else "Which values does that line use?"
 
 
-def _has(error: BaseException, sign: type | str) -> bool:
-    return sign in f"{error}" if isinstance(sign, str) else isinstance(error, sign)
+def _matches(error: BaseException, pattern: type | str) -> bool:
+    return pattern in f"{error}" if isinstance(pattern, str) else isinstance(error, pattern)
 
 
 # (types of errors or words in the message, advice): the first that fits is shown.

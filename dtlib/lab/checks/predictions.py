@@ -34,13 +34,13 @@ _noted: dict[str, object] = {}  # name -> guess without an answer yet
 _outcomes: dict[str, str] = {}  # name -> result, for the build of the notebooks
 _asked_in = [None]  # number of the last cell that printed the request for a guess
 # "Run All" starts the next cell within this many seconds after a cell; a reader takes longer.
-AT_ONCE = 1.0
-HOLD_BACK = (
+RUN_ALL_SECONDS = 1.0
+GUESS_MISSING = (
     "This cell did not run: the prediction above has no guess yet. Type your guess there, or run this cell again."
 )
 NO_GUESS_FIRST = ".no-guess-first"
 _unanswered: dict[str, float | None] = {}  # name -> time at which its cell ended; None while it runs
-_held: set[str] = set()  # names for which a cell was held back already
+_asked: set[str] = set()  # names for which a cell was held back already
 
 
 def predict(name: str, guess: object) -> None:
@@ -140,12 +140,12 @@ def _ask() -> None:
 
 def _ask_before_next_cell(name: str) -> None:
     shell, here = _shell(), Path.cwd()
-    if shell and name not in _held and not any((folder / NO_GUESS_FIRST).exists() for folder in (here, *here.parents)):
+    if shell and name not in _asked and not any((folder / NO_GUESS_FIRST).exists() for folder in (here, *here.parents)):
         _unanswered[name] = None
         shell.events.register("pre_run_cell", _cell_begins)
         shell.events.register("post_run_cell", _cell_ends)
-        if _hold_back not in shell.input_transformers_cleanup:
-            shell.input_transformers_cleanup.append(_hold_back)
+        if _skip_cell not in shell.input_transformers_cleanup:
+            shell.input_transformers_cleanup.append(_skip_cell)
 
 
 def _cell_begins(_) -> None:
@@ -156,16 +156,16 @@ def _cell_ends(_) -> None:
     _unanswered.update({name: time.monotonic() for name, ended in _unanswered.items() if ended is None})
 
 
-def _hold_back(lines: list[str]) -> list[str]:
+def _skip_cell(lines: list[str]) -> list[str]:
     """Replace a cell by a request for the missing guess; this is a cleanup transform of IPython.
 
     Kernels call it twice for each cell.
     """
-    waiting = {name for name, ended in _unanswered.items() if ended and time.monotonic() - ended > AT_ONCE}
+    waiting = {name for name, ended in _unanswered.items() if ended and time.monotonic() - ended > RUN_ALL_SECONDS}
     if not waiting or "lab.predict(" in "".join(lines):
         return lines
-    _held.update(waiting)
-    return [f"print({fold(HOLD_BACK)!r})\n"]
+    _asked.update(waiting)
+    return [f"print({fold(GUESS_MISSING)!r})\n"]
 
 
 def _problem(guess, prediction: Prediction) -> str | None:

@@ -10,7 +10,7 @@ def progress() -> None:
     Raises:
         DtlibError: if this folder has no record.
     """
-    known, rows = course.kept()["done"], []
+    known, rows = course.read_record()["done"], []
     begun: list[tuple[str, dict]] = []
     untouched: list[tuple[str, dict]] = []
     for title, asked in lessons():
@@ -36,7 +36,7 @@ def scores() -> None:
     Raises:
         DtlibError: if this folder has no record.
     """
-    record = course.kept()
+    record = course.read_record()
     results = [(name, result) for name, result in record["done"].items() if isinstance(result, list)]
     quizzes = {name.removeprefix("quiz "): "{} of {}".format(*result) for name, result in results}
     if not record["scores"] and not quizzes:

@@ -64,7 +64,7 @@ class Quiz:
     def text(self) -> str:
         """Return the questions without explanations."""
         dots = "." * len(self.questions)
-        lines = [f'To answer without buttons: lab.quiz("{self.name}", answers="{dots}"), a letter a question.']
+        lines = [f'To answer without buttons: lab.quiz("{self.name}", answers="{dots}"), one letter per question.']
         for number, question in enumerate(self.questions, 1):
             lines += ["", f"{number}. {question.asks}"]
             lines += [f"   {letter}  {question.chosen(letter).says}" for letter in question.letters]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dtlib.errors import DtlibError
 from dtlib.lab import course
-from dtlib.lab.checks.exercise import known
+from dtlib.lab.checks.exercise import exercise_name
 
 
 def solution(name: str) -> None:
@@ -29,7 +29,7 @@ def cells_of(name: str) -> tuple[str, list[str]]:
 
     The answer is between the exercise's check and the previous check.
     """
-    name = known(name)
+    name = exercise_name(name)
     for path in sorted(Path(course.SOURCE).glob("notebooks/solutions/*.ipynb")):
         imports = ""
         answer: list[str] = []

@@ -33,10 +33,10 @@ class Verdict:
 
     def text(self, attempt: int = 0) -> str:
         """Return the text for the learner; later attempts get plainer hints."""
-        lines = [self.what_was_judged() + (f"\n\n{self.picture}\n" if self.picture else ""), self.outcome()]
+        lines = [self.judged_code() + (f"\n\n{self.picture}\n" if self.picture else ""), self.outcome()]
         return "\n".join(lines + [f"  {name + ':':9} {value}" for name, value in self.details(attempt)])
 
-    def what_was_judged(self) -> str:
+    def judged_code(self) -> str:
         """Return the line that names the judged answer and the number of ranks."""
         return f"Judged on {self.ranks} ranks: {self.judged}" if self.ranks else f"Judged: {self.judged}"
 

@@ -52,7 +52,7 @@ def html(verdict: Verdict, attempt: int, solution: str = "") -> str:
         + (f'<table style="margin:.3em 0">{rows}</table>' if rows else "")
         + (picture._repr_html_() if hasattr(picture, "_repr_html_") else _pre(str(picture)) if picture else "")
         + (f"<details><summary>Show a solution</summary>{_pre(solution)}</details>" if solution else "")
-        + f'<div style="opacity:.75">{_pre(verdict.what_was_judged())}</div></div>'
+        + f'<div style="opacity:.75">{_pre(verdict.judged_code())}</div></div>'
     )
 
 

@@ -15,7 +15,7 @@ from dtlib.lab.foreign import EngineSet
 
 ANSWER_SECONDS = 2  # seconds for requests that idle ranks answer at once
 # Errors that follow from an error on another rank.
-AFTERMATH = ("PeerFailed", "WaitTimeout", "GroupPeerFailed", "GroupTimeout")
+FOLLOW_UP_ERRORS = ("PeerFailed", "WaitTimeout", "GroupPeerFailed", "GroupTimeout")
 NAME = re.compile(r"name '(\w+)' is not defined")
 
 
@@ -39,7 +39,7 @@ class RanksFailed(DtlibError):
         groups: dict = {}
         for rank, error in self.errors.items():
             groups.setdefault((error.ename, error.evalue), []).append(rank)
-        for ranks in sorted(groups.values(), key=lambda ranks: self.errors[ranks[0]].ename in AFTERMATH):
+        for ranks in sorted(groups.values(), key=lambda ranks: self.errors[ranks[0]].ename in FOLLOW_UP_ERRORS):
             yield ranks_in_words(ranks), self.errors[ranks[0]]
 
     def _render_traceback_(self):
@@ -56,7 +56,7 @@ class RanksFailed(DtlibError):
 
 def raise_errors(errors: dict, waited: str, shell: InteractiveShell, engines: EngineSet) -> NoReturn:
     """Raise ``RanksFailed`` of these ranks, with cures."""
-    first = [rank for rank, error in errors.items() if error.ename not in AFTERMATH] or list(errors)
+    first = [rank for rank, error in errors.items() if error.ename not in FOLLOW_UP_ERRORS] or list(errors)
     cures = _cures(errors.values(), shell, engines) + _refuse_where_out_of_step(engines, ranks_in_words(first))
     raise RanksFailed(errors, cures, waited) from None
 

@@ -13,7 +13,7 @@ from IPython.display import publish_display_data
 
 from dtlib.errors import DtlibError, PeerFailed, WaitTimeout
 from dtlib.lab.engines import cell_errors, outputs
-from dtlib.lab.engines.engine_processes import STUCK
+from dtlib.lab.engines.engine_processes import NOT_INTERRUPTED
 from dtlib.lab.engines.live_view import LiveView, ranks_in_words
 from dtlib.lab.engines.outputs import as_list
 from dtlib.lab.foreign import EngineSet
@@ -54,7 +54,7 @@ def run_cell(cell: str, engines: EngineSet, shell: InteractiveShell, save_name: 
         engines.interrupt()
         result.wait(INTERRUPT_SECONDS)
         if not result.done():
-            raise DtlibError(STUCK) from None
+            raise DtlibError(NOT_INTERRUPTED) from None
     finally:
         engines.cell = None
         view.close()

@@ -18,7 +18,7 @@ from dtlib.world.launch import check_mpiexec, find_mpiexec, python_of_a_rank
 from dtlib.world.processes import Process, end_processes, with_descendants
 
 START_SECONDS = 60
-STUCK = "Some ranks do not react to the interrupt: run lab.engines(restart=True) to start new ranks."
+NOT_INTERRUPTED = "Some ranks do not react to the interrupt: run lab.engines(restart=True) to start new ranks."
 
 
 def start_keeper(record: Record, ranks: int, say: Callable = lambda how_far: None) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dtlib.errors import DtlibError, number
 from dtlib.lab.engines import on_ranks, start_queue, workshop
-from dtlib.lab.engines.engine_processes import START_SECONDS, STUCK, end, interrupt, start_keeper, why_ended
+from dtlib.lab.engines.engine_processes import NOT_INTERRUPTED, START_SECONDS, end, interrupt, start_keeper, why_ended
 from dtlib.lab.engines.rank_table import RankTable
 from dtlib.lab.engines.starting import StartingLine, suitable_number, too_few, warning, why_new
 from dtlib.lab.foreign import AsyncResult, Client
@@ -41,7 +41,7 @@ class EngineSet:
         self.ended = threading.Event()
         threading.Thread(target=self._await_the_end, daemon=True).start()
         self.cell: AsyncResult | None = None  # result of the %%px cell that runs now
-        self.turn = threading.RLock()  # held while a cell runs or the ranks are reset
+        self.cell_lock = threading.RLock()  # held while a cell runs or the ranks are reset
         self.reset_wanted = False  # asks a running cell to reset the ranks at its end
 
     def _ipython_display_(self):
@@ -96,24 +96,24 @@ class EngineSet:
         Raises:
             DtlibError: if the ranks do not react.
         """
-        # A running cell holds `turn`. When the interrupt ends it, it sees `reset_wanted`, resets the ranks and releases
-        # `turn`.
+        # A running cell holds `cell_lock`. When the interrupt ends it, it sees `reset_wanted`, resets the ranks and
+        # releases `cell_lock`.
         self.reset_wanted = True
         self.interrupt()
-        if not self.turn.acquire(timeout=ANSWER_SECONDS):
+        if not self.cell_lock.acquire(timeout=ANSWER_SECONDS):
             self.reset_wanted = False
-            raise DtlibError(STUCK)
+            raise DtlibError(NOT_INTERRUPTED)
         try:
             if self.reset_wanted:  # no cell has reset the ranks
                 self.reset_now()
         finally:
-            self.turn.release()
+            self.cell_lock.release()
 
     def reset_now(self) -> None:
         """Call ``dtlib.reset()`` on all ranks."""
         self.reset_wanted = False
         if self.ask(on_ranks.reset) is None:
-            raise DtlibError(STUCK)
+            raise DtlibError(NOT_INTERRUPTED)
 
     def close(self) -> None:
         """Disconnect from the ranks; they continue while any notebook is attached."""

@@ -9,8 +9,8 @@ import os
 from ipyparallel.controller.heartmonitor import HeartMonitor
 
 FAST, SLOW = 100, 5000  # milliseconds between two heartbeats
-SILENCE = 30_000  # milliseconds until an engine counts as dead
-ARGUMENTS = [f"--HeartMonitor.period={FAST}", f"--HeartMonitor.max_heartmonitor_misses={SILENCE // FAST}"]
+DEAD_AFTER = 30_000  # milliseconds until an engine counts as dead
+ARGUMENTS = [f"--HeartMonitor.period={FAST}", f"--HeartMonitor.max_heartmonitor_misses={DEAD_AFTER // FAST}"]
 
 
 def slow_down() -> None:
@@ -21,6 +21,6 @@ def slow_down() -> None:
         of_new_hearts(self, hearts)
         if engines and len(self.hearts) >= engines:
             self.caller.callback_time = SLOW
-            self.max_heartmonitor_misses = SILENCE // SLOW
+            self.max_heartmonitor_misses = DEAD_AFTER // SLOW
 
     HeartMonitor.handle_new_hearts = handle_new_hearts

@@ -35,7 +35,7 @@ from dtlib.world.until_parent_ends import ends_with_this_process
 
 # Seconds between two checks until the ranks have joined, and on systems that do not report the end of a process.
 POLL_SECONDS = 0.5
-LOOK_SECONDS = 10
+CHECK_SECONDS = 10
 
 
 def main() -> None:
@@ -167,7 +167,7 @@ def _watch(record: Record, note: dict, launchers: list[Process], started: set) -
         if joined:
             start_queue.name_this_process(start_queue.KEEPS)
         notebooks = [Process(each["pid"], each["created"]) for each in record.attached()]
-        _until_one_ends([*launchers, *notebooks], LOOK_SECONDS if joined else POLL_SECONDS)
+        _until_one_ends([*launchers, *notebooks], CHECK_SECONDS if joined else POLL_SECONDS)
 
 
 def _until_one_ends(processes: list[Process], seconds: float) -> None:

@@ -63,7 +63,7 @@ class RankMagics(ParallelMagics):
         if not (self.view.block if block is None else block):
             return super().parallel_execute(cell, block=False, save_name=save_name)
         # A reset from the panel's thread waits for this lock.
-        with self.engines.turn:
+        with self.engines.cell_lock:
             self.last_result = cells.run_cell(cell, self.engines, self.shell, save_name, self._alone)
         return None
 

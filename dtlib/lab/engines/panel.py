@@ -28,7 +28,7 @@ from dtlib.lab.engines.live_view import rank_states
 from dtlib.lab.tables import fold
 from dtlib.world.processes import Process
 
-LOOK_SECONDS = 0.5
+CHECK_SECONDS = 0.5
 MANY_KERNELS = 5
 
 _panel = None
@@ -126,7 +126,7 @@ class Panel:
                     self.close()  # another notebook has taken the ranks and the panel
                 else:
                     self.table.value = drawn()  # sent to the page only if it differs
-            time.sleep(LOOK_SECONDS)
+            time.sleep(CHECK_SECONDS)
 
     def _do(self, what: str, done: str) -> None:
         self.button.disabled, self.said.value = True, "Ending what the ranks do ..."

@@ -45,11 +45,11 @@ class RankTable:
         sharing = Counter(row["host"] for row in self.rows)
         devices = Counter((row["host"], row["device"]) for row in self.rows)
         for row, ready in zip(self.rows, self.ready(), strict=True):
-            beside = sharing[row["host"]]
-            cores = f"{row['cores']}, shared by {beside}" if beside > 1 else str(row["cores"])
+            ranks_here = sharing[row["host"]]
+            cores = f"{row['cores']}, shared by {ranks_here}" if ranks_here > 1 else str(row["cores"])
             device, users = row["device"], devices[row["host"], row["device"]]
             if device != "cpu" and users > 1:
-                device += f", shared by {users} through {shared_gpus.way()}"
+                device += f", shared by {users} through {shared_gpus.transport()}"
             yield row["rank"], row["host"], str(row["pid"]), device, cores, "yes" if ready else "importing"
 
     _HEADERS = ("rank", "host", "process id", "device", "cores", "torch ready")

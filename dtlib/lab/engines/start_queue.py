@@ -12,12 +12,12 @@ import time
 import psutil
 
 from dtlib.world.machine import usable_cores
-from dtlib.world.processes import Process, look
+from dtlib.world.processes import Process, read_process
 
 WAITS, STARTS, KEEPS = "dtlib: waits", "dtlib: starts", "dtlib: keeps"  # Linux allows 15 letters
 PR_SET_NAME = 15
 LONGEST_START, LONGEST_WAIT = 120, 900  # seconds; limits for one start and for the queue
-MOST_PATIENCE = 8
+LARGEST_LOAD_FACTOR = 8
 
 
 def name_this_process(name: str) -> None:
@@ -28,7 +28,7 @@ def name_this_process(name: str) -> None:
 
 def load_factor() -> float:
     """Return the factor by which a start may take longer than on an idle machine."""
-    return min(MOST_PATIENCE, max(1.0, os.getloadavg()[0] / usable_cores()))
+    return min(LARGEST_LOAD_FACTOR, max(1.0, os.getloadavg()[0] / usable_cores()))
 
 
 class Limit:
@@ -62,7 +62,7 @@ class Queue:
             return 0
         for pid in psutil.pids() if sys.platform == "linux" else ():
             try:
-                name, _, created = look(pid)
+                name, _, created = read_process(pid)
             except psutil.Error:
                 continue
             if name not in (WAITS, STARTS) or (created, pid) >= (self._me.created, self._me.pid):

@@ -13,7 +13,7 @@ from dtlib.world.machine import gpu_names, usable_cores
 
 BYTES_A_RANK = 0.7e9  # an engine with torch and a lesson's arrays
 BYTES_OF_TORCH = 0.44e9  # an engine with torch only
-CROWDED = 4  # ranks per core; more are too slow for a lesson
+SLOW_RANKS_PER_CORE = 4  # ranks per core; more are too slow for a lesson
 EVERY_SECONDS = 0.5
 
 
@@ -58,9 +58,9 @@ def warning(ranks: int) -> str | None:
     cores, free = usable_cores(), psutil.virtual_memory().available
     if (job := allocation()) and not job.is_here:  # the ranks run on other machines
         return None
-    if ranks <= CROWDED * cores and ranks * BYTES_OF_TORCH < free:
+    if ranks <= SLOW_RANKS_PER_CORE * cores and ranks * BYTES_OF_TORCH < free:
         return None
-    shared = f"{ranks / cores:.0f} share a core, and " if ranks > CROWDED * cores else ""
+    shared = f"{ranks / cores:.0f} share a core, and " if ranks > SLOW_RANKS_PER_CORE * cores else ""
     needed, suits = ranks * BYTES_OF_TORCH / 1e9, suitable_number()
     return (
         f"{ranks} ranks on {cores} core{'s' * (cores > 1)} will be slow: {shared}with torch they need about "

@@ -6,10 +6,10 @@ from dtlib.lab.tables import Table
 
 # Kind of parallelism: (what is split, samples of a rank, what is communicated).
 KINDS = {
-    "data": ("the batch", "its own", "gradients,\nonce per step"),
+    "data": ("the batch", "different on each rank", "gradients,\nonce per step"),
     "sharded (ZeRO-3)": (
         "the batch, and each layer that does not compute",
-        "its own",
+        "different on each rank",
         "weights and gradients\nof each layer",
     ),
     "pipeline": ("the model, between layers", "all", "activations,\nrank to rank"),
@@ -74,9 +74,9 @@ def kinds(ranks: int = 4):
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0, labeltop=True, labelbottom=False)
     panels[0].set_yticks([-1.05, LAYERS / 2], ["samples", "layers"])
-    alt = f"Four panels, a column for each of {ranks} ranks: its samples, its part of each layer, and what travels."
+    alt = f"Four panels, a column for each of {ranks} ranks: samples, part of each layer, and communication."
     rows = [(name, *(" ".join(cell.split()) for cell in cells)) for name, cells in KINDS.items()]
-    return figure, alt, Table(rows, ("kind", "what is cut", "samples of a rank", "what travels"))
+    return figure, alt, Table(rows, ("kind", "what is split", "samples on a rank", "what is communicated"))
 
 
 @shown

@@ -271,7 +271,7 @@ assert [count(f"{way}: you predicted {n:,}|{way}: you predicted {n}") for way, n
     ("data", 16384), ("ZeRO-3", 4096), ("pipeline", 4096), ("tensor", 4096))] == [1] * 4
 
 # %% [markdown]
-# | way | what travels | look at it first if | who built it, and when it was first made public |
+# | way | what is communicated | look at it first if | who built it, and when it was first made public |
 # |---|---|---|---|
 # | data: lesson 04 | gradients, once a step | the model fits, training takes too long | DistBelief (Google, 2012: *asynchronous* workers, which do not wait for one another); the ring for gradients (Baidu, 2017); Horovod (Uber, 2017) |
 # | sharded data: lesson 06 | per micro-batch, gradients, and parameters up to twice | the weights fit, Adam's states do not | ZeRO (Microsoft, 2019) in DeepSpeed; torch's FSDP |

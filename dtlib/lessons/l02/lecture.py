@@ -348,7 +348,7 @@ assert row("compiled loop")[-1] > 10 * row("4 ranks")[0] / row("1 rank")[0]
 rows = [row for row in lab.published("claims.csv") if "OpenMPI" in row["source"]]
 claims = [row for row in rows if row["figure"]]
 words = [(row["claim"], row["remark"].split(";")[0]) for row in claims]
-lab.table(words, ("claim", "in its words"))
+lab.table(words, ("claim", "as quoted"))
 
 # %% [markdown]
 # Any two of these three numbers determine the third.

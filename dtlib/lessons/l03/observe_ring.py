@@ -41,7 +41,7 @@ def _observed(all_reduce, length, dtype, comm):
 
     from dtlib.comm.watch.recorder import recording
     from dtlib.errors import WaitTimeout
-    from dtlib.lab.checks.judging import told
+    from dtlib.lab.checks.judging import explain_error
     from dtlib.lab.checks.pending_handles import count_unfinished, watched_handles
 
     tensor = input_of(comm.rank, length, comm.size, dtype)
@@ -53,7 +53,7 @@ def _observed(all_reduce, length, dtype, comm):
         except (WaitTimeout, MPI.Exception) as error:
             case.update(error=str(error), waited=True)
         except Exception as error:
-            got, hints = told(error, all_reduce)
+            got, hints = explain_error(error, all_reduce)
             case.update(error=got, hints=hints, waited=False)
         else:
             case["sends"] = count_unfinished(handles)

@@ -98,8 +98,8 @@ def _sentence(step) -> str:
     if step.sends[0] is None:
         return "Every rank has the sum of all ranks in every chunk."
     moves = [f"rank {rank} sends chunk {step.sends[rank]} to rank {(rank + 1) % ranks}" for rank in range(ranks)]
-    adds = "adds it to its own" if step.phase == "reduce-scatter" else "puts it in the place of its own"
-    return f"{'; '.join(moves)}. Who receives a chunk {adds}."
+    adds = "adds it to its own chunk" if step.phase == "reduce-scatter" else "replaces its own chunk"
+    return f"{'; '.join(moves)}. The receiver of a chunk {adds}."
 
 
 def _draw(axes, step, labels: bool = True) -> None:

@@ -65,7 +65,7 @@ def _of_all_reduce(name: str) -> Callable:
 
 # (operation, algorithm) -> (generator of one rank, which elements are filled at the start: all, each rank's own, all on
 # the root, or none).
-KNOWN = {
+COLLECTIVES = {
     **{("all_reduce", name): (_of_all_reduce(name), "all") for name in ALGORITHMS["all_reduce"]},
     ("broadcast", "tree"): (lambda link, array: algorithms.tree_broadcast(link, array, ROOT), "root"),
     ("reduce", "tree"): (lambda link, array: algorithms.tree_reduce(link, array, ROOT, combiner("sum")), "all"),
@@ -83,7 +83,7 @@ def rounds(operation: str, algorithm: str, ranks: int) -> tuple[list[Round], lis
 
     The last round is the result.
     """
-    act, begins = KNOWN[operation, algorithm]
+    act, begins = COLLECTIVES[operation, algorithm]
     network = Network(ranks)
     links = [SimulatedLink(network, rank) for rank in range(ranks)]
     arrays = [Numbers([_at_first(begins, rank, place) for place in range(ranks)], "int64") for rank in range(ranks)]

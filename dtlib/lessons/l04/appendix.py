@@ -124,12 +124,12 @@ gradients = {
 }
 for way, gradient in gradients.items():
     if world.rank == 0:
-        print(f"{way}: off by {(gradient - whole).norm() / whole.norm():.0e}")
+        print(f"{way}: relative error {(gradient - whole).norm() / whole.norm():.0e}")
 
 # %% tags=["statement"]
 # "The mean of means is the mean over all images only if the slices are equally large."
 # "dtlib's class does the same itself if you set batch_size on all ranks"
-number = r"off by (\d+e[-+]\d+)"
+number = r"relative error (\d+e[-+]\d+)"
 assert found(f"plain mean: {number}")[0] > 0.1
 assert found(f"your loss: {number}")[0] < 1e-12 and found(f"batch_size: {number}")[0] < 1e-12
 
@@ -199,7 +199,7 @@ seconds = lab.values("seconds")[0]
 largest = seconds[max(seconds)]
 lab.pictures.lines(
     {"backward": {size: took / largest for size, took in seconds.items()}},
-    xlabel="bucket size in MiB", ylabel="time, one bucket = 1", log="x",
+    xlabel="bucket size in MiB", ylabel="time relative to one bucket", log="x",
     title="EMULATED accelerator and network",
 )
 best = min(seconds, key=seconds.get)
@@ -254,7 +254,7 @@ from dtlib import Timeline
 
 lab.pictures.timeline("usual", "reverse", rank=0, ends={"layer 0": "backward pass ends"})
 in_order, reversed_order = (Timeline(lab.values(name)) for name in ("usual", "reverse"))
-print(f"EMULATED: reversed over usual {reversed_order.end / in_order.end:.2f}")
+print(f"EMULATED: time in reversed order / in usual order {reversed_order.end / in_order.end:.2f}")
 
 # %% tags=["claim"]
 # "In the upper panel each all-reduce begins at the end of a layer, and only the last is left when the backward pass ends."

@@ -5,9 +5,9 @@ from dtlib.lab.drawing import shown, subplots
 from dtlib.lab.tables import Table
 
 STEPS = (
-    ("a slice of the batch", "another on each rank"),
+    ("a slice of the batch", "a different slice on each rank"),
     ("the model", "the same on all ranks"),
-    ("gradients", "of its own slice: they differ"),
+    ("gradients", "of the rank's slice: different on each rank"),
     ("all_reduce, mean", "the same on all ranks: the gradient of the whole batch"),
     ("optimizer.step()", "the same on all ranks, so models stay equal"),
 )
@@ -43,7 +43,7 @@ def data_parallelism(ranks: int = 4):
         axes.text(x + 0.8, 0.2, "step()", ha="center", va="center", family="monospace")
     axes.add_patch(FancyBboxPatch((0, 2.0), 2.0 * ranks - 0.4, 0.7, fc="white", ec="0.1", lw=2, **box))
     axes.text(ranks - 0.2, 2.35, 'all_reduce(gradients, op="mean")', ha="center", va="center", family="monospace")
-    for y, text in ((6.22, "batch"), (4.9, "model"), (3.57, "gradients"), (1.22, "their mean")):
+    for y, text in ((6.22, "batch"), (4.9, "model"), (3.57, "gradients"), (1.22, "mean gradients")):
         label(y, text)
     axes.set(xlim=(-1.9, 2.0 * ranks - 0.2), ylim=(0, 7.1))
     axes.axis("off")

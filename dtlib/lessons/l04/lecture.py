@@ -122,11 +122,11 @@ losses = train(model, model.average_gradients)
 ours = parameters_to_vector(model.parameters()).detach()
 dist.broadcast(rank_0 := ours.clone(), group_src=0, group=comm.group)
 from_rank_0 = (ours - rank_0).abs().max().item()
-print(f"From rank 0: {from_rank_0:g}. From one process: {distance(model, alone):.0e}.")
+print(f"Distance from rank 0: {from_rank_0:g}; from one process: {distance(model, alone):.0e}.")
 
 # %% tags=["statement"]
 # "The last bits differ from one process"
-ranks, process = found(r"From rank 0: ([\d.e+-]+)\. From one process: (\d+e-\d+)\.")
+ranks, process = found(r"Distance from rank 0: ([\d.e+-]+); from one process: (\d+e-\d+)\.")
 assert ranks == 0 < process < 1e-12
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -236,13 +236,14 @@ assert found(r"sent: you predicted ([\d,]+)")[0] == 3 * found(r"P = ([\d,]+) byt
 # %%
 sent_with_server, sent_with_ring = zip(*lab.values("sent_bytes"), strict=True)
 sent_by = zip(range(4), sent_with_server, sent_with_ring, strict=True)
-lab.table(sent_by, ("rank", "sent, server", "sent, ring"))
-print(f"The busiest sends {max(sent_with_server) / max(sent_with_ring):.1f} times as much.")
+lab.table(sent_by, ("rank", "bytes sent, with a server", "bytes sent, with the ring"))
+more = max(sent_with_server) / max(sent_with_ring)
+print(f"With a server, the busiest rank sends {more:.1f} times as much.")
 
 # %% tags=["statement"]
 # "the server sends (N-1)P bytes, each rank of the ring 2P(N-1)/N"
 P = found(r"P = ([\d,]+) bytes")[0]
-assert row("0", under="sent, ring") == [3 * P, 2 * P * 3 / 4] and row("1", under="sent, ring")[0] == P
+assert row("0", under="with the ring") == [3 * P, 2 * P * 3 / 4] and row("1", under="with the ring")[0] == P
 
 # %% [markdown]
 # With more ranks the gap grows: the server sends (N-1)P bytes, each rank of the ring 2P(N-1)/N. The ring's number hardly
@@ -338,7 +339,7 @@ for kind, size in (DataParallelNaive, []), (DataParallelHooks, []), (DataParalle
     assert distance(model, alone) < 1e-12
     if world.rank == 0:
         per_step = (len(calls) - 1) // 15  # one was for the losses
-        print(f"{kind.__name__}: {per_step} all_reduces per step, off by less than 1e-12")
+        print(f"{kind.__name__}: {per_step} all_reduces per step, error below 1e-12")
 
 # %% tags=["statement"]
 # "the net has two layers with weight and bias"
@@ -397,7 +398,7 @@ from dtlib import Timeline
 
 lab.pictures.timeline("inline", "thread", rank=0, ends={"layer 0": "backward pass ends"})
 with_hooks, with_thread = (Timeline(lab.values(name)) for name in ("inline", "thread"))
-print(f"EMULATED: thread over inline {with_thread.end / with_hooks.end:.2f}")
+print(f"EMULATED: time with a thread / time inline {with_thread.end / with_hooks.end:.2f}")
 
 # %% tags=["two-hours", "half-day", "claim"]
 # "How many buckets can the thread hide behind the backward pass?"

@@ -240,7 +240,7 @@ for _ in range(1000):  # of 5 seeds each, with a true difference of 1
     a = [error + 1 + chance.gauss(0, 0.8) for error in b]
     low, high, _ = paired_interval(a, b)
     covered += low <= 1 <= high
-print(f"{covered} of 1,000 intervals hold the true difference; 95 % are wanted.")
+print(f"{covered} of 1,000 intervals hold the true difference; the aim is 95 %.")
 
 # %%
 lab.check("paired-interval")

@@ -22,7 +22,7 @@ def rates(schedules: dict):
         rows.append((name, f"{series[0]:.3f}", f"{series[len(series) // 4]:.3f}", f"{series[-1]:.3f}"))
     axes.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
     axes.legend(loc="center right")
-    alt = f"Learning rate against step, a line a rule: {', '.join(RULES)}."
+    alt = f"Learning rate against step, one line for each rule: {', '.join(RULES)}."
     return figure, alt, Table(rows, ("rule", "first step", "after a quarter", "last step"))
 
 
@@ -56,7 +56,7 @@ def errors(runs: dict, base_batch: int):
     axes.set_xticks(batches, [f"{batch}\nk = {batch // base_batch}" for batch in batches])
     axes.minorticks_off()
     axes.legend(loc="upper left")
-    alt = f"Test error against batch, a line a rule, beside a grey band: what batch {base_batch} gets."
+    alt = f"Test error against batch, one line for each rule, and a grey band: the error of batch {base_batch}."
     return figure, alt, Table(rows, ("batch (k)", "rule", "test error (%)", "interval of the mean"), align="llrr")
 
 
@@ -110,5 +110,5 @@ def gap(results: dict):
     ]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.legend()
-    alt = f"Test error against sharpness, a dot a seed: {', '.join(results)}."
+    alt = f"Test error against sharpness, one dot for each seed: {', '.join(results)}."
     return figure, alt, Table(rows, ("run", "test error (%)", "sharpness", "training loss"), align="lrrr")

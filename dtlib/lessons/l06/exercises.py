@@ -190,7 +190,7 @@ with Live(*net.parameters()) as live:
         alive.append({text: count for count, _, text in live.by_line()})
 if world.rank == 0:
     lines = [(text, alive[0].get(text, 0), count) for text, count in alive[3].items()]
-    lab.table(lines[:6], ("allocated by", "after 1 step", "after 4 steps"))
+    lab.table(lines[:6], ("line that allocates", "bytes after 1 step", "bytes after 4 steps"))
 
 # %% [markdown]
 # The first line is the net, which existed before. Which lines grow? Find the attributes that keep their memory. After

@@ -13,7 +13,7 @@ KINDS = {
     "parameters": (("parameters",), RANK_COLOURS[0], ""),
     "gradients": (("gradients",), RANK_COLOURS[5], "//"),
     "optimizer": (("master_weights", "optimizer_states"), RANK_COLOURS[2], "\\\\"),
-    "beside the states": ((), "0.8", ""),  # the rest of the peak
+    "other tensors": ((), "0.8", ""),  # the rest of the peak
 }
 
 
@@ -76,7 +76,7 @@ def bars(groups: dict, unit: str = "bytes", published: dict | None = None, title
     drawn = list(KINDS)[: 4 if "peak" in lines else 3]
     _legend(figure, drawn, "published" if published else None)
     alt = f"{title or 'Model states'}: stacked bars of {', '.join(drawn)} for {', '.join(groups)}."
-    return figure, alt, Table(rows, ("", *KINDS, f"together ({unit})"), title, align="l" + "r" * (len(KINDS) + 1))
+    return figure, alt, Table(rows, ("", *KINDS, f"total ({unit})"), title, align="l" + "r" * (len(KINDS) + 1))
 
 
 def _in_unit(value: float, unit: str) -> str:
@@ -151,10 +151,10 @@ def units(events: list, elements: dict, itemsize: int, ranks: int, rank: int = 0
     everything = sum(elements.values()) * itemsize
     axes.fill_between(times, alive, step="post", color=rank_colour(rank), alpha=0.45, lw=0)
     axes.fill_between(times, [shards] * len(times), color=rank_colour(rank), lw=0, label="shards")
-    axes.axhline(everything, color="grey", linestyle=":", label="the whole model")
+    axes.axhline(everything, color="grey", linestyle=":", label="the full model")
     axes.set(xlabel="milliseconds", ylabel="bytes of parameters", xlim=(0, times[-1]), ylim=(0, 1.35 * everything))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    alt = f"Bytes of parameters alive on rank {rank} during a step: its shards, and above them whole units."
-    return figure, alt, Table(rows, ("", "units that are whole", f"bytes alive on rank {rank}"), align="llr")
+    alt = f"Live bytes of parameters on rank {rank} during a step: its shards, and above them the gathered units."
+    return figure, alt, Table(rows, ("", "gathered units", f"live bytes on rank {rank}"), align="llr")

@@ -1,6 +1,6 @@
 """Lesson 06: check of Adam with sharded states, by values, bytes sent and memory."""
 
-from dtlib.lab.checks.equality import NUMBER, SPARE, factors, same
+from dtlib.lab.checks.equality import MARGIN, NUMBER, factors, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l06 import observe_adam as observed
 from dtlib.lessons.l06.observe_adam import STEPS, flat_of, in_one_process, length_of, make_net, own_shard
@@ -136,7 +136,7 @@ def _judge_sent(cases) -> None:
     ranks, count = len(cases), len(cases[0]["after"][0])
     wanted = 2 * (ranks - 1) * length_of(count, ranks) * NUMBER
     for rank, case in enumerate(cases):
-        if max(case["sent"]) > wanted + SPARE:
+        if max(case["sent"]) > wanted + MARGIN:
             raise Wrong(
                 "too-many-bytes", rank, f"{wanted} bytes sent in a step: gradients to their owners, new values back",
                 f"{max(case['sent'])} bytes",
@@ -154,22 +154,22 @@ def _judge_held(cases) -> None:
     whole = ranks * shard
     for rank, case in enumerate(cases):
         # Two shards of moments, one of the gradient, and one of parameters if they are not updated in place.
-        if case["held"] <= whole + 4 * shard + SPARE:
+        if case["held"] <= whole + 4 * shard + MARGIN:
             continue
         expected = f"{whole} bytes of parameters; for this rank's shard {2 * shard} of states, {shard} of gradients"
         wrong = rows(rank, expected)
-        wrong("whole-states", case["states"] > 2 * shard + SPARE, f"{case['states']} bytes of states",
+        wrong("whole-states", case["states"] > 2 * shard + MARGIN, f"{case['states']} bytes of states",
               "The values are right, but memory is as before ZeRO. For how many parameters does Adam store moments?",
               "Give torch.optim.AdamW one nn.Parameter: this rank's shard of the flat values.")
-        wrong("parameters-twice", case["copies"] > whole + shard + SPARE,
+        wrong("parameters-twice", case["copies"] > whole + shard + MARGIN,
               f"{case['copies']} bytes with the values of parameters",
               "The model stores its parameters. Which other object stores all of them?",
               "Let each parameter.data be a view of the flat tensor: parameter.data = view.view_as(parameter).")
-        wrong("old-parameters-kept", case["old"] > shard + SPARE,
+        wrong("old-parameters-kept", case["old"] > shard + MARGIN,
               f"{case['old']} bytes of parameters with their first values",
               "You copied the first values into the flat tensor. What still refers to the old memory?",
               "Store the parameters themselves, not a list of parameter.data, parameter.detach() or clones.")
-        wrong("zeroed-not-freed", case["zeros"] > shard + SPARE, f"{case['zeros']} bytes of zeros in one piece",
+        wrong("zeroed-not-freed", case["zeros"] > shard + MARGIN, f"{case['zeros']} bytes of zeros in one piece",
               "zero_() writes zeros, and does not free memory. Which tensor do you need only during step()?",
               "Create the flat gradients in each step, in a local variable: it is freed when the method returns.")
         wrong("gradients-kept", True, f"{case['held']} bytes in all",

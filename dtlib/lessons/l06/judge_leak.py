@@ -1,7 +1,7 @@
 """Lesson 06: check of a stage 2 with right values and growing memory."""
 
 from dtlib.lab.checks.answer_memory import Snapshot, nbytes
-from dtlib.lab.checks.equality import NUMBER, SPARE, same
+from dtlib.lab.checks.equality import MARGIN, NUMBER, same
 from dtlib.lab.checks.exercise import Exercise, rows
 from dtlib.lessons.l06.observe_adam import length_of, net_of, own_shard
 
@@ -114,36 +114,36 @@ def judge_steps(observations) -> None:
         # Bytes of a padded bucket and of the shard that its handle returns.
         sent = sum(length_of(p.numel(), ranks) * (ranks + 1) for p in net_of(*WIDTHS).parameters()) * NUMBER
         output = SAMPLES * ROW
-        views = seen[-1]["behind guess"] > ROW + SPARE
+        views = seen[-1]["behind guess"] > ROW + MARGIN
         wrong = rows(rank, f"{wanted} bytes in use after {STEPS} steps: shards, and {STEPS} guesses")
         growth = f"{last} bytes, {grows} more in each step"
-        wrong("both-kept", abs(grows - sent - output) <= SPARE, growth,
+        wrong("both-kept", abs(grows - sent - output) <= MARGIN, growth,
               "The memory of two lines grows. Which lines of the table above have more bytes in each step?",
               "One line keeps complete buckets, the other a view. To which memory do self.sent and self.guesses refer?")
-        wrong("buckets-kept", abs(grows - sent - ROW) <= SPARE, growth,
+        wrong("buckets-kept", abs(grows - sent - ROW) <= MARGIN, growth,
               "In each step, memory grows by the bytes of all gradients. What refers to flat memory, directly or by a "
               "handle?", "Wait for all handles, then call self.sent.clear(): this frees the handles and their buckets.")
-        wrong("outputs-kept", views and abs(grows - output) <= SPARE, growth,
+        wrong("outputs-kept", views and abs(grows - output) <= MARGIN, growth,
               "A guess has ten numbers. How many bytes has the storage behind its view?",
               "A view keeps its whole storage. Store output[0].detach().clone(), which has separate memory.")
-        wrong("outputs-elsewhere", abs(grows - output) <= SPARE, growth,
+        wrong("outputs-elsewhere", abs(grows - output) <= MARGIN, growth,
               "The guesses have separate memory. Where else does each step keep its whole output?",
               "A list, an attribute or a function keeps it, perhaps as an array. Keep only the first row.")
-        wrong("something-grows", grows > ROW + SPARE // 2, growth,
+        wrong("something-grows", grows > ROW + MARGIN // 2, growth,
               "Memory grows in each step. Print live.by_line() after one step and after four: which line has more?",
               "Which list, attribute or function refers to this memory? Keep only what the next step needs.")
         padded = NUMBER * sum(length_of(p.numel(), ranks) for p in net_of(*WIDTHS).parameters())
-        wrong("shards-are-views", seen[-1]["behind shards"] > padded + SPARE,
+        wrong("shards-are-views", seen[-1]["behind shards"] > padded + MARGIN,
               f"{last} bytes: {seen[-1]['behind shards']} behind the shards, of {padded}",
               "Memory does not grow. But how many bytes has the storage behind the view of a shard?",
               "A slice keeps the whole bucket. Use reduce_scatter into a tensor with the length of a shard, as before.")
-        wrong("last-step-kept", last > wanted + SPARE, f"{last} bytes, and the same after one more step",
+        wrong("last-step-kept", last > wanted + MARGIN, f"{last} bytes, and the same after one more step",
               "Memory does not grow, but something of the last step remains until the next step: buckets, or an "
               "output. What refers to it?",
               "Clear the whole list at the end of step(), not at its start; a loop that removes from its own list "
               "skips entries. Do not store `flat` or an output in attributes.")
         most, at = max((one["held"] - held_by(ranks, step), step) for step, one in enumerate(seen))
-        wrong("some-steps-kept", most > SPARE, f"{last}; but {most} bytes more than necessary after step {at + 1}",
+        wrong("some-steps-kept", most > MARGIN, f"{last}; but {most} bytes more than necessary after step {at + 1}",
               "Memory is right after the last step, but not after an earlier one. When do you free memory?",
               "Clear the list at the end of every step.")
 

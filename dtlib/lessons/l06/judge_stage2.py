@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from dtlib.lab.checks.answer_memory import Snapshot, nbytes
-from dtlib.lab.checks.equality import NUMBER, SPARE, same
+from dtlib.lab.checks.equality import MARGIN, NUMBER, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l06.observe_adam import length_of, loss_of, make_batch, own_shard
 
@@ -65,7 +65,7 @@ def judge_sharded(observations) -> None:
     lengths = sum(length_of(p.numel(), ranks) for p in make_net().parameters())
     for rank, passes in enumerate(observations):
         sent, wanted = passes[0]["sent"], (ranks - 1) * lengths * NUMBER
-        if sent > wanted + SPARE:
+        if sent > wanted + MARGIN:
             raise Wrong(
                 "all-reduced", rank, f"{wanted} bytes sent in a backward pass: shards to their owners", f"{sent} bytes",
                 "The values are right. Which ranks receive the mean of a gradient, and which ranks need it?",
@@ -77,7 +77,7 @@ def judge_sharded(observations) -> None:
             wrong("gradients-kept", True, "no whole gradients after backward()",
                   f"{len(whole)}, such as {whole[0]}.grad",
                   "The shards have been sent. What still needs the whole gradient?", "Set parameter.grad = None.")
-        wrong("memory-kept", held > wanted + SPARE, f"{wanted} bytes in use after backward(): this rank's shards",
+        wrong("memory-kept", held > wanted + MARGIN, f"{wanted} bytes in use after backward(): this rank's shards",
               f"{held} bytes",
               "The shards are small, but much memory is in use. A slice is a view: which storage does it keep?",
               "Create own = torch.empty(length, dtype=parameter.dtype), and keep no other tensors.")

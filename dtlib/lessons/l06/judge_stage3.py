@@ -1,7 +1,7 @@
 """Lesson 06: checks of a layer that is gathered on demand, and of a large model that must fit into memory."""
 
 from dtlib.lab.checks.answer_memory import Snapshot, nbytes
-from dtlib.lab.checks.equality import NUMBER, SPARE, factors, same
+from dtlib.lab.checks.equality import MARGIN, NUMBER, factors, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l06.judge_adam import judge_errors
 from dtlib.lessons.l06.observe_adam import attempt, length_of
@@ -9,7 +9,7 @@ from dtlib.theory.zero import GB, GIB, STAGES, fewest_ranks, zero_bytes, zero_wi
 
 LAYERS = {"even": (7, 96), "uneven": (4, 115)}  # 768 parameters divide by 2, 3 and 4; 575 by none of them
 CALLS = 3
-ROOM = 128  # bytes allowed for padding and shapes; a whole bias would be larger
+ALLOWANCE = 128  # bytes allowed for padding and shapes; a whole bias would be larger
 NO_OUTPUT = ("__call__ returns the output: a tensor.",
              "return linear(x, weight, bias), with the gathered weight and bias.")
 BIAS = "The result has no bias. Where is it in the flat tensor?", "The bias follows the weight in the flat tensor."
@@ -134,12 +134,12 @@ def _judge_memory(case, rank: int, ranks: int) -> None:
     shard = length_of(count, ranks) * NUMBER
     at_rest, *after = case["held"]
     wrong = rows(rank)
-    wrong("whole-at-rest", at_rest > shard + ROOM,
+    wrong("whole-at-rest", at_rest > shard + ALLOWANCE,
           f"{shard} bytes in use before the first call: this rank's shard of {count} parameters", f"{at_rest} bytes",
           "Which tensor, array or list still has the length of the layer? A view keeps its whole storage, and a "
           "tensor with a grad_fn keeps the tensors that it was computed from.",
           "Keep detach().clone() of this rank's shard, and only the shapes of the layer.")
-    wrong("not-freed", max(after) > shard + ROOM, f"{shard} bytes in use after a call: this rank's shard",
+    wrong("not-freed", max(after) > shard + ALLOWANCE, f"{shard} bytes in use after a call: this rank's shard",
           f"{max(after)} bytes", "After the call, what still refers to x or to the gathered tensor?",
           "Gather into a local variable: its memory is freed when __call__ returns.")
 
@@ -148,7 +148,7 @@ def _judge_gathering(case, rank: int, ranks: int) -> None:
     wanted = (ranks - 1) * length_of(_count(case["kind"]), ranks) * NUMBER
     for call, sent in enumerate(case["sent"]):
         wrong = rows(rank, f"{wanted} bytes sent in call {call + 1}: each shard to the other ranks")
-        wrong("too-many-bytes", sent > wanted + SPARE, f"{sent} bytes",
+        wrong("too-many-bytes", sent > wanted + MARGIN, f"{sent} bytes",
               f"The values are right, but you send {sent / max(1, wanted):.1f} times the bytes. How often do you "
               "gather?", "One comm.all_gather(whole, own) in each call is enough, for weight and bias together.")
         wrong("nothing-gathered", sent < wanted / 2 and not case.get("uncounted"), f"{sent} bytes",

@@ -45,20 +45,20 @@ rows = [
     ("gradients", "16 bits", mixed.gradients),
     ("master weights", "32 bits", mixed.master_weights),
     ("Adam: two running means", "2 x 32 bits", mixed.optimizer_states),
-    ("together", "", mixed.total),
+    ("total", "", mixed.total),
 ]
 lab.table(rows, ("", "", "bytes per parameter"))
 
 # %% tags=["statement"]
 # "Adam in mixed precision takes 2 + 2 + 12 bytes per parameter"
-bytes_of = [row(what)[-1] for what in ("parameters", "gradients", "master weights", "Adam: two running means", "together")]
+bytes_of = [row(what)[-1] for what in ("parameters", "gradients", "master weights", "Adam: two running means", "total")]
 assert bytes_of == [2, 2, 4, 8, 16]
 
 # %% tags=["two-hours", "half-day", "statement"]
 # "Together these are the *model states*:"
 # "(A GB is 10⁹ bytes. A GiB, as `nvidia-smi` counts, is 2³⁰: 7 % more.)"
 assert sum(row(what)[-1] for what in ("parameters", "gradients", "master weights", "Adam: two running means")) == 16
-assert row("together") == [16] and round(100 * (2**30 / 1e9 - 1)) == 7
+assert row("total") == [16] and round(100 * (2**30 / 1e9 - 1)) == 7
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # **Predict.** A model has 7.5 billion parameters. How many GB of model states does each of 64 ranks hold, with data
@@ -98,7 +98,7 @@ lab.read(plain.Unit, plain.Stage1.__init__, plain.Stage1.gradient_is_ready)
 # and `give` gathers all new values on every rank.
 
 # %% tags=["two-hours", "half-day"]
-lab.read(plain.Stage1.step, plain.Stage1.reduce, plain.Stage1.give)
+lab.read(plain.Stage1.step, plain.Stage1.reduce, plain.Stage1.update_parameters)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # **Predict.** We train by data parallelism, then with stage 1, both in float64. How many bytes does stage 1 send,
@@ -134,14 +134,15 @@ with dtlib.trace() as trace:
 sent_by_stage_1 = trace.sent()[1]
 assert (losses - expected).abs().max() < 1e-12
 if comm.rank == 0:
-    print(f"Last of ten losses: {expected[-1]:.12f} and {losses[-1]:.12f}.")
-    print(f"Bytes sent: {sent_by_data_parallelism:,} and {sent_by_stage_1:,}.")
+    print(f"Last of ten losses: data parallelism {expected[-1]:.12f}, stage 1 {losses[-1]:.12f}.")
+    sent = f"data parallelism {sent_by_data_parallelism:,}, stage 1 {sent_by_stage_1:,}"
+    print(f"Bytes sent: {sent}.")
 
 # %% tags=["statement"]
 # "Bytes and losses are the same, and each rank keeps only a quarter of the optimizer states."
-plain, stage_1 = found(r"Bytes sent: ([\d,]+) and ([\d,]+)")
+plain, stage_1 = found(r"Bytes sent: data parallelism ([\d,]+), stage 1 ([\d,]+)")
 assert plain - stage_1 == 560
-assert abs(stage_1 / plain - 1) < 0.001 and len(set(found(r"ten losses: ([\d.]+) and ([\d.]+\d)"))) == 1
+assert abs(stage_1 / plain - 1) < 0.001 and len(set(found(r"ten losses: data parallelism ([\d.]+), stage 1 ([\d.]+\d)"))) == 1
 assert row("stage 1", "on each of 4 ranks")[-2:] == [12, 4]
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -237,7 +238,7 @@ reports = {s: counted(s, comm.split(0)) for s in range(4)}  # on a new communica
 lines_of = {stage: report.lines for stage, report in reports.items()}
 sizes_of = {stage: report.sizes[0] for stage, report in reports.items()}
 if comm.rank == 0:
-    display(reports[2].beside(stage=2, scheme="mixed_adam"))
+    display(reports[2].with_formula(stage=2, scheme="mixed_adam"))
 
 # %% tags=["statement"]
 # "In each line with a formula, the count equals it."
@@ -249,7 +250,7 @@ assert row("communication", "mixed_adam")[1] < 0.1
 # %% [markdown] tags=["half-day"]
 # In each line with a formula, the count equals it. The model states are 2 + 0.5 + 1 + 2 = 5.5 bytes per parameter.
 # *Padding* makes shards equal. *Peak* is the largest number of bytes at any time; it must fit. The bars end at the peak;
-# *beside the states* is everything but model states:
+# *other tensors* is everything but model states:
 
 # %% tags=["half-day"]
 held, sizes = lab.values("lines_of")[0], lab.values("sizes_of")[0]
@@ -357,7 +358,7 @@ table = lab.published("zero_comm_volume.csv")
 paper = {line["scheme"]: line["volume_in_units_of_P"] for line in table}
 names = ("DP all-reduce", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 units_sent = [(figures.STAGES[stage], *row(stage), paper[name]) for stage, name in enumerate(names)]
-lab.table(units_sent, ("", "bytes sent", "formula", "units", "published"))
+lab.table(units_sent, ("", "bytes sent", "formula", "units of P", "published"))
 
 # %% tags=["statement"]
 # "Stages 1 and 2 send as much as data parallelism; stage 3 sends 1.5 times as much"
@@ -378,7 +379,7 @@ lab.predict("units-of-four-micro-batches", 5)
 
 # %%
 units_of_four = [(name, *row(stage, 4)) for stage, name in enumerate(figures.STAGES)]
-lab.table(units_of_four, ("4 micro-batches", "bytes sent", "formula", "units"))
+lab.table(units_of_four, ("4 micro-batches", "bytes sent", "formula", "units of P"))
 
 # %% tags=["statement"]
 # "So with many micro-batches stage 1 may be faster than stage 2."
@@ -454,7 +455,7 @@ flat, hybrid = kept_and_sent(Stage3, comm.group), kept_and_sent(Hybrid, mesh["ca
 # in the hybrid both ranks of a machine send, hence 2 times.
 whole, parts = (lab.values(name)[1] for name in ("flat", "hybrid"))
 rows = [("stage 3", *whole, whole[1]), ("hybrid", *parts, 2 * parts[2])]
-headers = ("", "shards", "sent for units", "sent by all_reduce", "bytes that leave a machine")
+headers = ("", "bytes of shards", "sent for units", "sent by all_reduce", "bytes that leave a machine")
 lab.table(rows, headers)
 
 # %% tags=["statement"]
@@ -578,7 +579,8 @@ for net in ("perceptron", "transformer"):
         stored, states, peak, flops = of_rank_0[f"{net}, {name}"]
         less, arithmetic = f"{first[0] / stored:.1f}", f"{flops / first[3]:.2f}"
         rows.append((name, stored, less, states, peak, arithmetic))
-    lab.table(rows, (net, "stored (bytes)", "times less", "states (bytes)", "peak", "arithmetic"))
+    sizes = ("stored (bytes)", "reduced by", "states (bytes)", "peak (bytes)")
+    lab.table(rows, (net, *sizes, "operations, float32 = 1"))
 
 # %% tags=["statement"]
 # "Mixed precision does not make model states smaller"
@@ -675,7 +677,7 @@ lab.predict("stage-that-fits", 2)
 # %%
 rows = [
     (name, f"{sum(zero_bytes(P, 64, stage).values()) / GIB:.1f}",
-     fewest_ranks(P, 24 * GIB, stage) or "on none")
+     fewest_ranks(P, 24 * GIB, stage) or "none fits")
     for stage, name in enumerate(figures.STAGES)
 ]
 lab.table(rows, ("", "GiB on 64 ranks", "fewest ranks of 24 GiB"), align="lrr")
@@ -706,7 +708,7 @@ for runtime in ("dtlib", "torch"):
     if comm.rank == 0:
         held = m.parameters + m.gradients + m.optimizer_states + m.padding
         print(f"{runtime:5}  last loss {losses[runtime][-1]:.4f}, {held:,} bytes", end="")
-        print(f" of model states, {m.peak:,} at most")
+        print(f" of model states, {m.peak:,} bytes at the peak")
 assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-5  # float32
 
 # %% tags=["statement"]

@@ -119,7 +119,7 @@ cross_entropy(head(joined), y[:96]).backward()
 branch = (upper, lower)[pair.rank]
 both = zip(net.branch.parameters(), branch.parameters(), strict=True)
 apart = max((ours.grad - theirs.grad).abs().max().item() for ours, theirs in both)
-print(f"gradients of branch {pair.rank}: {apart:.0e} from those of one process")
+print(f"gradients of branch {pair.rank} differ from those of one process by {apart:.0e}")
 
 # %% tags=["nbval-ignore-output"]
 timeline = dtlib.Timeline(lab.values("trace")[:2])
@@ -168,7 +168,8 @@ for way in ("uniform", "parameters", "time"):
     slow_ones = f"{min(cut, 2)} and {2 - min(cut, 2)}"
     rows.append((way, f"0 to {cut - 1}", f"{cut} to {end - 1}", slow_ones))
 if world.rank == 0:
-    lab.table(rows, ("partition_method", "layers of stage 0", "of stage 1", "slow layers on each"))
+    layers_of = ("layers of stage 0", "layers of stage 1")
+    lab.table(rows, ("partition_method", *layers_of, "slow layers per stage"))
 
 # %% tags=["statement"]
 # "only time is certain"
@@ -189,7 +190,7 @@ lab.predict("makespan-with-a-slow-stage", 57)
 forward = {0: 1, 1: 2, 2: 1, 3: 1}  # the time of each stage
 backward = {stage: 2 * time for stage, time in forward.items()}
 uneven = simulate(gpipe(4, 8), forward, backward).makespan
-print(f"equal stages {simulate(gpipe(4, 8)).makespan:g}, stage 1 twice as slow {uneven:g}")
+print(f"makespan: equal stages {simulate(gpipe(4, 8)).makespan:g}, stage 1 twice as slow {uneven:g}")
 
 # %% tags=["statement"]
 # "with equal stages the makespan is 33 forward passes"
@@ -221,7 +222,7 @@ series = {
     name: {t: explorer.simulate(name, 4, 8, message=t).makespan for t in times}
     for name in explorer.ORDERS
 }
-title = "4 ranks, 8 micro-batches, simulated; in forward passes"
+title = "4 ranks, 8 micro-batches, simulated; times in forward passes"
 lab.pictures.lines(series, "message", "makespan", title=title, log="", form=".1f")
 
 # %% tags=["statement"]
@@ -265,8 +266,8 @@ for message in (0, 0.5, 2):
     simulated = explorer.simulate("GPipe", 4, 8, message=message).makespan
     on = explorer.measure("GPipe", 4, 8, message=message, one_by_one=True).simulation.makespan
     rows.append((message, formulas.makespan("gpipe", 4, 8), simulated, on))
-title = "EMULATED network and stages; in forward passes"
-headers = ("message", "formula", "simulated", "measured, one after the other")
+title = "EMULATED network and stages; times in forward passes"
+headers = ("message", "formula", "simulated", "measured, messages one by one")
 lab.table(rows, headers, title, floats=".1f")
 last = rows[-1]
 

@@ -60,7 +60,7 @@ def picture(panels: dict):
     grid[-1, 0].set(xlabel="time in forward passes", xlim=(0, 1.01 * longest))
     _legend(grid[-1, 0], panels.values())
     texts = [f"{title}:\n{_as_text(simulation)}" for title, simulation in panels.items()]
-    alt = f"Time across, ranks down: when each rank computes which micro-batch, for {'; '.join(panels)}."
+    alt = f"A row for each rank: the micro-batch that it computes at each time, for {'; '.join(panels)}."
     return figure, alt, *texts, summary(panels)
 
 
@@ -77,7 +77,7 @@ def summary(panels: dict) -> Table:
          " ".join(map(str, found.peak_activations)))
         for title, found in panels.items()
     ]  # fmt: skip
-    return Table(rows, ("", "makespan", "idle / makespan", "idle / ideal", "activations held, by rank"), align="lrrrr")
+    return Table(rows, ("", "makespan", "idle / makespan", "idle / ideal", "activations by rank"), align="lrrrr")
 
 
 def draw_schedule(axes, simulation, longest: float) -> None:

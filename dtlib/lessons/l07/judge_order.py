@@ -5,7 +5,7 @@ from dtlib.lessons.l07.observe_stages import make_batch, width
 from dtlib.schedule import Action, one_f_one_b, peak_activations, simulate
 
 NUMBER = 8  # bytes of a float64
-SPARE = 128  # bytes that a message may have in addition to the tensor
+EXTRA_BYTES = 128  # bytes that a message may have in addition to the tensor
 
 
 def actions_of(case) -> list[tuple]:
@@ -34,7 +34,7 @@ def judge_messages(cases) -> None:
                   f"What can rank {dest} compute while it waits for all micro-batches together?",
                   "Send each result separately, as soon as it is ready.")
             wanted = samples * width(edge) * NUMBER
-            wrong("bytes", len(sizes) > 3 * case["M"] or sum(sizes) > wanted + SPARE * case["M"],
+            wrong("bytes", len(sizes) > 3 * case["M"] or sum(sizes) > wanted + EXTRA_BYTES * case["M"],
                   f"{expected}, {wanted:,} bytes in all", f"{len(sizes)}, {sum(sizes):,} bytes",
                   f"The values are right, but you send more than {what}, or more messages.",
                   "One comm.send for each micro-batch and direction: output.detach() down, inputs[m].grad up.")

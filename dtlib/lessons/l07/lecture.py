@@ -57,11 +57,11 @@ lab.predict("percentage-of-two", 50)
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 two = explorer.measure("GPipe", ranks=2, microbatches=1).simulation
-figures.picture({"two ranks, one piece (EMULATED)": two})
+figures.picture({"two ranks, one micro-batch (EMULATED)": two})
 
 # %% tags=["statement"]
 # "At every moment one of the two waits."
-assert abs(found(r"two ranks, one piece [\d.]+ ([\d.]+)%")[0] - 50) < 10
+assert abs(found(r"two ranks, one micro-batch [\d.]+ ([\d.]+)%")[0] - 50) < 10
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # **At every moment one of the two waits.** Now the model fits, but no time is saved.
@@ -166,7 +166,7 @@ lab.predict("held-with-1f1b", {"rank 0": 8, "rank 7": 1})
 from dtlib.schedule import one_f_one_b
 
 on_eight = simulate(one_f_one_b(8, 32))
-print("1F1B, 8 ranks, 32 micro-batches; held by rank:", *on_eight.peak_activations)
+print("1F1B, 8 ranks, 32 micro-batches; activations on ranks 0 to 7:", *on_eight.peak_activations)
 both = {"GPipe": simulate(gpipe(4, 8)), "1F1B": simulate(one_f_one_b(4, 8))}
 figures.picture(both)
 
@@ -197,12 +197,12 @@ alive = {(name, m): live_bytes.measure(name, ranks=4, microbatches=m) for name, 
 live_bytes.picture({name: alive[name, 8] for name in ("GPipe", "1F1B")})
 lab.table(
     [(f"{name}, {m} micro-batches", *found.peaks) for (name, m), found in alive.items()],
-    ("live bytes at most", *(f"rank {rank}" for rank in range(4))),
+    ("peak of live bytes", *(f"rank {rank}" for rank in range(4))),
 )
 
 # %% tags=["statement"]
 # "With GPipe, live bytes grow with the number of micro-batches"
-most = {(name, m): row(f"{name}, {m} micro-batches", "live bytes at most") for name in ("GPipe", "1F1B") for m in (4, 8, 16)}
+most = {(name, m): row(f"{name}, {m} micro-batches", "peak of live bytes") for name in ("GPipe", "1F1B") for m in (4, 8, 16)}
 for rank in range(4):
     assert most["GPipe", 16][rank] > 1.5 * most["GPipe", 8][rank] > 2 * most["GPipe", 4][rank]
     assert most["1F1B", 16][rank] < 1.3 * most["1F1B", 8][rank]
@@ -452,7 +452,7 @@ for name, found in four.items():
     rows.append((name, f"{found.bubble:.1%}", f"{formulas.bubble(*sizes):.1%}", weights[name]))
     assert abs(found.bubble - formulas.bubble(*sizes)) < 1e-12
     assert found.peak_activations[0] == formulas.peak_activations(*sizes)
-headers = ("", "idle / makespan, simulated", "by formula", "held by rank 0, in stages of 1F1B")
+headers = ("", "idle / makespan, simulated", "by formula", "activations of rank 0, in 1F1B stages")
 lab.table(rows, headers)
 
 # %% tags=["statement"]

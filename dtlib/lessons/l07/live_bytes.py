@@ -90,7 +90,7 @@ def picture(panels: dict):
         below.set(ylabel="live kB", ylim=(0, 1.05 * most))
     grid[-1].set(xlabel="time in forward passes", xlim=(0, 1.01 * longest))
     grid[1].legend(frameon=False, ncols=2)
-    alt = f"Ranks at work over time, and below it the bytes that are alive on each, for {', '.join(panels)}."
+    alt = f"Work of the ranks over time, and below it the live bytes on each rank, for {', '.join(panels)}."
     return figure, alt, peaks(panels)
 
 
@@ -98,4 +98,4 @@ def peaks(panels: dict) -> Table:
     """Return a table of the peak live bytes of each rank."""
     ranks = max(len(found.curves) for found in panels.values())
     rows = [(title, *found.peaks) for title, found in panels.items()]
-    return Table(rows, ("live bytes at most", *(f"rank {rank}" for rank in range(ranks))))
+    return Table(rows, ("peak of live bytes", *(f"rank {rank}" for rank in range(ranks))))

@@ -104,12 +104,12 @@ assert (between["hits"] == in_graph["hits"]).all()
 losses = [way["loss"].mean(1) for way in (between, in_graph)]
 hits = in_graph["hits"][:, 0].tolist()
 rows = [(step, *(f"{loss[step]:.10f}" for loss in losses), hits[step]) for step in (0, 1, 4, 9)]
-headers = ("step", "4 processes: loss", "1 graph: loss", "right of 96")
+headers = ("step", "4 processes: loss", "1 graph: loss", "right answers of 96")
 lab.table(rows, headers)
 
 # %% tags=["statement"]
 # "Each replica has the same losses in both ways, to 1e-12."
-assert all(len(set(row(f"{step}", "right of 96")[:2])) == 1 for step in (0, 1, 4, 9))
+assert all(len(set(row(f"{step}", "right answers of 96")[:2])) == 1 for step in (0, 1, 4, 9))
 
 # %% [markdown]
 # Each replica has the same losses in both ways, to 1e-12. (The number of right answers rises and falls, because ten
@@ -155,11 +155,11 @@ lab.predict("hits-belong-to", "before")
 torch.manual_seed(0)
 untrained = nn.Linear(64, 10).double()  # as `program` makes it
 hits_before = int((untrained(images[:96]).argmax(1) == labels[:96]).sum())
-print(f"right of 96 in step 0: {hits[0]}; by the parameters before any step: {hits_before}")
+print(f"right answers of 96 in step 0: {hits[0]}; by the parameters before any step: {hits_before}")
 
 # %% tags=["statement"]
 # "The scores were computed before the step"
-assert len(set(found(r"right of 96 in step 0: (\d+); by the parameters before any step: (\d+)"))) == 1
+assert len(set(found(r"right answers of 96 in step 0: (\d+); by the parameters before any step: (\d+)"))) == 1
 
 # %% [markdown]
 # The scores were computed before the step. Replicas move from exchange to exchange together: when `apply_gradients`

@@ -111,8 +111,8 @@ def mesh(**axes: int):
     panel.set_aspect("equal")
     panel.axis("off")
     figure.legend(loc="outside center right", frameon=False)
-    alt = f"{len(ranks)} ranks on a grid, joined with those that they talk with along {', '.join(shape)}."
-    return figure, alt, Table(rows, ("axis", "size", "ranks that talk with each other along it"))
+    alt = f"{len(ranks)} ranks on a grid, connected to the ranks that they communicate with along {', '.join(shape)}."
+    return figure, alt, Table(rows, ("axis", "size", "ranks that communicate along the axis"))
 
 
 @shown
@@ -127,8 +127,8 @@ def bytes_of_axes(sent: dict[str, int], title: str = ""):
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     least = min(sent.values())
     rows = [(name, _readable(count), f"{count / least:.3g}") for name, count in sent.items()]
-    alt = f"{title or 'Bytes of a step'}: bars of what a rank sends along {', '.join(sent)}."
-    return figure, alt, Table(rows, ("axis", "a rank sends in a step", "times the least"), title, align="lrr")
+    alt = f"{title or 'Bytes of a step'}: bars of the bytes that a rank sends along {', '.join(sent)}."
+    return figure, alt, Table(rows, ("axis", "a rank sends per step", "relative to the least"), title, align="lrr")
 
 
 def _readable(count: float) -> str:

@@ -1,6 +1,6 @@
 """Lesson 08: checks of layers that are split over ranks, by outputs, gradients, bytes sent and memory."""
 
-from dtlib.lab.checks.equality import NUMBER, SPARE, as_tensor, factors, same
+from dtlib.lab.checks.equality import MARGIN, NUMBER, as_tensor, factors, same
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l08.observe_layers import PASSES, expected, make_input, observe_mlp, observe_row
 
@@ -187,7 +187,7 @@ def _gradient_of(parameters, value, name: str, rank: int, of_all_ranks):
 
 def _judge_held(held: int, shards, rank: int) -> None:
     wanted = sum(value.numel() for value, _ in shards.values()) * NUMBER
-    if held > wanted + SPARE:
+    if held > wanted + MARGIN:
         raise Wrong("whole-held", rank, f"{wanted} bytes of parameters: this rank's shards", f"{held} bytes",
                     "The values are right, but no memory is saved. What keeps the whole weight in memory?",
                     "Keep no whole weight: no layer, no array, no bytes, and no view (.clone() it).")

@@ -281,7 +281,7 @@ class Whole(nn.Module):
 def counts(model):
     children = model.named_children()
     counted = {name: sum(p.numel() for p in child.parameters()) for name, child in children}
-    return counted | {"together": sum(counted.values())}
+    return counted | {"total": sum(counted.values())}
 
 
 alone = Whole().double()
@@ -323,7 +323,7 @@ class Cut(nn.Module):
 
 cut = Cut(Whole().double(), comm)
 held = counts(cut)
-percent = 100 * held["together"] / whole["together"]
+percent = 100 * held["total"] / whole["total"]
 if comm.rank == 0:
     rows = [(name, whole[name], n, f"{100 * n / whole[name]:.1f} %") for name, n in held.items()]
     lab.table(rows, ("parameters", "one process", "rank 0 of 4", "fraction"))
@@ -352,7 +352,7 @@ print(f"last loss: one process {losses[0][9]:.10f}, 4 ranks {losses[1][9]:.10f}"
 
 # %% tags=["statement"]
 # "The norm, and biases that are added after g, are whole on all ranks"
-assert row("norm", "rank 0 of 4")[-1] == 100 and 25 < row("together", "rank 0 of 4")[-1] < 26
+assert row("norm", "rank 0 of 4")[-1] == 100 and 25 < row("total", "rank 0 of 4")[-1] < 26
 assert len(set(found(r"one process ([\d.]+), 4 ranks ([\d.]+)"))) == 1
 
 # %% [markdown]
@@ -417,7 +417,7 @@ kept_and_sent = {"tensor": norm_and_mlp(False), "tensor and sequence": norm_and_
 # %%
 found = lab.values("kept_and_sent")[0]
 rows = [(name, f"{kept:.2f}", f"{sent:.2f}") for name, (kept, sent) in found.items()]
-lab.table(rows, ("cut", "MB kept between", "MB sent forward"))
+lab.table(rows, ("cut", "MB kept until the backward pass", "MB sent in the forward pass"))
 
 # %% tags=["statement"]
 # "Ranks send equally many bytes, and between the blocks each keeps a quarter."
@@ -504,12 +504,12 @@ activations = 48 * 64 * 8  # bytes; the input of the first layer needs no gradie
 by_formula = {"tensor": activations, "data": 8 * sum(numbers)}
 what = {"tensor": "activations: g", "data": "gradients"}
 rows = [(axis, lab.values(f"along_{axis}")[0], by_formula[axis], what[axis]) for axis in what]
-lab.table(rows, ("axis", "bytes sent", "formula", "what travels"))
+lab.table(rows, ("axis", "bytes sent", "formula", "what is sent"))
 assert all(row[1] == row[2] for row in rows)
 
 # %% tags=["statement"]
 # "Here data sends more, because a step has only 48 samples"
-assert row("data", "what travels")[0] > row("tensor", "what travels")[0]
+assert row("data", "what is sent")[0] > row("tensor", "what is sent")[0]
 
 # %% [markdown]
 # Here `data` sends more, because a step has only 48 samples. The bytes along `tensor` grow with the tokens of a step,
@@ -544,7 +544,7 @@ tensor_figures.bytes_of_axes(in_a_step, "GPT-3's shape on 8 x 8 x 8 ranks (formu
 
 # %% tags=["statement"]
 # "`tensor` sends most, and ranks wait for it most"
-tensor, data, pipe = (row(axis, "times the least")[-1] for axis in ("tensor", "data", "pipe"))
+tensor, data, pipe = (row(axis, "relative to the least")[-1] for axis in ("tensor", "data", "pipe"))
 assert tensor > data > pipe == 1
 
 # %% [markdown] tags=["half-day"]
@@ -554,7 +554,7 @@ assert tensor > data > pipe == 1
 
 # %% tags=["statement"]
 # "`tensor` is the last axis of a mesh"
-assert count("0-1  2-3", "joined with those that they talk with") == 1
+assert count("0-1  2-3", "connected to the ranks that they communicate with") == 1
 
 # %% [markdown]
 # Ranks with consecutive numbers mostly share a machine, so `tensor` is the last axis of a mesh.

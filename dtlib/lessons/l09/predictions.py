@@ -21,7 +21,7 @@ PREDICTIONS = {
         hint="A worker saves the time of reading, and costs a message a batch.",
     ),
     "starves-more": Prediction(
-        got=lambda pace: min(pace, key=lambda name: pace[name].au), choices=("the slow one", "the fast one"),
+        got=lambda pace: min(pace, key=lambda name: pace[name].au), choices=("slow accelerator", "fast accelerator"),
         hint="Who computes for less time waits sooner.",
     ),
     "warm-on-four-ranks": Prediction(

@@ -22,8 +22,8 @@ def curves(results: dict, title: str = ""):
         (name, result["steps"], *(f"{result['losses'][at]:.4f}" for at in (0, len(result["losses"]) // 2, -1)))
         for name, result in results.items()
     ]
-    alt = f"{title + ': ' if title else ''}the loss of each step, a line each for {', '.join(results)}."
-    return figure, alt, Table(rows, ("run", "steps", "loss at first", "in the middle", "at last"), title)
+    alt = f"{title + ': ' if title else ''}the loss of each step, one line for each of {', '.join(results)}."
+    return figure, alt, Table(rows, ("run", "steps", "first loss", "loss in the middle", "last loss"), title)
 
 
 @shown
@@ -45,7 +45,7 @@ def runs(results: dict):
             memory.bar(place, count / 1e6, 0.9 * width, label=label, **style)
     memory.set_xticks(range(len(names)), names)
     memory.legend(frameon=False)
-    for axes, what in ((loss, "loss at the end"), (time, "ms a step"), (memory, "MB a rank")):
+    for axes, what in ((loss, "last loss"), (time, "ms per step"), (memory, "MB per rank")):
         axes.set_title(what)
         axes.tick_params("x", rotation=90)
     ranks = len(next(iter(results.values()))["bytes_per_rank"])
@@ -53,8 +53,8 @@ def runs(results: dict):
         (name, f"{result['loss']:.6f}", f"{times[name]:.1f}", *result["bytes_per_rank"])
         for name, result in results.items()
     ]
-    headers = ("run", "loss", "ms a step", *(f"bytes of rank {rank}" for rank in range(ranks)))
-    alt = f"Bars for {', '.join(names)}: the loss at the end, time a step, and bytes of model states on each rank."
+    headers = ("run", "loss", "ms per step", *(f"bytes of rank {rank}" for rank in range(ranks)))
+    alt = f"Bars for {', '.join(names)}: the last loss, the time per step, and bytes of model states on each rank."
     return figure, alt, Table(rows, headers)
 
 

@@ -101,7 +101,7 @@ figures.runs({f"stage {stage}": one for stage, one in stages.items()})
 
 # %% tags=["statement"]
 # "The loss stays the same, but the bytes held differ."
-of = [row(f"stage {stage}", "ms a step") for stage in range(4)]
+of = [row(f"stage {stage}", "ms per step") for stage in range(4)]
 assert len({loss for loss, *_ in of}) == 1 and [held for *_, held, _ in of] == sorted((held for *_, held, _ in of), reverse=True)
 assert of[3][2] == of[0][2] / 2
 
@@ -118,12 +118,12 @@ folder = comm.broadcast_object(mkdtemp() if comm.rank == 0 else None)
 train("vision", steps=20, save=folder)
 rest = train("vision", stage=2, steps=40, save=folder, resume=True)
 if comm.rank == 0:
-    print(f"{len(rest['losses'])} steps more; last loss {rest['losses'][-1]:.4f},", end=" ")
-    print(f"of the run without a break {of_stage[0]['losses'][-1]:.4f}")
+    print(f"{len(rest['losses'])} more steps; last loss {rest['losses'][-1]:.4f},", end=" ")
+    print(f"without a break {of_stage[0]['losses'][-1]:.4f}")
 
 # %% tags=["statement"]
 # "`resume=True` continues from the last one"
-more, last, unbroken = found(r"(\d+) steps more; last loss ([\d.]+), of the run without a break ([\d.]+)")
+more, last, unbroken = found(r"(\d+) more steps; last loss ([\d.]+), without a break ([\d.]+)")
 assert more == 40 - 20 and last == unbroken
 
 # %% [markdown]
@@ -293,12 +293,12 @@ for batch, classes in train_loader:
     losses.append(loss.item())
 if world.rank == 0:
     stage = engine.zero_optimization_stage()
-    print(f"{engine.global_steps} steps, {len(batch)} rows a rank, ZeRO stage {stage};", end=" ")
+    print(f"{engine.global_steps} steps, {len(batch)} rows per rank, ZeRO stage {stage};", end=" ")
     print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last")
 
 # %% tags=["statement"]
 # "`train_batch_size` counts all ranks' samples"
-assert found(r"(\d+) steps, (\d+) rows a rank, ZeRO stage (\d)") == [1280 / 64, 64 / 2, 2]
+assert found(r"(\d+) steps, (\d+) rows per rank, ZeRO stage (\d)") == [1280 / 64, 64 / 2, 2]
 first, last = found(r"loss ([\d.]+) at first, ([\d.]+) at last")
 assert last < first
 
@@ -332,7 +332,8 @@ try:
     engine(images)
 except dtlib.DtlibError as sentence:
     if world.rank == 0:
-        print(f"Loss {losses[0]:.2f}, after {len(losses)} steps {losses[-1]:.2f}. And called:")
+        print(f"Loss {losses[0]:.2f}, after {len(losses)} steps {losses[-1]:.2f}.")
+        print("Then a wrong call:")
         print(sentence)
 
 # %% tags=["statement"]

@@ -162,11 +162,11 @@ lab.check("step-model-build")
 if world.rank == 0:
     for n in (1, 8, 64, 512, 4096):
         seconds = step_seconds(n, 0.2, 2e9, 5e-6, 12.5e9)
-        print(f"{n:5} ranks: {1e3 * seconds:.1f} ms a step, efficiency {0.2 / seconds:.0%}")
+        print(f"{n:5} ranks: {1e3 * seconds:.1f} ms per step, efficiency {0.2 / seconds:.0%}")
 
 # %% tags=["statement"]
 # "With 2 GB, even eight ranks wait more than half of the time."
-few, many = (found(f" {n} ranks: [\\d.]+ ms a step, efficiency (\\d+)%")[0] for n in (8, 4096))
+few, many = (found(f" {n} ranks: [\\d.]+ ms per step, efficiency (\\d+)%")[0] for n in (8, 4096))
 assert few < 50 and few - many < 5
 
 # %% [markdown]

@@ -14,7 +14,7 @@ LINKS = (
     ("memory of an accelerator", "2,000 to 8,000 GB/s"),
     ("accelerators of one machine (NVLink), both ways", "600 to 1,800 GB/s"),
     ("accelerator and host (PCIe), one way", "32 to 64 GB/s"),
-    ("machine and machine (InfiniBand, Ethernet)", "1 to 100 GB/s a link"),
+    ("machine and machine (InfiniBand, Ethernet)", "1 to 100 GB/s per link"),
 )
 
 
@@ -46,7 +46,7 @@ def machine():
     axes.set(xlim=(-0.15, 11.75), ylim=(-0.15, 4.5), aspect="equal")
     axes.axis("off")
     alt = "Two machines of four accelerators: thick wires inside a machine, thin ones to its host and beyond."
-    return figure, alt, Table(LINKS, ("between", "bytes a second, in orders of magnitude"))
+    return figure, alt, Table(LINKS, ("between", "bytes per second (orders of magnitude)"))
 
 
 def gpu_job() -> str:
@@ -112,7 +112,7 @@ def scaling(strong: dict, weak: dict, cores: int):
         ]
         rows.append((n, *cells[0], *cells[1]))
     alt = f"Efficiency against ranks, for strong and for weak scaling, on a computer with {cores} cores."
-    return figure, alt, Table(rows, ("ranks", "strong: s", "efficiency", "weak: s", "efficiency"))
+    return figure, alt, Table(rows, ("ranks", "strong: seconds", "efficiency", "weak: seconds", "efficiency"))
 
 
 def _ratios(runs: dict[int, list[float]], n: int, ideal: float) -> list[float]:
@@ -130,7 +130,7 @@ def beyond(measured: dict, model, most: int, title: str):
     gains = {n: measured[1] / seconds for n, seconds in measured.items()}
     powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
     figure, axes = subplots(height=4)
-    axes.plot(powers, powers, color="grey", linestyle=":", label="as many times as ranks")
+    axes.plot(powers, powers, color="grey", linestyle=":", label="ideal: N times on N ranks")
     _modelled(axes, powers, [model(n) for n in powers], 1, "model")
     axes.plot(list(gains), list(gains.values()), color=RANK_COLOURS[0], marker="o", markersize=8, label="measured")
     _powers_of_two(axes, powers)
@@ -138,7 +138,7 @@ def beyond(measured: dict, model, most: int, title: str):
     _plain_numbers(axes)
     axes.legend()
     rows = [(n, f"{gains[n]:.2f}" if n in gains else "", f"{model(n):.2f}") for n in sorted({*powers, *gains})]
-    alt = f"{title}: speed-up against ranks, measured on {', '.join(map(str, gains))}, beyond them a dashed model."
+    alt = f"{title}: speed-up against ranks, measured on {', '.join(map(str, gains))}, and a dashed line of the model."
     return figure, alt, Table(rows, ("ranks", "measured", "model"), title)
 
 
@@ -157,7 +157,7 @@ def modelled(series: dict, ylabel: str, title: str, form: str = ".0%", log: bool
         axes.set_ylim(0, None)
     axes.legend()
     rows = [(n, *(format(points[n], form) for points in series.values())) for n in powers]
-    alt = f"{title}: {ylabel} against ranks, by a model, a dashed line each for {', '.join(series)}."
+    alt = f"{title}: {ylabel} against ranks, by a model, one dashed line for each of {', '.join(series)}."
     return figure, alt, Table(rows, ("ranks", *series), title)
 
 

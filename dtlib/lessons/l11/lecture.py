@@ -43,7 +43,7 @@ comm = world.comm
 
 # %% tags=["nbval-ignore-output"]
 # %%px
-place = f"node {world.node} of {world.nodes}, number {world.local_rank} there"
+place = f"node {world.node} of {world.nodes}, local rank {world.local_rank}"
 print(f"rank {world.rank} of {world.size} on {place}")
 
 # %% [markdown]
@@ -178,7 +178,7 @@ emulated = {k: emulated_job(k) for k in (1, 2, 3, 4)}
 
 # %% tags=["nbval-ignore-output"]
 emulated = lab.values("emulated")[0]
-title = "A tenth is serial (EMULATED); dashed: Amdahl"
+title = "A tenth of the work is serial (EMULATED); dashed: Amdahl's law"
 figures.beyond(emulated, lambda n: scaling.amdahl(0.1, n), 1024, title)
 
 # %% tags=["claim"]
@@ -188,7 +188,7 @@ assert 2.5 < emulated[1] / emulated[4] < 3.2
 # %% tags=["statement"]
 # "On 64 ranks all others wait for rank 0 nearly nine tenths of the time."
 # "ideally N ranks take an N-th of the time"
-models = {n: row(f"{n:,}", "A tenth is serial")[-1] for n in (64, 1024)}
+models = {n: row(f"{n:,}", "A tenth of the work is serial")[-1] for n in (64, 1024)}
 assert 0.85 < 0.1 * models[64] < 0.9 and models[1024] < 10  # the serial tenth, over the time on 64 ranks
 
 # %% [markdown]
@@ -256,8 +256,8 @@ lab.predict("times-of-512", 461)
 # %%
 gpus, share = int(published["gpus"]), float(published["scaling_efficiency_pct"]) / 100
 times = share * gpus
-print(f"{times:.0f} times one GPU; {(1 - share) * gpus:.0f} GPUs' worth of work is lost")
-print(f"a step takes {1 / share - 1:.0%} longer than alone")
+print(f"{times:.0f} times the speed of one GPU; {(1 - share) * gpus:.0f} GPUs are lost")
+print(f"a step takes {1 / share - 1:.0%} longer than on one GPU")
 
 # %% [markdown]
 # This is *weak* scaling, of *throughput*: each GPU keeps its batch. The number does not say how long training takes
@@ -268,12 +268,13 @@ print(f"a step takes {1 / share - 1:.0%} longer than alone")
 # %%
 for million in (25, 140, 700, 3500):
     seconds = scaling.step(512, 0.2, 4e6 * million, 5e-6, 12.5e9)
-    print(f"{million:5} million parameters: {0.2 / seconds:4.0%} by the model, nothing hidden")
+    share = f"{0.2 / seconds:4.0%} by the model, without overlap"
+    print(f"{million:5} million parameters: efficiency {share}")
 
 # %% tags=["statement"]
 # "with more and more parameters for the same computing"
 # "Few parameters and much computing, as in Inception V3, is the easy case"
-kept = [found(f"{million} million parameters: (\\d+)%")[0] for million in (25, 140, 700, 3500)]
+kept = [found(f"{million} million parameters: efficiency +(\\d+)%")[0] for million in (25, 140, 700, 3500)]
 assert kept == sorted(kept, reverse=True) and kept[0] > 90 and abs(kept[1] - 68) < 3
 
 # %% [markdown]

@@ -124,7 +124,7 @@ def train_after_deaths(comm, model, optimizer, batch_of, steps):
 lab.check("resume-fix")
 
 # %% [markdown]
-# ## Build: shrink and go on
+# ## Build: shrink and continue
 #
 # Write `shrink_and_go_on(comm, model, optimizer, batch_of, steps)`: data parallelism from step 0 to the end, on the
 # surviving ranks.

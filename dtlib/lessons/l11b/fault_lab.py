@@ -23,7 +23,7 @@ DRAW_SECONDS = 0.3
 LIMIT = 180.0  # longest run in seconds
 
 
-def tell(sentence: str) -> None:
+def print_line(sentence: str) -> None:
     """Print a sentence, folded to the width of a page."""
     print(fold(sentence))
 
@@ -34,7 +34,7 @@ class Training:
     ``say`` is called with each message.
     """
 
-    def __init__(self, by: str, ranks: int = 4, say=tell, **options):
+    def __init__(self, by: str, ranks: int = 4, say=print_line, **options):
         if by not in figures.NAMES:
             raise DtlibError(f"by={by!r}: choose one of {', '.join(map(repr, figures.NAMES))}.")
         self.by, self.ranks, self.say, self.runs = by, ranks, say, []
@@ -64,7 +64,7 @@ class Training:
     def kill(self, rank: int) -> None:
         """Send kill -9 to a rank, if it is alive."""
         if self.runs and rank in self.runs[-1].processes:
-            self.runs[-1].strike(rank)
+            self.runs[-1].send_signal(rank)
 
     def end(self) -> None:
         """End all processes, and delete the folder."""

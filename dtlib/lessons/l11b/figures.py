@@ -5,9 +5,9 @@ from dtlib.lab.drawing import STYLE, Picture, subplots
 from dtlib.lab.tables import Table
 
 NAMES = {
-    "checkpoint": "start all again from the checkpoint",
+    "checkpoint": "restart all ranks from the checkpoint",
     "memory": "commit and restore in memory",
-    "shrink": "shrink and go on",
+    "shrink": "shrink and continue",
 }
 _MARKERS = {"checkpoint": "s", "memory": "^", "shrink": "o"}
 
@@ -62,7 +62,7 @@ def times(histories: dict) -> list[tuple]:
     return rows
 
 
-HEADERS = ("recovery", "seconds from the kill to the next good step", "ranks", "steps done twice")
+HEADERS = ("recovery", "seconds from the kill to the next completed step", "ranks", "repeated steps")
 
 
 def picture(histories: dict, undisturbed: list[float]) -> Picture:

@@ -39,7 +39,7 @@ fault_lab.fault_lab(4)
 # beginning of step 25, so 25 steps are done.
 
 # %% [markdown]
-# ## One: start all again from the checkpoint
+# ## One: restart all ranks from the checkpoint
 #
 # By default MPI ends the whole job when a rank dies. An outside program, such as a scheduler, starts the job again, and
 # the job loads the last checkpoint. Here a checkpoint is saved after every 10 steps.
@@ -68,7 +68,7 @@ lab.read(restart.train_and_save)
 # belongs. Most of the time until the next good step is spent on starting four processes that import torch. On a cluster
 # you also wait in the queue.
 #
-# ## Two: shrink and go on
+# ## Two: shrink and continue
 #
 # `mpiexec --with-ft ulfm` starts ranks that survive the death of others (ULFM is user-level failure mitigation). Then a
 # call that exchanges messages with a dead rank raises an error. Now three things remain to do:
@@ -136,8 +136,8 @@ figures.compare(histories, undisturbed)
 
 # %% tags=["statement"]
 # "The lower picture shows the price in seconds."
-from_disk, again = found(r"start all again from the ([\d.]+) 4 -> 4 (\d+)")
-shrunk, none = found(r"shrink and go on ([\d.]+) 4 -> 3 (\d+)")
+from_disk, again = found(r"restart all ranks from the ([\d.]+) 4 -> 4 (\d+)")
+shrunk, none = found(r"shrink and continue ([\d.]+) 4 -> 3 (\d+)")
 restored, twice = found(r"commit and restore in memory ([\d.]+) 4 -> 3 (\d+)")
 assert from_disk > 5 * max(shrunk, restored) and (again, none, twice) == (5, 0, 2)
 
@@ -152,7 +152,7 @@ def furthest_off(events):
 
 for name, events in histories.items():
     verdict = "equal to 1e-9" if furthest_off(events) < 1e-9 else "not equal"
-    print(f"{figures.NAMES[name]:36} {verdict}")
+    print(f"{figures.NAMES[name]:38} {verdict}")
 
 # %% tags=["statement"]
 # "In the upper picture all three lie on the undisturbed curve"
@@ -217,7 +217,7 @@ if world.rank == 0:
 # each rank also sends a flag, in its own place of an array:
 
 # %%
-lab.read(rank_status.Signs.of_this_rank)
+lab.read(rank_status.RankStatus.of_this_rank)
 
 # %% tags=["nbval-ignore-output"]
 nan = {"kind": "nan", "rank": 1, "step": 12, "at": "nan"}

@@ -165,8 +165,8 @@ def main() -> None:
             return train_by_engine(options, world, folder, journal)
         accidents = PlannedFaults(options["faults"], world.rank, folder, journal)
         replica = with_accidents(recovery.Replica(*make(options)), options, accidents)
-        replica.signs.listen()
-        comm = ways[options["by"]](replica, world.comm, options["steps"], tell=journal)
+        replica.status.listen()
+        comm = ways[options["by"]](replica, world.comm, options["steps"], on_event=journal)
         if comm.rank == 0:
             save_file(dict(replica.model.state_dict()), folder / PARAMETERS, {"losses": json.dumps(replica.losses)})
     recovery.leave(comm)

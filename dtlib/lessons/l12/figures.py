@@ -25,7 +25,7 @@ def work_by_step(**orders):
         rows = [(rank, *(f"{blocks:g}" for blocks in steps)) for rank, steps in enumerate(work)]
         title = f"{order}: quarter blocks (simulated); longest of each step: {longest} = {path(work):g}"
         tables.append(Table(rows, ("rank", *(f"step {step}" for step in range(ranks))), title))
-    alt = f"Quarter blocks of work, ranks by steps, {' beside '.join(orders)}; empty: idle."
+    alt = f"Quarter blocks of work, a row per rank, a column per step, {' beside '.join(orders)}; empty: idle."
     return figure, alt, *tables
 
 

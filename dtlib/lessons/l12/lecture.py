@@ -62,11 +62,11 @@ def of_block(keys):
 
 merged, lse = plain.merge(*of_block(slice(0, 5)), *of_block(slice(5, 8)))
 apart = (merged - scores.softmax(-1) @ values).abs().max()
-print("merged, and all at once: " + ("equal to 1e-12" if apart < 1e-12 else "not equal"))
+print("two parts merged, and computed at once: " + ("equal to 1e-12" if apart < 1e-12 else "not equal"))
 
 # %% tags=["statement"]
 # "weight each average in proportion to its denominator"
-assert count("all at once: equal to 1e-12") == 1
+assert count("computed at once: equal to 1e-12") == 1
 
 # %% [markdown]
 # So keys and values travel round a ring, as gradients do in lesson 03. In step s, rank r has the keys and values of
@@ -268,7 +268,7 @@ ways = {
 sent = {way: [*of_tensors(there), *of_tensors(back)] for way, (there, back) in ways.items()}
 
 # %%
-headers = ("", "messages forward", "bytes / n", "messages backward", "bytes / n")
+headers = ("", "messages forward", "bytes / n forward", "messages backward", "bytes / n backward")
 table = [(way, *counts) for way, counts in lab.values("sent")[0].items()]
 lab.table(table, headers, "Rank 0 of 4; n: bytes of its queries")
 
@@ -355,11 +355,11 @@ for name, got in (("mean of the ranks' means", means), ("mean_over_tokens", over
     off = (got - expected).abs().max() / expected.abs().max()
     rows.append((name, f"{100 * off:.1f} %"))
 if comm.rank == 0:
-    lab.table(rows, ("loss", "gradient off by"))
+    lab.table(rows, ("loss", "relative error of the gradient"))
 
 # %% tags=["statement"]
 # "The sum over all tokens has to be divided *before* the backward pass"
-assert row("mean of the ranks' means", "gradient off by")[0] > 1 and row("mean_over_tokens", "gradient off by")[0] == 0
+assert row("mean of the ranks' means", "relative error of the gradient")[0] > 1 and row("mean_over_tokens", "relative error of the gradient")[0] == 0
 
 # %% [markdown]
 # The sum over all tokens has to be divided *before* the backward pass. The backward pass adds parts of all ranks'

@@ -42,7 +42,7 @@ def held(measured: dict) -> None:
             seen, whole = measured[axis], measured["one process, experts" if axis == "expert" else "one process"]
             rows.append((axis, *(f"{100 * seen[name] / whole[name]:.0f} %" for name in axes.HELD)))
     headers = ("axis", *(name.replace("_", " ") for name in axes.HELD))
-    table(rows, headers, "What the busiest of 4 ranks has, of one process", align="lrrrr")
+    table(rows, headers, "Memory of the busiest of 4 ranks, in % of one process", align="lrrrr")
 
 
 def sent(measured: dict) -> None:
@@ -53,4 +53,4 @@ def sent(measured: dict) -> None:
             seen = measured[axis]
             calls = (", ".join(f"{count} {name}" for name, count in seen[when].items()) or "-" for when in axes.WHEN)
             rows.append((axis, *calls, f"{seen['sent'] / 1000:,.0f}"))
-    table(rows, ("axis", *axes.WHEN, "kB"), "What the busiest of 4 ranks sends in a step", align="llllr")
+    table(rows, ("axis", *axes.WHEN, "kB"), "Bytes that the busiest of 4 ranks sends in a step", align="llllr")

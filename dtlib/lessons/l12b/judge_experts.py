@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import SupportsInt
 from unittest.mock import patch
 
-from dtlib.lab.checks.equality import SPARE
+from dtlib.lab.checks.equality import MARGIN
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l12.judge_context import about, is_like, numbers, same
 
@@ -228,7 +228,7 @@ def judge_dispatch(observations) -> None:
             leave = int((chosen != rank).sum())
             arrive = sum(int((theirs == rank).sum()) for other, theirs in enumerate(chosen_by) if other != rank)
             most = (leave + arrive) * WIDTH * 8
-            wrong("too-many-bytes", sent > most + SPARE,
+            wrong("too-many-bytes", sent > most + MARGIN,
                   f"{what}: {most} bytes, {leave} rows to other ranks and {arrive} rows back", f"{sent} bytes",
                   "The values are right, but you send too much. Which rows must be sent?",
                   "all_to_all_single(out, rows, received, sent, ...): the rows for each rank, which may be zero.")

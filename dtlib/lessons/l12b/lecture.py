@@ -81,11 +81,11 @@ on_ranks, my_expert.weight.grad = my_expert.weight.grad, None
 its_tokens = tokens[:, 4 * comm.rank : 4 * comm.rank + 4]
 (my_expert(its_tokens).square().sum() / tokens.numel()).backward()  # in one process
 factor = float((on_ranks / my_expert.weight.grad).mean())
-print(f"times too large: {factor:.6f}")
+print(f"too large by a factor of {factor:.6f}")
 
 # %% tags=["statement"]
 # "An expert's gradient arrives as the sum over N losses, and we want the mean: divide by N once."
-assert count("times too large: 4.000000") == 1
+assert count("too large by a factor of 4.000000") == 1
 
 # %% [markdown]
 # An expert's gradient arrives as the sum over N losses, and we want the mean: divide by N once. DeepSpeed #5618 forgot
@@ -129,12 +129,12 @@ print("as in one process:", same)
 all_sent, rows = lab.values("sent"), []
 for rank, of_rank in enumerate(all_sent):
     rows.append((rank, *(f"{sent:,} in {messages}" for messages, sent in of_rank)))
-ways = ("to experts", "back", "gradients there", "gradients back")
-lab.table(rows, ("rank", *ways), "Bytes of numbers, in so many messages")
+ways = ("tokens to experts", "tokens back", "gradients to experts", "gradients back")
+lab.table(rows, ("rank", *ways), "Bytes sent, in how many messages")
 
 # %% tags=["statement"]
 # "Four exchanges, N - 1 messages each; gradients have as many bytes as their rows."
-of_ranks = [row(f"{rank}", "in so many messages") for rank in range(4)]
+of_ranks = [row(f"{rank}", "in how many messages") for rank in range(4)]
 assert all(sent[1::2] == [3, 3, 3, 3] and sent[:4] == sent[4:] for sent in of_ranks)
 assert count("'output': True, 'gate': True, 'expert': True") == 1
 
@@ -219,11 +219,11 @@ for capacity in (0.5, 1.0, 2.0, None):
     dist.all_reduce(dropped, group=comm.group)
     rows.append((f"{capacity}", int(dropped)))
 if comm.rank == 0:
-    lab.table(rows, ("capacity", "dropped of 64"))
+    lab.table(rows, ("capacity", "dropped tokens of 64"))
 
 # %% tags=["statement"]
 # "The layer computes nothing for a dropped token: only the residual connection passes it to the next layer."
-assert row("None", "dropped of 64") == [0] and row("0.5", "dropped of 64")[0] > row("2.0", "dropped of 64")[0] > 0
+assert row("None", "dropped tokens of 64") == [0] and row("0.5", "dropped tokens of 64")[0] > row("2.0", "dropped tokens of 64")[0] > 0
 
 # %% [markdown]
 # The layer computes nothing for a dropped token: only the residual connection passes it to the next layer.
@@ -250,11 +250,11 @@ table = {axis: axes.measured(axis, comm) for axis in axes.AXES}
 losses = {axis: f"{of_axis['loss']:.9f}" for axis, of_axis in table.items()}
 with_experts = {loss for axis, loss in losses.items() if "expert" in axis}
 others = {loss for axis, loss in losses.items() if "expert" not in axis}
-print("loss with experts:", *with_experts, "- of all others:", *others)
+print("loss with experts:", *with_experts, "- of the other axes:", *others)
 
 # %% tags=["statement"]
 # "All axes compute the same loss. With experts the model is another one"
-assert len(found(r"loss with experts: ([\d. ]+) - of all others: ([\d. ]+)")) == 2
+assert len(found(r"loss with experts: ([\d. ]+) - of the other axes: ([\d. ]+)")) == 2
 
 # %%
 figures.held(lab.values("table")[0])
@@ -262,10 +262,10 @@ figures.held(lab.values("table")[0])
 # %% tags=["statement"]
 # "Only ZeRO 3, tensor (with `sequence`), the pipeline and experts cut parameters."
 # "`sequence` keeps more than a quarter of the activations"
-assert row("sequence", "What the busiest of 4 ranks has")[3] > 25
-cut = {axis: row(axis, "What the busiest of 4 ranks has") for axis in ("data", "ZeRO 2", "context, ring", "ZeRO 3")}
+assert row("sequence", "Memory of the busiest of 4 ranks")[3] > 25
+cut = {axis: row(axis, "Memory of the busiest of 4 ranks") for axis in ("data", "ZeRO 2", "context, ring", "ZeRO 3")}
 assert cut["data"][0] == cut["context, ring"][0] == 100 and cut["ZeRO 2"][:3] == [100, 25, 25]
-assert all(row(axis, "What the busiest of 4 ranks has")[0] < 40 for axis in ("tensor", "sequence", "pipeline", "expert"))
+assert all(row(axis, "Memory of the busiest of 4 ranks")[0] < 40 for axis in ("tensor", "sequence", "pipeline", "expert"))
 
 # %%
 figures.sent(lab.values("table")[0])
@@ -278,7 +278,7 @@ figures.sent(lab.values("table")[0])
 assert count(r"(?m)^data +- +1 all_reduce +- ") == 1 and count("24 all_reduce") == 1
 assert count(r"(?m)^expert +4 all_reduce, 8 all_to_all +8 all_to_all") == 1
 for more, less in (("tensor", "sequence"), ("data", "ZeRO 2")):
-    more, less = (row(axis, "What the busiest of 4 ranks sends in a step")[-1] for axis in (more, less))
+    more, less = (row(axis, "Bytes that the busiest of 4 ranks sends in a step")[-1] for axis in (more, less))
     assert 1.28 < more / less < 1.36
 
 # %% [markdown]

@@ -51,10 +51,10 @@ def losses(results: dict):
     axes.minorticks_off()
     axes.legend(loc="lower left", ncols=2)
     alt = (
-        "Training loss against kB on the wire, a line with a band a method, to the end; dashed: the loss of "
+        "Training loss against kB on the wire, one line with a band for each method; dashed: the loss of "
         f"{race.TARGET} that decides the race."
     )
-    return figure, alt, Table(rows, ("method", "kB in all", "loss at the end", "interval"), align="lrrr")
+    return figure, alt, Table(rows, ("method", "kB in total", "last loss", "interval"), align="lrrr")
 
 
 @shown
@@ -76,10 +76,10 @@ def bytes_needed(results: dict):
         off = [[middle - low], [high - middle]]
         axes.errorbar(middle, place, xerr=off, color=colour, marker="o", markersize=8, capsize=4)
     axes.set_yticks(range(len(names)), list(reversed(names)))
-    axes.set(xscale="log", xlabel="bytes over those of DDP (left is fewer)", xlim=(0.03, 3))
+    axes.set(xscale="log", xlabel="bytes relative to DDP (left: fewer)", xlim=(0.03, 3))
     axes.set_xticks([0.03, 0.1, 0.3, 1, 3], ["0.03", "0.1", "0.3", "1", "3"])
     axes.minorticks_off()
-    alt = "Bytes until the loss over those of DDP, on paired seeds, with intervals."
+    alt = "Bytes until the loss relative to DDP, on paired seeds, with intervals."
     return figure, alt, table(results)
 
 
@@ -92,4 +92,4 @@ def table(results: dict) -> Table:
         ratio = "-" if found is None else f"{found[0]:.2f} ({found[1]:.2f} to {found[2]:.2f})"
         mean = f"{sum(reached) / len(reached):,.0f}" if reached else "-"
         rows.append((name, f"{result.rate:g}", len(reached), mean, ratio))
-    return Table(rows, ("method", "rate", "seeds that reached it", "kB", "over DDP (interval)"), align="lrrrr")
+    return Table(rows, ("method", "rate", "seeds that reached it", "kB", "relative to DDP (interval)"), align="lrrrr")

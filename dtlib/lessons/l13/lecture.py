@@ -74,7 +74,7 @@ from dtlib.theory import collectives
 
 ring = 4 * collectives.elements_sent_by_the_busiest("all_reduce", "ring", 4, 8970)
 sent = sum(lab.values("epoch")[0])
-rows = [("formula", f"{20 * ring:,}"), ("trace, with flags", f"{sent:,}")]
+rows = [("formula", f"{20 * ring:,}"), ("measured, with flags", f"{sent:,}")]
 lab.table(rows, ("bytes of an epoch", "rank 0"))
 
 # %% tags=["statement"]
@@ -127,11 +127,11 @@ one = trained(model, plain.DiLoCo(comm, model, sgd(model, 0.2), outer, sync_ever
 model = DataParallel(net(), comm)
 other = trained(model, sgd(model, 0.2 * 0.7, 0.9))
 apart = (one - other).abs().max()
-print("furthest apart: " + ("less than 1e-12" if apart < 1e-12 else "not equal"))
+print("largest difference: " + ("less than 1e-12" if apart < 1e-12 else "not equal"))
 
 # %% tags=["statement"]
 # "It is data parallelism with Nesterov momentum, at the product of the two rates: the same up to rounding (1e-12)."
-assert count("furthest apart: less than 1e-12") == 1 and not count("not equal")
+assert count("largest difference: less than 1e-12") == 1 and not count("not equal")
 
 # %% [markdown]
 # It is data parallelism with Nesterov momentum, at the product of the two rates: the same up to rounding (1e-12). From
@@ -196,7 +196,7 @@ rows = [
         ("top 1 %", "8 bits"), (lab.values("top_k")[0], lab.values("eight_bits")[0]), strict=True
     )
 ]
-lab.table(rows, ("error of 20 steps", "of what was sent", "with what is kept"))
+lab.table(rows, ("error of 20 steps", "sum of the sent values", "sum with the kept values"))
 
 # %% tags=["statement"]
 # "The sum that top-k has sent is far off; with the kept values, the sum is exact."

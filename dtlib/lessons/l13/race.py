@@ -22,7 +22,7 @@ from dtlib.theory.compression import eight_bit_bytes, powersgd_elements, top_k_b
 from dtlib.workloads import digits
 
 RANKS, BATCH = 4, 16  # BATCH is images per rank and step
-STEPS, LOOK_EVERY = 240, 8
+STEPS, CHECK_EVERY = 240, 8
 TARGET, LOOKED_AT = 0.1, 320  # target loss, and number of training images for it
 RATES = (0.02, 0.04, 0.08, 0.16, 0.32)
 SEEDS, OTHER_SEEDS = tuple(range(8)), tuple(range(100, 104))
@@ -184,7 +184,7 @@ def run(method, seeds, rates: Tensor, steps: int = STEPS) -> tuple[list[float], 
             if local and (step + 1) % method.every == 0:
                 start = method.outer(start, flat)
                 flat = start[:, None].repeat(1, RANKS, 1)
-            if (step + 1) % LOOK_EVERY == 0:
+            if (step + 1) % CHECK_EVERY == 0:
                 kilobytes.append((step + 1) // method.every * method.bytes / 1000)
                 losses.append(digits.losses(_layers(flat.mean(1)), *looked_at))
     return kilobytes, torch.stack(losses)

@@ -98,7 +98,8 @@ from dtlib.lessons.l14 import brief
 from dtlib.planner import Plan
 
 plan = Plan(data=4, zero=3, batch=16, micro_batch=4)  # yours
-print(f"{1000 * brief.predicted(plan, sample=0.02):.0f} ms a step, {brief.held(plan):,} bytes held")
+milliseconds = 1000 * brief.predicted(plan, sample=0.02)
+print(f"{milliseconds:.0f} ms per step, {brief.held(plan):,} bytes held")
 print("messages", brief.messages(plan))
 print("bytes   ", brief.sent(plan))
 
@@ -107,7 +108,8 @@ from dtlib.lessons.l14 import brief
 from dtlib.planner import Plan
 
 plan = Plan(pipe=4, batch=16, micro_batch=2)
-print(f"{1000 * brief.predicted(plan, sample=0.02):.0f} ms a step, {brief.held(plan):,} bytes held")
+milliseconds = 1000 * brief.predicted(plan, sample=0.02)
+print(f"{milliseconds:.0f} ms per step, {brief.held(plan):,} bytes held")
 print("messages", brief.messages(plan))
 print("bytes   ", brief.sent(plan))
 

@@ -66,7 +66,7 @@ def losses(events: list[dict], undisturbed: list[dict]):
     """Draw losses of a run with and without a death, and the order in which steps were done."""
     figure, axes = subplots(1, 2, height=3.4)
     steps, whole = steps_of(events), steps_of(undisturbed)
-    axes[0].plot(*zip(*whole, strict=True), color="black", linewidth=7, alpha=0.2, label="nobody died")
+    axes[0].plot(*zip(*whole, strict=True), color="black", linewidth=7, alpha=0.2, label="no rank died")
     axes[0].plot(*zip(*steps, strict=True), color=PREDICTED, marker="o", linewidth=1, label="a rank died")
     axes[0].set(xlabel="step", ylabel="loss")
     axes[0].legend(frameon=False)
@@ -79,8 +79,8 @@ def losses(events: list[dict], undisturbed: list[dict]):
     axes[1].set(xlabel="seconds (a cross: a rank dies)", ylabel="step")
     twice = len(steps) - len({step for step, _ in steps})
     off = max(abs(loss - dict(whole)[step]) for step, loss in steps)
-    rows = [("steps done", len(steps)), ("done twice", twice), ("furthest from the other curve", f"{off:.1e}")]
-    alt = "Losses by step, once with a death and once without, which lie on each other; and when each step was done."
+    rows = [("steps done", len(steps)), ("repeated", twice), ("largest difference from the other curve", f"{off:.1e}")]
+    alt = "Losses by step, once with a death and once without, which coincide; and the time of each step."
     return figure, alt, Table(rows, ("", "this run"))
 
 

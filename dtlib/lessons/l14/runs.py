@@ -37,7 +37,7 @@ def compared(plan: Plan, sample: float, result: dict | None) -> list[tuple]:
     took, said = brief.BATCH / result["samples_per_second"], brief.predicted(plan, sample)
     rows = [
         ("bytes of model states", f"{brief.held(plan):,}", f"{max(result['bytes_per_rank']):,}"),
-        ("ms a step", f"{1000 * said:.0f}", f"{1000 * took:.0f}"),
+        ("ms per step", f"{1000 * said:.0f}", f"{1000 * took:.0f}"),
     ]
     course.keep("capstone", {"plan": str(plan), "steps": result["steps"], "rows": rows})
     return rows

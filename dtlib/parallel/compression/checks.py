@@ -9,22 +9,22 @@ from dtlib.gradients.preconditions import around, group_and_communicator
 from dtlib.parallel.compression.plain import EightBitState, PowerSGDState, TopKState
 
 
-def _top_k(plainly, self, group: AnyCommunicator | None = None, fraction=0.01, feedback=True):
+def _top_k(original, self, group: AnyCommunicator | None = None, fraction=0.01, feedback=True):
     if not 0 < fraction <= 1:
         raise DtlibError(f"TopKState(fraction={fraction}): pass the share of elements to send, above 0 and at most 1.")
-    plainly(self, group_and_communicator(group)[0], fraction, feedback)
+    original(self, group_and_communicator(group)[0], fraction, feedback)
 
 
-def _eight_bit(plainly, self, group: AnyCommunicator | None = None, block=256):
+def _eight_bit(original, self, group: AnyCommunicator | None = None, block=256):
     if block < 1:
         raise DtlibError(f"EightBitState(block={block}): pass the number of elements per scale, such as 256.")
-    plainly(self, group_and_communicator(group)[0], block)
+    original(self, group_and_communicator(group)[0], block)
 
 
-def _power_sgd(plainly, self, group: AnyCommunicator | None = None, matrix_approximation_rank=1, *rest, **named):
+def _power_sgd(original, self, group: AnyCommunicator | None = None, matrix_approximation_rank=1, *rest, **named):
     if matrix_approximation_rank < 1:
         raise DtlibError(f"PowerSGDState(matrix_approximation_rank={matrix_approximation_rank}): pass 1 or more.")
-    plainly(self, group_and_communicator(group)[0], matrix_approximation_rank, *rest, **named)
+    original(self, group_and_communicator(group)[0], matrix_approximation_rank, *rest, **named)
 
 
 around(TopKState, "__init__", _top_k)

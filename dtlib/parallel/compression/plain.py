@@ -20,17 +20,17 @@ from torch.nn.functional import pad
 
 
 class TopKState:
-    """Send ``fraction`` of a bucket's elements. ``kept`` maps each parameter to the elements that were not sent."""
+    """Send ``fraction`` of a bucket's elements. ``residual`` maps each parameter to the elements that were not sent."""
 
     def __init__(self, group: ProcessGroup | None = None, fraction: float = 0.01, feedback: bool = True):
-        self.group, self.fraction, self.feedback, self.kept = group or dist.group.WORLD, fraction, feedback, {}
+        self.group, self.fraction, self.feedback, self.residual = group or dist.group.WORLD, fraction, feedback, {}
 
 
 def top_k_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the ``k = ceil(fraction n)`` elements of largest absolute value that each rank sends."""
     both = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     for parameter, gradient in both:
-        gradient += state.kept.get(parameter, 0)
+        gradient += state.residual.get(parameter, 0)
     flat, ranks = bucket.buffer(), state.group.size()
     k = math.ceil(state.fraction * len(flat))
     places = flat.abs().topk(k).indices
@@ -38,7 +38,7 @@ def top_k_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[tor
     dist.all_gather_single(everyones := mine.new_empty(ranks * len(mine)), mine, group=state.group)
     if state.feedback:
         flat[places] = 0
-        state.kept |= {parameter: rest.clone() for parameter, rest in both}
+        state.residual |= {parameter: rest.clone() for parameter, rest in both}
     mean = torch.zeros_like(flat)  # add rank by rank: a GPU adds one array in any order, so ranks would differ
     for at, values in zip(*everyones.view(ranks, -1).split([4 * k, len(mine) - 4 * k], 1), strict=True):
         mean.index_add_(0, at.clone().view(torch.int32), values.clone().view(flat.dtype) / ranks)
@@ -81,9 +81,9 @@ class PowerSGDState:
     def __init__(self, group: ProcessGroup | None = None, matrix_approximation_rank: int = 1,
                  min_compression_rate: float = 2, feedback: bool = True):  # fmt: skip
         self.group, self.rank, self.rate = group, matrix_approximation_rank, min_compression_rate
-        self.feedback, self.kept, self.q = feedback, {}, {}
+        self.feedback, self.residual, self.q = feedback, {}, {}
 
-    def pays(self, gradient: torch.Tensor) -> bool:
+    def is_large(self, gradient: torch.Tensor) -> bool:
         """Return False for vectors and for matrices that would not become ``min_compression_rate`` times smaller."""
         return gradient.dim() > 1 and self.rank * (len(gradient) + gradient[0].numel()) * self.rate < gradient.numel()
 
@@ -96,17 +96,17 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     """Approximate the mean of the matrices M by P Q^T: P is the orthogonalised mean of M Q, and Q the mean of M^T P."""
     both = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     for parameter, gradient in both:
-        gradient += state.kept.get(parameter, 0)
-    cut = [(parameter, gradient, gradient.flatten(1)) for parameter, gradient in both if state.pays(gradient)]
-    whole = [gradient for gradient in bucket.gradients() if not state.pays(gradient)]
-    means = averaged(state.group, [m @ state.q.get(parameter, state.first_q(m)) for parameter, _, m in cut] + whole)
-    ps = [torch.linalg.qr(mean.double()).Q.to(mean) for mean in means[: len(cut)]]
-    qs = [m.mT @ p for (_, _, m), p in zip(cut, ps, strict=True)]
-    for gradient, mean in zip(whole, means[len(cut) :], strict=True):
+        gradient += state.residual.get(parameter, 0)
+    large = [(parameter, gradient, gradient.flatten(1)) for parameter, gradient in both if state.is_large(gradient)]
+    whole = [gradient for gradient in bucket.gradients() if not state.is_large(gradient)]
+    means = averaged(state.group, [m @ state.q.get(parameter, state.first_q(m)) for parameter, _, m in large] + whole)
+    ps = [torch.linalg.qr(mean.double()).Q.to(mean) for mean in means[: len(large)]]
+    qs = [m.mT @ p for (_, _, m), p in zip(large, ps, strict=True)]
+    for gradient, mean in zip(whole, means[len(large) :], strict=True):
         gradient.copy_(mean)
     mean_qs = averaged(state.group, qs) if qs else []
-    for (parameter, gradient, m), p, q, mean_q in zip(cut, ps, qs, mean_qs, strict=True):
-        state.kept |= {parameter: (m - p @ q.mT).view_as(gradient)} if state.feedback else {}
+    for (parameter, gradient, m), p, q, mean_q in zip(large, ps, qs, mean_qs, strict=True):
+        state.residual |= {parameter: (m - p @ q.mT).view_as(gradient)} if state.feedback else {}
         gradient.copy_((p @ mean_q.mT).view_as(gradient))
         state.q[parameter] = mean_q
     return done(bucket.buffer())

@@ -66,14 +66,14 @@ class Sequence:
 
         The function that is returned waits for both and returns the received pair.
         """
-        comm, room = self.comm, self.tensors(next_owner, pair)
-        arriving = comm.recv(room, (comm.rank - 1) % comm.size, tag, async_op=True)
+        comm, buffers = self.comm, self.tensors(next_owner, pair)
+        arriving = comm.recv(buffers, (comm.rank - 1) % comm.size, tag, async_op=True)
         leaving = comm.send(pair, (comm.rank + 1) % comm.size, tag, async_op=True)
         wait = lambda: (leaving.wait(), arriving.wait())[1]  # noqa: E731
         if self.overlap:
             return wait
         wait()
-        return lambda: room
+        return lambda: buffers
 
     def round(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield each rank's index and its keys and values, in ring order, starting with this rank.
@@ -194,18 +194,18 @@ class _Exchange(torch.autograd.Function):
         if whole:  # from all heads of some tokens to all tokens of some heads
             pieces = x.unflatten(1, (comm.size, -1)).movedim(1, 0).contiguous()
             mine = batch * (heads // comm.size) * width
-            come = x.new_empty(mine * sequence.length)
-            comm.all_to_all(come, pieces.flatten(), [mine * n for n in lengths], [mine * here] * comm.size)
+            received = x.new_empty(mine * sequence.length)
+            comm.all_to_all(received, pieces.flatten(), [mine * n for n in lengths], [mine * here] * comm.size)
             parts = [
                 part.view(batch, heads // comm.size, n, width)
-                for part, n in zip(come.split([mine * n for n in lengths]), lengths, strict=True)
+                for part, n in zip(received.split([mine * n for n in lengths]), lengths, strict=True)
             ]
             return torch.cat(parts, 2)[:, :, place.argsort()]
         pieces, mine = x[:, :, place].split(lengths, 2), batch * heads * width
         sent = torch.cat([piece.flatten() for piece in pieces])
-        come = x.new_empty(comm.size, batch, heads, here, width)
-        comm.all_to_all(come.view(-1), sent, [mine * here] * comm.size, [mine * n for n in lengths])
-        return come.movedim(0, 1).flatten(1, 2)
+        received = x.new_empty(comm.size, batch, heads, here, width)
+        comm.all_to_all(received.view(-1), sent, [mine * here] * comm.size, [mine * n for n in lengths])
+        return received.movedim(0, 1).flatten(1, 2)
 
     @staticmethod
     @once_differentiable

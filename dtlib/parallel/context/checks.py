@@ -16,14 +16,14 @@ from dtlib.gradients.preconditions import around, group_and_communicator
 from dtlib.parallel.context import plain, plain_ulysses
 
 
-def _my_tokens(plainly, x, group: AnyCommunicator, order="zigzag", dim=1):
+def _my_tokens(original, x, group: AnyCommunicator, order="zigzag", dim=1):
     group, comm = group_and_communicator(group)
     if x.shape[dim] % (2 * comm.size):
         raise DtlibError(f"{x.shape[dim]} tokens make no {2 * comm.size} equal chunks: pad, or use ContextParallel.")
-    return plainly(x, group, order, dim)
+    return original(x, group, order, dim)
 
 
-def _ring_attention(plainly, q, k, v, group: AnyCommunicator | None = None, causal=True, order="zigzag"):
+def _ring_attention(original, q, k, v, group: AnyCommunicator | None = None, causal=True, order="zigzag"):
     group, comm = group_and_communicator(group)
     asked = _asked(comm, q, k, v, causal, order)
     if set(asked) != {(*((tuple(q.shape), q.dtype),) * 3, causal, order)} or q.dim() != 4 or order not in plain.CHUNKS:
@@ -32,24 +32,24 @@ def _ring_attention(plainly, q, k, v, group: AnyCommunicator | None = None, caus
         raise DtlibError(
             f"{q.shape[2]} tokens per rank of {q.dtype}: use an even number, float32 or float64, or attention.py."
         )
-    return plainly(q, k, v, group, causal, order)
+    return original(q, k, v, group, causal, order)
 
 
-def _ulysses_attention(plainly, q, k, v, group: AnyCommunicator | None = None, causal=True):
+def _ulysses_attention(original, q, k, v, group: AnyCommunicator | None = None, causal=True):
     group, comm = group_and_communicator(group)
     asked = set(_asked(comm, q, k, v, causal))
     if len(asked) > 1 or len({*next(iter(asked))[:3]}) > 1 or q.dim() != 4:
         raise DtlibError(f"Ranks pass q, k, v, causal {asked}: pass the same on all ranks, of four dimensions.")
     if q.shape[1] % comm.size:
         raise DtlibError(f"{q.shape[1]} heads do not divide into {comm.size} equal groups: use ring_attention.")
-    return plainly(q, k, v, group, causal)
+    return original(q, k, v, group, causal)
 
 
 def _asked(comm: Communicator, q, k, v, *rest) -> list[tuple]:
     return comm.all_gather_object((*((tuple(x.shape), x.dtype) for x in (q, k, v)), *rest))
 
 
-def _blocks(plainly, group: AnyCommunicator, *rest):
+def _blocks(original, group: AnyCommunicator, *rest):
     group, comm = group_and_communicator(group)
 
     @contextmanager
@@ -59,11 +59,11 @@ def _blocks(plainly, group: AnyCommunicator, *rest):
         advance_all()  # poll, so that pending messages progress
 
     plain.record_function = recorded  # type: ignore[misc, assignment]
-    return plainly(group, *rest)
+    return original(group, *rest)
 
 
-def _pass_on(plainly, group: AnyCommunicator, tensor, tag=0):
-    return plainly(group_and_communicator(group)[0], tensor, tag)
+def _pass_on(original, group: AnyCommunicator, tensor, tag=0):
+    return original(group_and_communicator(group)[0], tensor, tag)
 
 
 around(plain, "my_tokens", _my_tokens)

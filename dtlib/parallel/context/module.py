@@ -121,11 +121,11 @@ class ContextParallel(nn.Module):
         """Return whole sequences in their original order on every rank, from each rank's tokens; without gradients."""
         lengths = self.comm.all_gather(torch.empty(self.comm.size, dtype=torch.int64), torch.tensor([x.shape[dim]]))
         moved = x.detach().movedim(dim, 0).contiguous()
-        room = moved.new_empty(int(lengths.sum()), *moved.shape[1:])
+        full = moved.new_empty(int(lengths.sum()), *moved.shape[1:])
         counts, here = lengths.tolist(), len(moved)
-        self.comm.all_to_all(room, moved.repeat(self.comm.size, *[1] * (moved.dim() - 1)), counts, [here] * len(counts))
-        places = [positions_of(rank, self.comm.size, len(room), self.order) for rank in range(self.comm.size)]
-        return room[torch.cat(places).argsort().to(x.device)].movedim(0, dim)
+        self.comm.all_to_all(full, moved.repeat(self.comm.size, *[1] * (moved.dim() - 1)), counts, [here] * len(counts))
+        places = [positions_of(rank, self.comm.size, len(full), self.order) for rank in range(self.comm.size)]
+        return full[torch.cat(places).argsort().to(x.device)].movedim(0, dim)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         if self.training and torch.is_grad_enabled():

@@ -5,18 +5,18 @@ With these checks, ``group`` may also be a dtlib communicator.
 
 from dtlib.comm import AnyCommunicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.preconditions import Preconditions, around, beforehand, group_and_communicator
+from dtlib.gradients.preconditions import Preconditions, around, check_first, group_and_communicator
 from dtlib.parallel.data.plain import DataParallelBuckets, DataParallelHooks, DataParallelNaive
 
 
-def _construct(plainly, self, module, group: AnyCommunicator | None = None):
+def _construct(original, self, module, group: AnyCommunicator | None = None):
     group, comm = group_and_communicator(group)
     contract = Preconditions(type(self).__name__, module, comm)
     # One bucket is one flat tensor, so its parameters need one dtype and one device.
     kinds = {(parameter.dtype, parameter.device) for parameter in module.parameters() if parameter.requires_grad}
     if isinstance(self, DataParallelBuckets) and len(kinds) > 1:
         raise DtlibError("DataParallelBuckets: parameters have several dtypes or devices: use DataParallel.")
-    plainly(self, module, group)
+    original(self, module, group)
     self.contract = contract
 
 
@@ -41,7 +41,7 @@ def _check_averaged(self, *inputs, **named):
 
 
 around(DataParallelNaive, "__init__", _construct)
-beforehand(DataParallelNaive, "forward", _check_averaged)
-beforehand(DataParallelNaive, "average_gradients", _all_at_once)
-beforehand(DataParallelHooks, "gradient_is_ready", lambda self, parameter: self.contract.gradient_is_ready(parameter))
-beforehand(DataParallelHooks, "average_gradients", lambda self: self.contract.check_step())
+check_first(DataParallelNaive, "forward", _check_averaged)
+check_first(DataParallelNaive, "average_gradients", _all_at_once)
+check_first(DataParallelHooks, "gradient_is_ready", lambda self, parameter: self.contract.gradient_is_ready(parameter))
+check_first(DataParallelHooks, "average_gradients", lambda self: self.contract.check_step())

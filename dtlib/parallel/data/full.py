@@ -130,7 +130,7 @@ class DataParallel(nn.Module):
         """
         self._collective = self._reducer.collective = CommHook(state, hook, self._collective, self.buckets)
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
+    def tensors_by_kind(self) -> dict[str, list[torch.Tensor]]:
         """Return the buffers of this wrapper by purpose (measure/buffers.py)."""
         return {"communication": [flags for bucket in self.buckets for flags in flag_storage(bucket.parameters)]}
 
@@ -194,8 +194,8 @@ def flag_storage(parameters: list) -> list[torch.Tensor]:
     """Return the part of the bucket's storage that follows the gradients; it holds the flags."""
     size = sum(parameter.numel() for parameter in parameters)
     views = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    room = views[0].untyped_storage().nbytes() // views[0].element_size() if views else 0
-    return [views[0].as_strided((room - size,), (1,), size)] if room > size else []
+    elements = views[0].untyped_storage().nbytes() // views[0].element_size() if views else 0
+    return [views[0].as_strided((elements - size,), (1,), size)] if elements > size else []
 
 
 BY_SAMPLES = 2

@@ -57,7 +57,7 @@ class CommHook(AllReduce):
     ``before`` is the model's current collective, which must not be a hook.
     """
 
-    weighs = False  # the hook divides, so batches cannot be weighted
+    weightable = False  # the hook divides, so batches cannot be weighted
 
     def __init__(self, state: object, hook: Callable, before: AllReduce, buckets: list[Bucket]):
         if isinstance(before, CommHook):

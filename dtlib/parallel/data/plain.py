@@ -65,7 +65,7 @@ class DataParallelHooks(DataParallelNaive):
         super().__init__(module, group)
         self.buckets = [[parameter] for parameter in reversed(self.trained)]  # the last layer's gradient is ready first
         # In this backward pass: parameters with a gradient, and (flat tensor, work) for each message in flight.
-        self.ready, self.travelling = set(), []
+        self.ready, self.in_flight = set(), []
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
 
@@ -75,11 +75,11 @@ class DataParallelHooks(DataParallelNaive):
             torch.autograd.Variable._execution_engine.queue_callback(self.average_gradients)
         self.ready.add(parameter)
         # All ranks must launch all-reduces in the same order, even if their gradients become ready in another order.
-        while (rest := self.buckets[len(self.travelling) :]) and self.ready.issuperset(rest[0]):
+        while (rest := self.buckets[len(self.in_flight) :]) and self.ready.issuperset(rest[0]):
             flat = self.flat(rest[0])
-            self.travelling.append((flat, dist.all_reduce(flat, group=self.group, async_op=True)))
-        if self.travelling:
-            self.travelling[-1][1].is_completed()  # in some backends, messages only progress when polled
+            self.in_flight.append((flat, dist.all_reduce(flat, group=self.group, async_op=True)))
+        if self.in_flight:
+            self.in_flight[-1][1].is_completed()  # in some backends, messages only progress when polled
 
     def flat(self, bucket: list) -> Tensor:
         """Return one tensor to all-reduce: here, the single gradient of the bucket."""
@@ -87,10 +87,10 @@ class DataParallelHooks(DataParallelNaive):
 
     def average_gradients(self) -> None:
         """Wait for all messages, then divide by the number of ranks."""
-        for flat, work in self.travelling:
+        for flat, work in self.in_flight:
             work.wait()
             flat /= self.size
-        self.ready, self.travelling, self.in_a_step = set(), [], False
+        self.ready, self.in_flight, self.in_a_step = set(), [], False
 
 
 class DataParallelBuckets(DataParallelHooks):

@@ -7,19 +7,19 @@ from torch import nn
 
 from dtlib.comm import AnyCommunicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.preconditions import around, beforehand, group_and_communicator
+from dtlib.gradients.preconditions import around, check_first, group_and_communicator
 from dtlib.gradients.shard_info import note
 from dtlib.parallel.expert.plain import MixtureOfExperts
 
 
-def _construct(plainly, self, width, experts, group: AnyCommunicator | None = None, top=1, capacity=None):
+def _construct(original, self, width, experts, group: AnyCommunicator | None = None, top=1, capacity=None):
     (group, comm), experts = group_and_communicator(group), nn.ModuleList(experts)
     count = len(experts) * comm.size
     if len(asked := set(comm.all_gather_object((width, len(experts), top, capacity)))) > 1:
         raise DtlibError(f"Ranks pass different (width, experts, top, capacity), {asked}: pass the same on all ranks.")
     if not 1 <= top <= min(2, count) or (capacity is not None and not capacity > 0):
         raise DtlibError(f"top={top} of {count} experts, capacity={capacity}: pass 1 or 2, and a capacity above 0.")
-    plainly(self, width, experts, group, top, capacity)
+    original(self, width, experts, group, top, capacity)
     self.comm = comm
     for parameter in experts.parameters():
         # Mark experts, which differ between ranks: functions that average gradients or compute norms read this note.
@@ -33,4 +33,4 @@ def _check_tokens(self, x) -> None:
 
 
 around(MixtureOfExperts, "__init__", _construct)
-beforehand(MixtureOfExperts, "forward", _check_tokens)
+check_first(MixtureOfExperts, "forward", _check_tokens)

@@ -13,30 +13,30 @@ from dtlib.gradients.same_model import check_same_model
 from dtlib.parallel.local.plain import DiLoCo, LocalSGD
 
 
-def _construct(plainly, self, group: AnyCommunicator | None, model, optimizer, sync_every):
-    (group, comm), who = group_and_communicator(group), type(self).__name__
+def _construct(original, self, group: AnyCommunicator | None, model, optimizer, sync_every):
+    (group, comm), caller = group_and_communicator(group), type(self).__name__
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    check_same_model(named, comm, who)
+    check_same_model(named, comm, caller)
     if not isinstance(sync_every, int) or sync_every < 1:
-        raise DtlibError(f"{who}(sync_every={sync_every!r}): pass the number of steps per round, 1 or more.")
+        raise DtlibError(f"{caller}(sync_every={sync_every!r}): pass the number of steps per round, 1 or more.")
     if len({parameter.dtype for parameter in named.values()}) != 1 or any(True for _ in model.buffers()):
-        raise DtlibError(f"{who}: use a model of one dtype without buffers, or the full class.")
-    check_optimizer(who, model, optimizer)
-    plainly(self, group, model, optimizer, sync_every)
+        raise DtlibError(f"{caller}: use a model of one dtype without buffers, or the full class.")
+    check_optimizer(caller, model, optimizer)
+    original(self, group, model, optimizer, sync_every)
 
 
-def _construct_outer(plainly, self, group, model, inner_optimizer, outer_optimizer, sync_every):
+def _construct_outer(original, self, group, model, inner_optimizer, outer_optimizer, sync_every):
     check_optimizer(type(self).__name__, model, outer_optimizer)
-    plainly(self, group, model, inner_optimizer, outer_optimizer, sync_every)
+    original(self, group, model, inner_optimizer, outer_optimizer, sync_every)
 
 
-def check_optimizer(who: str, model: nn.Module, optimizer: Optimizer) -> None:
+def check_optimizer(caller: str, model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer that lacks trained parameters of the model, or has parameters of another model."""
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     missing = [name for name, one in model.named_parameters() if one.requires_grad and one not in known]
     if missing or known - set(model.parameters()):
         what = f"lacks {missing[0]}" if missing else "has parameters of another model"
-        raise DtlibError(f"{who}: {type(optimizer).__name__} {what}: give it all trained parameters of this model.")
+        raise DtlibError(f"{caller}: {type(optimizer).__name__} {what}: give it all trained parameters of this model.")
 
 
 around(LocalSGD, "__init__", _construct)

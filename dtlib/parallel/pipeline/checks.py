@@ -13,7 +13,7 @@ from torch import nn
 from dtlib.comm import AnyCommunicator, Communicator
 from dtlib.comm.watch import recorder
 from dtlib.errors import DtlibError
-from dtlib.gradients.preconditions import around, beforehand, group_and_communicator
+from dtlib.gradients.preconditions import around, check_first, group_and_communicator
 from dtlib.parallel.pipeline import plain
 from dtlib.schedule import Action
 
@@ -85,7 +85,7 @@ def _check_output(group, dest: int, tensor: object) -> None:
 
 
 def _step(
-    plainly, group: AnyCommunicator | None, stage, inputs, targets, loss_fn, microbatches, schedule="1f1b", *groups
+    original, group: AnyCommunicator | None, stage, inputs, targets, loss_fn, microbatches, schedule="1f1b", *groups
 ):
     group, comm = group_and_communicator(group)
     check(comm, [inputs, targets], about_stage(stage, loss_fn), microbatches, schedule)
@@ -96,8 +96,8 @@ def _step(
             yield
 
     plain.record_function = recorded  # type: ignore[misc, assignment]
-    return plainly(group, stage, inputs, targets, loss_fn, microbatches, schedule, *groups)
+    return original(group, stage, inputs, targets, loss_fn, microbatches, schedule, *groups)
 
 
 around(plain, "step", _step)
-beforehand(plain, "announce", _check_output)
+check_first(plain, "announce", _check_output)

@@ -190,17 +190,17 @@ class Gradients:
     def post(self, microbatch: int, sent: Sequence[Place | None]) -> None:
         """Post the receives of a micro-batch's gradients, for the tensors that were ``sent`` forward."""
         if microbatch not in self._arriving:
-            room = [place.empty() if place else None for place in sent]
-            handles = [self.comm.recv(t, self.source, self.tag, async_op=True) for t in room if t is not None]
-            self._arriving[microbatch] = room, handles
+            buffers = [place.empty() if place else None for place in sent]
+            handles = [self.comm.recv(t, self.source, self.tag, async_op=True) for t in buffers if t is not None]
+            self._arriving[microbatch] = buffers, handles
 
     def take(self, microbatch: int, sent: Sequence[Place | None]) -> list[Tensor | None]:
         """Wait for a micro-batch's gradients; None for tensors without gradients."""
         self.post(microbatch, sent)
-        room, handles = self._arriving.pop(microbatch)
+        buffers, handles = self._arriving.pop(microbatch)
         for handle in handles:
             handle.wait()
-        return room
+        return buffers
 
 
 def send_gradients(comm: Communicator, dest: int, edge: int, received: Sequence[Tensor]) -> list[Operation]:

@@ -55,11 +55,11 @@ class _Schedule:
                 "by ScheduleInterleaved1F1B."
             )
         for stage, kind in {(action.stage, action.kind) for action in self.actions}:
-            turns = [action.microbatch for action in self.actions if (action.stage, action.kind) == (stage, kind)]
+            order = [action.microbatch for action in self.actions if (action.stage, action.kind) == (stage, kind)]
             # Receives are matched in order within a tag, so a stage must process micro-batches in order.
-            if turns != sorted(turns):
+            if order != sorted(order):
                 raise DtlibError(
-                    f"{type(self).__name__}: stage {stage} does {kind} of micro-batches {turns}; messages come in the "
+                    f"{type(self).__name__}: stage {stage} does {kind} of micro-batches {order}; messages come in the "
                     "order of micro-batches, so each stage must do all its F in this order, and all its B, I and W."
                 )
         # A separate communicator, so that no other message of the program can match these receives.
@@ -136,7 +136,7 @@ class _Schedule:
             in_flight -= stage.in_flight
             self._perform(stage, action)
             in_flight += stage.in_flight
-            stage.free_what_has_left()
+            stage.free_finished_sends()
             self.peak_in_flight = max(self.peak_in_flight, in_flight)
         # A step ends when all its sends have been completed, because the buffers are then free to change.
         for one in running.values():

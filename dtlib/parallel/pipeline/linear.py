@@ -30,13 +30,13 @@ def defer_weight_gradients() -> Iterator[list[Callable]]:
     Each element is a function without arguments that adds the gradients of weight and bias.
     """
     halves: list[Callable] = []
-    with _given_to(halves.append):
+    with _deferring_to(halves.append):
         yield halves
 
 
 def weights_at_once() -> AbstractContextManager:
     """Return a context in which ``Linear`` does both halves immediately."""
-    return _given_to(lambda half: half())
+    return _deferring_to(lambda half: half())
 
 
 def weights_by_autograd() -> AbstractContextManager:
@@ -44,24 +44,24 @@ def weights_by_autograd() -> AbstractContextManager:
 
     A backward pass inside it, such as a recomputation by other code, may not want gradients of weights.
     """
-    return _given_to(None)
+    return _deferring_to(None)
 
 
 @contextmanager
-def _given_to(taker):
-    _deferral_stack.append(taker)
+def _deferring_to(target):
+    _deferral_stack.append(target)
     try:
         yield
     finally:
-        _deferral_stack.remove(taker)
+        _deferral_stack.remove(target)
 
 
 def defer(half: Callable) -> None:
     """Keep a second half for later if a schedule splits backward passes, otherwise call it now; for custom layers."""
-    (_taker() or (lambda half: half()))(half)
+    (_deferral_target() or (lambda half: half()))(half)
 
 
-def _taker():
+def _deferral_target():
     return _deferral_stack[-1] if _deferral_stack else None
 
 
@@ -91,7 +91,7 @@ class _Linear(torch.autograd.Function):
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
         weights, biases = ctx.needs_input_grad[1:]
         # Return the gradients to autograd if it must see them, or if no schedule collects second halves.
-        if torch.is_grad_enabled() or _taker() is None or _watched(ctx.weight) or _watched(ctx.bias):
+        if torch.is_grad_enabled() or _deferral_target() is None or _watched(ctx.weight) or _watched(ctx.bias):
             rows = _matrix(gradient)
             return of_input, rows.T @ _matrix(x) if weights else None, rows.sum(0) if biases else None
         weight, bias = ctx.weight if weights else None, ctx.bias if biases else None

@@ -105,7 +105,7 @@ class RunningStage:
         self.outputs: dict[int, object] = {}
         self._received: dict[int, list] = {}  # kept until the backward pass
         self._sent: dict[int, list[Place | None]] = {}
-        self._given: list[tuple[torch.Tensor, int]] = []  # the tensors sent last, and their versions then
+        self._sent_tensors: list[tuple[torch.Tensor, int]] = []  # the tensors sent last, and their versions then
         self._halves: dict[int, list[Callable]] = {}  # second halves of split backward passes
         self._left = microbatches  # backward passes that remain
         self._no_sync = getattr(stage.submodule, "no_sync", nullcontext)
@@ -137,7 +137,7 @@ class RunningStage:
         if self.inputs is not None:
             received, keywords = self.inputs[microbatch]
         else:
-            received, keywords = self._take_activations(microbatch), {}
+            received, keywords = self._receive_activations(microbatch), {}
         module = stage.submodule
         with self._no_sync():
             if self.recompute and microbatch < self.microbatches - 1 and torch.is_grad_enabled():
@@ -147,7 +147,7 @@ class RunningStage:
                 taken, named = [_each(own, one) for one in received], _each(own, keywords) if keywords else {}
                 output = module(*taken, **named)
         # Messages are sent from the tensor's own memory, so an in-place change could corrupt a message in flight.
-        if any(tensor._version != version for tensor, version in self._given):
+        if any(tensor._version != version for tensor, version in self._sent_tensors):
             raise DtlibError(
                 f"Stage {stage.stage_index} changed in place its output of the previous micro-batch, which may still "
                 "be in flight: return a copy, tensor.clone()."
@@ -167,7 +167,7 @@ class RunningStage:
                 sent = [loss]
         else:
             _check_sent(sent, output, stage.stage_index)
-            self._give_activations(microbatch, sent)
+            self._send_activations(microbatch, sent)
         if torch.is_grad_enabled():
             self._received[microbatch], self._sent[microbatch] = received, [Place.of(tensor) for tensor in sent]
 
@@ -180,7 +180,7 @@ class RunningStage:
         self._left -= 1
         # A data-parallel module averages accumulated gradients once, in the backward pass of the last micro-batch.
         with self._no_sync() if self._left else nullcontext():
-            gradients = self._take_gradients(microbatch, sent)
+            gradients = self._receive_gradients(microbatch, sent)
             with defer_weight_gradients() if later else weights_at_once() as halves:
                 # A neighbouring stage on this rank returns None for outputs that it did not use.
                 pairs = [(p.edge, g) for p, g in zip(sent, gradients, strict=True) if p and g is not None]
@@ -189,14 +189,14 @@ class RunningStage:
         if halves:
             self._halves[microbatch] = halves
         if not self.stage.is_first:
-            self._give_gradients(microbatch, received)
+            self._send_gradients(microbatch, received)
 
     def weights_of(self, microbatch: int) -> None:
         """Run the second half of a split backward pass."""
         for half in self._halves.pop(microbatch, ()):
             half()
 
-    def free_what_has_left(self) -> None:
+    def free_finished_sends(self) -> None:
         """Drop the handles of finished sends, and with them their tensors."""
         for handle in [handle for handle in self.sending if handle.done()]:
             handle.wait()  # raises the error of a failed send
@@ -209,27 +209,27 @@ class RunningStage:
 
     # Neighbouring stages exchange tensors directly on the same rank, and messages between ranks.
 
-    def _take_activations(self, microbatch):
+    def _receive_activations(self, microbatch):
         if self._activations:
             return self._activations.take(microbatch)
         return self.handed.pop((self.stage.stage_index, "F", microbatch))
 
-    def _give_activations(self, microbatch, tensors):
+    def _send_activations(self, microbatch, tensors):
         if self._next:
-            self._given = [(_without_memory(tensor), tensor._version) for tensor in tensors]
+            self._sent_tensors = [(_without_memory(tensor), tensor._version) for tensor in tensors]
             self.sending += self._next.send(tensors, self._alike[microbatch])
         else:  # copy, because either stage may change its own tensor in place
             copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
             self.handed[self.stage.stage_index + 1, "F", microbatch] = copies
 
-    def _take_gradients(self, microbatch, sent):
+    def _receive_gradients(self, microbatch, sent):
         if self.stage.is_last:
             return [place and place.full(self.weights[microbatch]) for place in sent]
         if self._gradients:
             return self._gradients.take(microbatch, sent)
         return self.handed.pop((self.stage.stage_index, "B", microbatch))
 
-    def _give_gradients(self, microbatch, received):
+    def _send_gradients(self, microbatch, received):
         if self._activations:
             self.sending += send_gradients(self.comm, self._activations.source, self.stage.stage_index, received)
         else:
@@ -265,14 +265,14 @@ def _recomputed(module, received, keywords):
         for name, buffer in owner._buffers.items()
         if buffer is not None
     ]
-    anew = _RestoredBuffers([(owner, name, old) for owner, name, _, _, old in before])
+    restored = _RestoredBuffers([(owner, name, old) for owner, name, _, _, old in before])
 
     def run(*received, **keywords):
         received, keywords = tree_map_only(torch.Tensor, torch.clone, (received, keywords))
         return module(*received, **keywords)
 
-    output = checkpoint(run, *received, use_reentrant=False, context_fn=lambda: (nullcontext(), anew), **keywords)
-    anew.buffers = [
+    output = checkpoint(run, *received, use_reentrant=False, context_fn=lambda: (nullcontext(), restored), **keywords)
+    restored.buffers = [
         (owner, name, old)
         for owner, name, buffer, version, old in before
         # torch's normalisation layers update their statistics without a change of the version counter.

@@ -136,8 +136,8 @@ class Replicator:
     def _in_one_graph(self, step_fn, inputs):
         graphs, packed, flat = [], [], []
         try:
-            for self.replica_id, thing in enumerate(inputs):
-                tensors, packing = tree_flatten(thing)
+            for self.replica_id, obj in enumerate(inputs):
+                tensors, packing = tree_flatten(obj)
                 for leaf in tensors:
                     if not isinstance(leaf, torch.Tensor):
                         raise DtlibError(
@@ -169,7 +169,7 @@ class Replicator:
         """Return the next inputs of this process's replicas, or None if any replica has no more inputs."""
         end = object()
         inputs = [next(source, end) for source in sources]
-        has_more = torch.tensor([thing is not end for thing in inputs], dtype=torch.uint8)
+        has_more = torch.tensor([obj is not end for obj in inputs], dtype=torch.uint8)
         if self.comm:
             has_more = self.comm.all_gather(has_more.new_empty(self.replicas), has_more)
         if has_more.all():
@@ -218,10 +218,10 @@ def _copied(leaf):
 
 def _kind(output) -> str:
     """Describe the nesting, shapes and dtypes of an output: ``{'loss': (3,) float64}``."""
-    told = tree_map(
+    marked = tree_map(
         lambda leaf: leaf if leaf is None else f"{tuple(leaf.shape)} {leaf.dtype}".replace("torch.", ""), output
     )
-    return str(told)
+    return str(marked)
 
 
 def _checked(output):

@@ -41,11 +41,11 @@ def between_graph(comm: Communicator) -> Exchange:
 
 
 def in_graph(replicas: int) -> Exchange:
-    """Return the exchange for all replicas in one process: a mark, which ``graph.rewire`` replaces by ``among_all``."""
+    """Return the exchange for all replicas in one process: a mark that ``graph.rewire`` replaces by ``combine_all``."""
     return lambda tensor, kind: torch.ops.dtlib.exchange(tensor, kind, replicas)
 
 
-def among_all(tensors: list[Tensor], kind: str) -> list[Tensor]:
+def combine_all(tensors: list[Tensor], kind: str) -> list[Tensor]:
     """Exchange in a rewired graph: take a tensor per replica; return a result per replica, each in its own memory."""
     name, _, op = kind.partition(" ")
     stacked = torch.stack(tensors)

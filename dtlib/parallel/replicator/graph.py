@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlib.comm.call import callers_line
 from dtlib.errors import DtlibError
-from dtlib.parallel.replicator.exchange import APPLY, EXCHANGE, among_all
+from dtlib.parallel.replicator.exchange import APPLY, EXCHANGE, combine_all
 
 BETWEEN = "or use Replicator(comm), a process per replica, where it works"
 VALUES = f"a graph does not know values: compute with tensors, for instance torch.where, {BETWEEN}"
@@ -183,7 +183,7 @@ def rewire(graphs: list[fx.GraphModule], apply: list[Callable]) -> StepGraph:
             node = whole.call_function(apply[number], tuple(gradients))
         else:
             tensors = [replica.translate(mark.args[0]) for replica, mark in zip(replicas, marks, strict=True)]
-            node = whole.call_function(among_all, (tensors, mark.args[1]))
+            node = whole.call_function(combine_all, (tensors, mark.args[1]))
             for replica, mark in zip(replicas, marks, strict=True):
                 replica.put(mark, whole.call_function(operator.getitem, (node, replica.number)))
         node.meta["exchange"] = texts[0]

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from dtlib.comm import AnyCommunicator, Communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.preconditions import around, beforehand, check_input, group_and_communicator
+from dtlib.gradients.preconditions import around, check_first, check_input, group_and_communicator
 from dtlib.gradients.shard_info import note
 from dtlib.parallel.tensor.plain import ColumnParallelLinear, RowParallelLinear
 
 
-def _construct(plainly, self, in_features, out_features, group: AnyCommunicator | None = None):
+def _construct(original, self, in_features, out_features, group: AnyCommunicator | None = None):
     by_columns = isinstance(self, ColumnParallelLinear)
     (group, comm), features = group_and_communicator(group), (in_features, out_features)
     check_features(comm, features[by_columns], features[not by_columns])
-    plainly(self, in_features, out_features, group)
+    original(self, in_features, out_features, group)
     for parameter in [self.weight, self.bias] if by_columns else [self.weight]:
         # Mark shards: the norm of their gradients needs the other ranks, so functions for whole gradients refuse them.
         note(parameter, tensor=comm.members)
@@ -48,5 +48,5 @@ def _check_column_input(self, x: Tensor) -> None:
 
 around(ColumnParallelLinear, "__init__", _construct)
 around(RowParallelLinear, "__init__", _construct)
-beforehand(ColumnParallelLinear, "forward", _check_column_input)
-beforehand(RowParallelLinear, "forward", lambda self, x: check_input(x, self.weight, "RowParallelLinear"))
+check_first(ColumnParallelLinear, "forward", _check_column_input)
+check_first(RowParallelLinear, "forward", lambda self, x: check_input(x, self.weight, "RowParallelLinear"))

@@ -224,18 +224,18 @@ class VocabParallelEmbedding(ParallelLayer):
         return functions.reduce_from_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.comm)
 
 
-def check_same(comm: Communicator, who: str, **arguments: object) -> None:
+def check_same(comm: Communicator, caller: str, **arguments: object) -> None:
     """Refuse, on every rank, arguments that differ between ranks."""
     for rank, theirs in enumerate(everyones := comm.all_gather_object(arguments)):
         for name, value in theirs.items():
             if value != everyones[0][name]:
                 raise DtlibError(
-                    f"{who} differs between ranks: {name} is {everyones[0][name]} on rank 0 and {value} on rank "
+                    f"{caller} differs between ranks: {name} is {everyones[0][name]} on rank 0 and {value} on rank "
                     f"{rank}. Build the same layer on all ranks."
                 )
 
 
-def check_plain(whole: nn.Module, kind: type[nn.Module], who: str) -> None:
+def check_plain(whole: nn.Module, kind: type[nn.Module], caller: str) -> None:
     """Refuse a layer that does more than ``kind``, because its shards would not do it."""
     hooks = whole._forward_hooks or whole._forward_pre_hooks or whole._backward_hooks or whole._backward_pre_hooks
     names = {name for name, _ in whole.named_parameters()}
@@ -245,7 +245,7 @@ def check_plain(whole: nn.Module, kind: type[nn.Module], who: str) -> None:
         else "it has hooks" if hooks else None
     )  # fmt: skip
     if why:
-        raise DtlibError(f"{who} shards only a plain nn.{kind.__name__}, but {why}: pass a plain one.")
+        raise DtlibError(f"{caller} shards only a plain nn.{kind.__name__}, but {why}: pass a plain one.")
 
 
 def check_width(x: Tensor, width: int, what: str) -> None:

@@ -22,20 +22,20 @@ def is_elementwise(optimizer_class: object) -> bool:
     )
 
 
-def check_elementwise(optimizer_class: object, who: str) -> None:
+def check_elementwise(optimizer_class: object, caller: str) -> None:
     """Refuse an optimizer whose update of a shard would differ from its update of the whole parameter."""
     if not is_elementwise(optimizer_class):
         name, known = getattr(optimizer_class, "__name__", optimizer_class), (kind.__name__ for kind in ELEMENTWISE)
         raise DtlibError(
-            f"{who} cuts parameters anywhere, and {name} is not known to work element by element: choose one of "
+            f"{caller} cuts parameters anywhere, and {name} is not known to work element by element: choose one of "
             f"{', '.join(known)}, or a subclass that leaves step() as it is."
         )
 
 
-def check_output(output: object, who: str) -> None:
+def check_output(output: object, caller: str) -> None:
     """Refuse a module output that is not a single tensor."""
     if not isinstance(output, torch.Tensor):
-        raise DtlibError(f"{who}: a module returned {type(output).__name__}, but must return one tensor: join them.")
+        raise DtlibError(f"{caller}: a module returned {type(output).__name__}, but must return one tensor: join them.")
 
 
 def check_arguments(optimizer_class: object, stage: int, bucket_cap_mb: float | None, progress: str | None) -> None:

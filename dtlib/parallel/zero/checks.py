@@ -4,19 +4,19 @@ With these checks, ``group`` may also be a dtlib communicator.
 """
 
 from dtlib.comm import AnyCommunicator
-from dtlib.gradients.preconditions import Preconditions, around, beforehand, group_and_communicator
+from dtlib.gradients.preconditions import Preconditions, around, check_first, group_and_communicator
 from dtlib.parallel.zero.argument_checks import check_elementwise, check_output
 from dtlib.parallel.zero.plain import Stage1, Stage3
 
 
-def _construct(plainly, self, group: AnyCommunicator | None, model, optimizer_class, units=None, **settings):
+def _construct(original, self, group: AnyCommunicator | None, model, optimizer_class, units=None, **settings):
     (group, comm), modules = group_and_communicator(group), list(units or [model])
     check_elementwise(optimizer_class, type(self).__name__)
     self.contract = Preconditions(type(self).__name__, model, comm, modules, in_order=True)
-    plainly(self, group, model, optimizer_class, modules, **settings)
+    original(self, group, model, optimizer_class, modules, **settings)
 
 
 around(Stage1, "__init__", _construct)
-beforehand(Stage1, "gradient_is_ready", lambda self, unit, parameter: self.contract.gradient_is_ready(parameter))
-beforehand(Stage1, "step", lambda self, closure=None: self.contract.check_step(closure))
-beforehand(Stage3, "forward_ends", lambda self, unit, module, x, output: check_output(output, type(self).__name__))
+check_first(Stage1, "gradient_is_ready", lambda self, unit, parameter: self.contract.gradient_is_ready(parameter))
+check_first(Stage1, "step", lambda self, closure=None: self.contract.check_step(closure))
+check_first(Stage3, "forward_ends", lambda self, unit, module, x, output: check_output(output, type(self).__name__))

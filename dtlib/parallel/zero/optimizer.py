@@ -236,13 +236,13 @@ class ZeroOptimizer(optim.Optimizer):
         self.reduce_gradients()
         _copy_settings(self.param_groups, self.optim.param_groups)  # a scheduler may have changed them
         self.optim.step()
-        self.give_values()
+        self.copy_to_parameters()
         self._forget_gradients()
         return loss
 
-    def give_values(self) -> None:
+    def copy_to_parameters(self) -> None:
         """All-gather the values of all shards into the model, for example after shards were changed from outside."""
-        self.masters.give_values()
+        self.masters.copy_to_parameters()
         for bucket in self._buckets:
             whole = bucket.values.flat
             self.comm.all_gather(whole, bucket.shards.own(whole))
@@ -257,7 +257,7 @@ class ZeroOptimizer(optim.Optimizer):
         """
         return self._shard_of.get(parameter)
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
+    def tensors_by_kind(self) -> dict[str, list[torch.Tensor]]:
         """Return the buffers of this optimizer, other than its states, by purpose (measure/buffers.py)."""
         return {
             "parameters": [view for bucket in self._buckets for view in bucket.values.views],
@@ -293,7 +293,7 @@ class ZeroOptimizer(optim.Optimizer):
             for master, saved in zip(self.masters.masters, state_dict["masters"], strict=True):
                 master.copy_(saved)
         _copy_settings(self.optim.param_groups, self.param_groups)
-        self.give_values()
+        self.copy_to_parameters()
 
 
 _hooks = WeakTensorKeyDictionary()  # for each parameter, the hook of its ZeroOptimizer

@@ -64,7 +64,7 @@ class Stage1:
         self.optimizer.step()
         self.optimizer.zero_grad()
         for unit in self.units:
-            self.give(unit)
+            self.update_parameters(unit)
 
     def reduce(self, unit: Unit) -> None:
         """Reduce this unit's gradients to this rank's shard of their mean, and free them."""
@@ -74,7 +74,7 @@ class Stage1:
         dist.reduce_scatter_single(unit.shard.grad, whole, group=self.group)
         unit.shard.grad /= self.size
 
-    def give(self, unit: Unit) -> None:
+    def update_parameters(self, unit: Unit) -> None:
         """Gather the new parameters of a unit from all ranks."""
         dist.all_gather_single(unit.flat, unit.shard.detach(), group=self.group)
 
@@ -122,7 +122,7 @@ class Stage3(Stage2):
             parameter.data = unit.flat.new_full((), torch.nan).expand_as(parameter)
         unit.flat.untyped_storage().resize_(0)
 
-    give = free  # the next use gathers the new values
+    update_parameters = free  # the next use gathers the new values
 
 
 # ZeroOptimizer (stages 1, 2) and fully_shard (stage 3) add: frozen, unused and tied parameters, 16 bits, gradient

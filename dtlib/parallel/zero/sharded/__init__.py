@@ -123,7 +123,7 @@ class FullySharded(nn.Module):
         gradients = [parameter.grad for parameter in self.parameters()]
         return clip_by_norm(gradients, max_norm, self._unit.comm)
 
-    def held(self) -> dict[str, list]:
+    def tensors_by_kind(self) -> dict[str, list]:
         """Return the buffers of this unit by purpose (measure/buffers.py)."""
         unit, flats = self._unit, self._unit.flats
         return {

@@ -54,7 +54,7 @@ from dtlib.lessons.l08 import figures as tensor_figures
 # %% tags=["statement"]
 # "A pipeline sends little, and waits"
 # "Tensor parallelism has no bubble, but sends much"
-tensor, data, pipe = (row(axis, "times the least")[-1] for axis in ("tensor", "data", "pipe"))
+tensor, data, pipe = (row(axis, "relative to the least")[-1] for axis in ("tensor", "data", "pipe"))
 assert tensor > data > pipe == 1
 
 # %% [markdown]

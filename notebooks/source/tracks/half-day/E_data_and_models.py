@@ -35,7 +35,7 @@ comm = world.comm
 
 # %% tags=["statement"]
 # "The fast one waits for most of its time"
-assert found(r"the fast one: AU (\d+)%")[0] < 50
+assert found(r"fast accelerator: AU (\d+)%")[0] < 50
 
 # %% [markdown]
 # The fast accelerator waits most of the time: you paid for ten times the speed, and get far fewer than ten times the
@@ -44,17 +44,17 @@ assert found(r"the fast one: AU (\d+)%")[0] < 50
 # **Guess.** Which accelerator does prefetch help more?
 
 # %% tags=["nbval-ignore-output"]
-for name, seconds in (("the slow one", 0.06), ("the fast one", 0.006)):
+for name, seconds in (("slow accelerator", 0.06), ("fast accelerator", 0.006)):
     print(f"{name}, two batches ahead: {fed(shards, large, compute=seconds, prefetch=2)}")
 
 # %% tags=["statement"]
-# "the fast one computes too little to hide much"
-slow, fast = (found(f"the {which} one, two batches ahead: AU (\\d+)%")[0] for which in ("slow", "fast"))
+# "the fast accelerator computes too little to hide much"
+slow, fast = (found(f"{which} accelerator, two batches ahead: AU (\\d+)%")[0] for which in ("slow", "fast"))
 assert fast < 50 < slow
 
 # %% [markdown]
-# Prefetch hides reading behind computing, and the fast one computes too little to hide much: it needs faster storage.
-# [Lesson 09](../../lectures/09_data_input.ipynb) measures other formats, workers, and a local copy.
+# Prefetch hides reading behind computing, and the fast accelerator computes too little to hide much: it needs faster
+# storage. [Lesson 09](../../lectures/09_data_input.ipynb) measures other formats, workers, and a local copy.
 
 # %% [raw]
 # 10_two_models
