@@ -110,13 +110,13 @@ def test_two_blocks_merged_are_the_softmax_of_both():
 def test_what_lies_outside_of_the_contract_is_refused_on_every_rank(world):
     comm, x = world.comm, torch.ones(1, 6, 4, 2)
     for why, call in {
-        "make no .* equal chunks": lambda: my_tokens(torch.ones(1, 4 * comm.size + 1), comm),
-        "make all equal, order one of": lambda: ring_attention(x, x[:, :2], x, comm),
-        "causal, order are .*: make all equal": lambda: ring_attention(
+        "do not make .* equal chunks": lambda: my_tokens(torch.ones(1, 4 * comm.size + 1), comm),
+        "q, k, v, causal, order. .*: pass equal ones, order": lambda: ring_attention(x, x[:, :2], x, comm),
+        "causal, order. .*: pass equal ones": lambda: ring_attention(
             *[torch.ones(1, 6, 4 + 2 * comm.rank, 2)] * 3, comm
         ),
         "'stripes'": lambda: ring_attention(x, x, x, comm, order="stripes"),
-        "3 tokens per rank": lambda: ring_attention(*[x[:, :, :3]] * 3, comm),
+        "3 tokens of torch.float32 per rank": lambda: ring_attention(*[x[:, :, :3]] * 3, comm),
         "of torch.bfloat16": lambda: ring_attention(*[x.bfloat16()] * 3, comm),
         "pass the same on all ranks": lambda: ulysses_attention(x, x, x, comm, causal=comm.rank > 0),
         "5 heads do not divide": lambda: ulysses_attention(*[x[:, :5]] * 3, comm),

@@ -129,7 +129,7 @@ def test_what_it_cannot_do_is_refused(world):
     refuses(words, ScheduleInterleaved1F1B, [PipelineStage(linear, world.rank, 4, comm)], 4)
     refuses(rf"stage {world.rank} does B of micro-batches \[1, 0\]; messages come in the", Backwards, stage, 2)
     several = [PipelineStage(nn.Linear(2, 2), index, 4, comm) for index in (world.rank, world.rank + 2)]
-    refuses(r"ScheduleGPipe runs stages .* several stages a rank are run by", ScheduleGPipe, several, 2)
+    refuses(r"ScheduleGPipe runs stages .* for several stages per rank, use", ScheduleGPipe, several, 2)
     ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=torch_group(world))
     words = r"DistributedDataParallel would not average .* wrap the stage in dtlib\.parallel\.data"
     refuses(words, PipelineStage, ddp, world.rank, 2, comm)
@@ -236,7 +236,7 @@ def test_what_is_no_tensor_is_not_given_to_the_next_stage(world):
         stage = PipelineStage(Gives(kind), world.rank, 2, world.comm)
         schedule = ScheduleGPipe(stage, 2, nn.functional.mse_loss)
         if world.rank == 0:
-            refuses(f"Stage 0 gave a {kind} to the next one: a stage gives a tensor, or", schedule.eval, x)
+            refuses(f"Stage 0 returned a {kind}: return a tensor, or", schedule.eval, x)
             refuses(r"ended with DtlibError, and its messages may .* create a new one", schedule.eval, x)
     # The last one may give what it likes.
     output = ScheduleGPipe(PipelineStage(Gives("dict"), 0, 1, world.comm.split(world.rank)), 2).eval(x)

@@ -4,7 +4,7 @@
     rank1-<id>.safetensors   by all ranks in parallel     }  not a checkpoint yet
     .index.json...tmp        written and synced by rank 0 /
     index.json               <- renamed from .tmp: the new checkpoint now replaces the old one
-    other files              deleted: files of the previous checkpoint, and of runs that were killed
+    stale files              deleted: files of the previous checkpoint, and of runs that were killed
 
 Each save has a new ``id``, so files of two checkpoints cannot be confused. If a run is killed at any moment,
 ``index.json`` lists complete files.

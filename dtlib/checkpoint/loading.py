@@ -134,7 +134,7 @@ def _fill(reader: Reader, shards: list[LocalShard], optimizer, states: dict, set
 
 @torch.no_grad()
 def _state(reader: Reader, shard: LocalShard, optimizer) -> dict:
-    """Return the optimizer's state of a parameter on this rank. Every shard gets the numbers, even an empty one."""
+    """Return the optimizer's state of a parameter on this rank. Even an empty shard gets single-number states."""
     key, state = shard.key, {}
     assert key is not None
     for role, entry in reader.index["tensors"][shard.name]["roles"].items():

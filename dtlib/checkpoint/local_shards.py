@@ -6,7 +6,7 @@
     stage 3             its shard                its shard                       its shard
     torch's stage 1     whole                    whole, for its own parameters   its own parameters
     torch's FSDP2       its rows                 its rows                        its rows
-    frozen at 0, 1, 2   whole                    -                               an equal slice
+    frozen, stages 0-2  whole                    -                               an equal slice
     experts             this rank's              this rank's                     its experts, if it has the first copy
     buffers             whole                    -                               whole, on rank 0
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from dtlib.comm import Communicator
 
 
-# States of torch's optimizers that are one number per parameter. The name decides, because a parameter with one element
-# has states of the same shape.
+# States of torch's optimizers that are one number per parameter. The name decides, because a parameter without
+# dimensions has states of the same shape.
 COUNTERS = ("step", "eta", "mu", "mu_product")
 
 

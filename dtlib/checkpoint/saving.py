@@ -50,7 +50,7 @@ def save(
             are saved; buffers are those of rank 0.
         optimizer: an optimizer of torch for the model's parameters or its masters, or a ``ZeroOptimizer``. States of
             the parameter's shape, single numbers, and the settings of its groups are saved.
-        comm: by default that of the world. Plain models must be equal on all ranks: each rank writes a slice.
+        comm: default: the world communicator. Plain models must be equal on all ranks: each rank writes a slice.
         masters: the ``MasterWeights`` from which the optimizer was constructed, if any.
         extra: JSON types, tuples, and dictionaries with any keys. Examples are a scheduler's ``state_dict()`` and the
             epoch of a loader. Rank 0's ``extra`` is saved.

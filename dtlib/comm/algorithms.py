@@ -131,7 +131,7 @@ def largest_power_of_two(size: int) -> int:
 
 
 def fold(link: Link[Array], array: Array, whole: int, combine: Combine[Array]) -> Steps:
-    """Add the arrays of ranks ``whole`` and above to the arrays of the ranks ``whole`` places below."""
+    """Add the array of each rank r >= ``whole`` to the array of rank r - ``whole``."""
     if link.rank >= whole:
         yield [link.send(array, link.rank - whole)]
     elif link.rank + whole < link.size:
@@ -195,7 +195,7 @@ def ring_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) ->
 
 
 def rabenseifner_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) -> Steps:
-    """Halve the summed part in every round, then double it: as many bytes as a ring, but 2 log2 N rounds, not 2 (N-1).
+    """Halve the summed part in every round, then double it. If N is 2^k: a ring's bytes in 2 k rounds, not 2 (N-1).
 
     Eight ranks; what rank 0 sends, and to whom:
 

@@ -44,7 +44,7 @@ class Communicator(ObjectOperations):
     Args:
         mpi: an ``mpi4py.MPI.Comm``.
         time_limit: seconds until a wait raises ``WaitTimeout``; None waits for ever.
-        verify: compare the arguments of all ranks before each collective; on in notebooks, off in benchmarks. It must
+        verify: compare the arguments of all ranks before each collective; on in notebooks, off in scripts. It must
             be equal on all ranks. Without it, ranks with different shapes or dtypes may silently get wrong values.
 
     ``members[r]`` is the world rank of rank r, and ``world_rank`` is this rank's world rank. Every operation on tensors

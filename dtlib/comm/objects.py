@@ -35,20 +35,19 @@ class ArgumentChecks:
         """
         if dtype_name(out.dtype) != dtype_name(tensor.dtype):
             raise CommunicationError(
-                f"all_to_all needs an out of tensor's dtype: out is {shape_and_type(out)}, tensor is "
-                f"{shape_and_type(tensor)}."
+                f"all_to_all needs equal dtypes: out is {shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
             )
         if received is None and sent is None:
             count = prod(tensor.shape)
             if prod(out.shape) != count or count % self.size:
                 raise CommunicationError(
-                    f"all_to_all on {self.size} ranks needs an out of the shape of tensor, in {self.size} equal "
-                    f"chunks, or counts: out is {shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
+                    f"all_to_all on {self.size} ranks needs equal sizes of out and tensor, in {self.size} equal "
+                    f"chunks, or split sizes: out is {shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
                 )
             return [count // self.size] * self.size, [count // self.size] * self.size, False
         if not len(out.shape) or tuple(out.shape[1:]) != tuple(tensor.shape[1:]):
             raise CommunicationError(
-                "all_to_all with counts moves rows, which must have the same shape in out and tensor: out is "
+                "all_to_all with split sizes needs rows of the same shape in out and tensor: out is "
                 f"{shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
             )
         row, sizes = prod(tensor.shape[1:]), []

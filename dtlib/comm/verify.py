@@ -105,6 +105,6 @@ def receive_message(
     if link.length() != array.nbytes:
         got = "more" if link.length() is None else f"{link.length()} bytes"
         raise CommunicationError(
-            f"{call}: {got} arrived, and this tensor has {array.nbytes} bytes; send and recv need the same shape and "
+            f"{call}: this tensor has {array.nbytes} bytes, but {got} arrived; send and recv need the same shape and "
             f"dtype. {RESET}"
         )

@@ -47,7 +47,7 @@ SHORTEST_SLEEP = 0.00005
 SLEEP_FACTOR = 0.1  # then sleep SLEEP_FACTOR * (seconds waited so far)**2 seconds, such as 1 ms after 0.1 s,
 LONGEST_SLEEP = 0.05  # but at most this long
 POLLS_PER_CALL = 10  # polls in one call of `poll_pending`
-SCRATCH_BYTES = 2**14  # bytes of scratch memory that are kept between calls
+SCRATCH_BYTES = 2**14  # bytes of the largest scratch buffer that is kept between calls
 V = TypeVar("V")  # result of an operation
 CHECK_SECONDS = 0.25  # between two checks of the board
 LARGEST = 2**30  # bytes per piece of a longer message, because MPI counts in 31 bits
@@ -75,7 +75,7 @@ class Link:
         self.bytes = 0
         self._tag = tag
         self._buffers = buffers
-        self._cut = False  # True once a message was sent in pieces
+        self._cut = False  # True once a message was in pieces
 
     def send(self, array: np.ndarray, dest: int) -> Request:
         """Start to send a contiguous array; return a request."""

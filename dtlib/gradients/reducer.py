@@ -53,14 +53,14 @@ class Reducer:
             gradients; it is None if the collective computes the mean. ``weightable``: whether ``batch_size`` may weight
             gradients.
         owner: if ``owner.batch_size`` is set, it weights this rank's gradients; all ranks set it, or none. If
-            ``owner.forwards`` counts forward passes, it must be odd on all ranks, or even on all ranks.
+            ``owner.forwards`` counts forward passes, ranks compare whether this number is odd (all must agree).
         progress: what polls pending messages: ``"inline"`` (the hooks of the backward pass), or a ``"thread"``.
         names: parameter -> name, for error messages.
         by_call: if true, a pass ends with a call of ``end()``, not with ``backward()``; one pass may then include
             several backward passes.
         root_buffers: are marked as stale after each pass, and broadcast again.
         values: parameters that must be equal on all ranks. The first ``PASSES`` passes compare a checksum. After that,
-            one of ``AGAIN`` passes compares the first ``SAMPLE`` elements of one parameter, another one each time. If
+            one of ``AGAIN`` passes compares the first ``SAMPLE`` elements of one parameter, each in turn. If
             ``owner`` is an optimizer, its learning rates are compared, too.
 
     Weights: a rank's gradients should be multiplied by its samples over the samples of all ranks, which are known only
@@ -121,8 +121,8 @@ class Reducer:
             *_, last = [None, *hooks.values()]
             if last is not None and not getattr(last, "func", last).__module__.startswith("dtlib."):
                 raise DtlibError(
-                    f"{name} was given a hook after the one that sends its gradient, so it would change the "
-                    "gradient too late: register post-accumulate hooks before the model is wrapped."
+                    f"{name} was given a hook after the one that sends its gradient, so this hook would change "
+                    "the gradient too late: register post-accumulate hooks before the model is wrapped."
                 )
         self._under_way = True
         self._missing = [set(bucket.parameters) for bucket in self.buckets]

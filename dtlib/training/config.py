@@ -95,7 +95,7 @@ class Config:
 
     ``train_batch_size`` is ``train_micro_batch_size_per_gpu`` times ``gradient_accumulation_steps`` times the number of
     ranks. ``seed`` sets the order of ``training_data``. A pipeline prints its loss every ``steps_per_print`` steps.
-    ``gradient_clipping`` 0 means no clipping. It is the default here; DeepSpeed's default clips at 1.
+    ``gradient_clipping`` 0 means no clipping. It is the default here; DeepSpeed 0.19.8 clips at 1.
     """
 
     train_batch_size: int | None = None

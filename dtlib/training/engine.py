@@ -75,7 +75,7 @@ class Engine:
     __call__: Callable = forward  # returns any type, as in nn.Module
 
     def backward(self, loss: Tensor) -> Tensor:
-        """Add the gradients of this micro-batch's mean loss; the last call of a step averages them over all ranks.
+        """Add the gradients of this micro-batch's mean loss. At ZeRO stage 0 a step's last call averages over ranks.
 
         The loss is divided by ``gradient_accumulation_steps`` here, so do not divide it yourself.
         """
@@ -99,8 +99,8 @@ class Engine:
         """
         if not self._backwards:
             raise DtlibError(
-                "step() found no gradients of engine.backward(loss), which scales the loss: call it before each "
-                "step(), instead of loss.backward()."
+                "step() without engine.backward(loss): call engine.backward(loss), which scales the loss, before each "
+                "step(), not loss.backward()."
             )
         boundary, self._backwards = self.is_gradient_accumulation_boundary(), 0
         self.micro_steps += 1

@@ -228,7 +228,7 @@ class Group(dist.ProcessGroup):
         return self._begin(None, [partial(self._alive().recv, moved(tensor), source, self._own(tag))], tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> NoReturn:
-        raise GroupError("The backend dtlib does not receive from any rank: pass src= or group_src=.")
+        raise GroupError("recv from an unknown rank is not supported by dtlib: pass src= or group_src=.")
 
     # Coalescing: several operations as one work
 

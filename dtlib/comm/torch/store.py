@@ -81,7 +81,7 @@ def store_on_a_port(comm: ObjectOperations) -> dist.TCPStore:
         cut_off = sorted({host for host, seen in everyone if host != everyone[0][0] and not seen})
         who = f"{', '.join(cut_off)} reach none" if cut_off else "not all ranks reach the same one"
         raise CommunicationError(
-            f"Ranks meet at a port of rank 0's machine {everyone[0][0]} ({', '.join(offered)}), and {who} of these "
+            f"Ranks connect to a port of rank 0's machine {everyone[0][0]} ({', '.join(offered)}), but {who} of these "
             "addresses: open TCP between the machines in their firewalls, or start all ranks on one."
         )
     if (interface := reached[chosen] or "lo") not in ("lo", "lo0"):

@@ -32,14 +32,14 @@ def run_cell(cell: str, engines: EngineSet, shell: InteractiveShell, save_name: 
         RanksFailed: the cell raised an error on a rank.
         DtlibError: the ranks have ended, or do not react to Stop.
     """
-    # The label is the cell's number in the notebook, which ranks take over as their own, and a serial number.
+    # The label has the cell's number in the notebook, which ranks also use, and a serial number.
     label = f"{shell.displayhook.prompt_count}.{next(_serial)}"
     result = engines.view.execute(cell, silent=False, block=False, label=label)
     if save_name:
         shell.user_ns[save_name] = result
     ranks = list(result._targets)  # ``engine_id`` lists only ranks that have answered
 
-    # Until the last rank has answered: show the newest lines of each, and their waits. Stop interrupts the ranks.
+    # Until all ranks have answered, show each rank's newest lines and waits. Stop interrupts the ranks.
     view = LiveView(alone)
     engines.cell = result
     try:
@@ -67,7 +67,7 @@ def run_cell(cell: str, engines: EngineSet, shell: InteractiveShell, save_name: 
     errors = {rank: each for rank, each in zip(ranks, outcomes, strict=True) if isinstance(each, RemoteError)}
     if errors:
         if any(error.ename == "EngineError" for error in errors.values()):
-            engines.ended.wait(2)  # seconds until the keeper (the process that starts the ranks) has noticed
+            engines.ended.wait(2)  # seconds for the keeper (which starts the ranks) to see that ranks ended
         engines.check_ownership()  # another notebook may have taken the ranks, or they have ended
         cell_errors.raise_errors(errors, view.waited, shell, engines)
     for page in outcomes[0]._content.get("payload", ()):  # ``name?`` asks all ranks; the first one answers for all
@@ -80,7 +80,7 @@ def run_cell(cell: str, engines: EngineSet, shell: InteractiveShell, save_name: 
 
 
 def _reports(result) -> list[dict]:
-    """Return the latest report of each rank: of ``follow``, and of other callers of ``publish_data``."""
+    """Return each rank's latest report, from ``follow`` or from another caller of ``publish_data``."""
     return [data or {} for data in as_list(result.data)]
 
 
@@ -124,7 +124,7 @@ def follow() -> None:
 
 
 def _tell_where(running, publish) -> None:
-    """Report every second in which line of a cell this rank is."""
+    """Report once per second which line of a cell this rank runs."""
     from dtlib.comm.call import line_of
 
     heading = f"Thread 0x{threading.main_thread().ident:016x}"  # of the main thread's part of the text
@@ -136,7 +136,7 @@ def _tell_where(running, publish) -> None:
             faulthandler.dump_traceback(dumped)
             dumped.seek(0)
             stack = dumped.read().partition(heading)[2].partition("\n\n")[0]
-            places = re.findall(r'File "(.*ipykernel_.*)", line (\d+)', stack)  # the outermost, the last, is the cell
+            places = re.findall(r'File "(.*ipykernel_.*)", line (\d+)', stack)  # the last is the outermost: the cell
             if running.is_set() and places:
                 file, line = places[-1]
                 publish({"line": line_of(file, int(line)), "waits": _waits()})

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 02 MPI and pi
 #
-# Sixty minutes. One small program climbs a ladder: a loop in Python, numpy, a compiled loop, MPI ranks, a file shared
+# Sixty minutes. You write one program in six ways: a loop in Python, numpy, a compiled loop, MPI ranks, a file shared
 # by ranks, a GPU. Every version in Python returns exactly the same count.
 #
 # **Questions.** Why does an estimate of pi get better so slowly? How do ranks divide work without talking? How much
@@ -29,7 +29,7 @@ from dtlib import pi
 # A point with random x and y between 0 and 1 lies inside the quarter circle if x² + y² < 1. The quarter circle
 # covers pi/4 of the square. So pi is about four times the fraction of points inside.
 #
-# No rank needs another one to throw its points. Such work is called *embarrassingly parallel*. It is a good start,
+# Each rank can compute its points alone. Such work is called *embarrassingly parallel*. It is a good start,
 # because only the sum at the end needs communication.
 
 # %% [markdown]
@@ -131,7 +131,7 @@ assert all(0.6 < measured / standard < 1.5 for measured, standard in (row(f"{10*
 # ## numpy, block by block
 #
 # numpy does the same arithmetic on whole arrays. All points at once would need 16 bytes each, 1.6 GB for 10⁸ points,
-# and every step would walk through all of that memory. Blocks that fit into a core's cache avoid this.
+# and every operation would read much of that memory. Blocks that fit into a core's cache avoid this.
 
 # %%
 lab.read(pi.count_numpy)
@@ -252,9 +252,9 @@ assert usable_cores() == 1 or seconds[2] < 0.8 * seconds[1]
 
 # %% [markdown] tags=["half-day"]
 # Up to the number of cores the curve can follow the dashed line, because these ranks do not wait for one another. If it
-# stays below the line, another program used a core (the slowest rank decides), or two of the cores in the table at the
-# top are one physical core. With more ranks than cores, ranks take turns: at best the curve is flat, and it may fall,
-# because switching takes time. So never start more ranks than cores for such work.
+# stays below the line, another program used a core (all wait for the slowest rank), the clock is lower, or two of the
+# cores in the table at the top are one physical core. With more ranks than cores, ranks take turns: at best the curve
+# is flat, and it may fall, because switching takes time. So never start more ranks than cores for such work.
 
 # %% tags=["claim"]
 # "With more ranks than cores, ranks take turns: at best the curve is flat, and it may fall"
@@ -291,7 +291,7 @@ assert lab.values("estimate")[0].inside == pi.count_numpy(0, 10**6)
 folder.cleanup()
 
 # %% [markdown]
-# The same count again, from a file that no rank has read as a whole.
+# This equals the count of one process. No rank has read the whole file.
 
 # %% [markdown]
 # ## A GPU
@@ -362,14 +362,14 @@ print(f"under {six:g} s, {gain:g} times faster: less than {six * gain:g} s on on
 # %% tags=["statement"]
 # "The three numbers contradict one another, by a factor of at least 1.2."
 # "The two times give a speed-up above six on six GPUs, an efficiency above 100 %"
-# "*About* 1 minute, *under* 10 seconds and *almost* 5x would just fit 49 and 9.9 seconds."
+# "The words *about*, *under* and *almost* would just allow 49 and 9.9 seconds."
 assert found(r"60 s, under 10 s: more than (\d+) times faster, not (\d+)") == [6, 5] and 6 / 5 >= 1.2
 assert 49 / 9.9 < 4.96
 
 # %% [markdown]
 # The three numbers contradict one another, by a factor of at least 1.2. The two times give a speed-up above six on six
-# GPUs, an efficiency above 100 %, so the times are the least credible. (*About* 1 minute, *under* 10 seconds and
-# *almost* 5x would just fit 49 and 9.9 seconds. Also, according to its maker, the computer in the article has one GPU,
+# GPUs, an efficiency above 100 %, so the times are the least credible. (The words *about*, *under* and *almost*
+# would just allow 49 and 9.9 seconds. Also, according to its maker, the computer in the article has one GPU,
 # not six.)
 #
 # Is a minute for 10⁸ points on a GPU fast? Compare with the ranks of this computer.
@@ -422,11 +422,11 @@ lab.quiz("02")
 #
 # - The error of a Monte Carlo estimate falls with the square root of the number of points.
 # - A counter-based generator lets every rank compute its own points; `slice_of` divides them without gap or overlap.
-# - Parallel and serial counts are exactly equal. That is a test, not luck.
+# - Parallel and serial counts are exactly equal, which is a simple test.
 # - Speed-up ends at the number of cores; efficiency says how well the cores are used.
 # - First one fast process, then many. And ask what a speed-up is compared with.
 #
-# Now the [exercises](../exercises/02_pi_exercises.ipynb): fix a program in which all ranks throw the same darts, and
+# Now the [exercises](../exercises/02_pi_exercises.ipynb): fix a program in which all ranks draw the same points, and
 # build pi on ranks yourself.
 #
 # ## References

@@ -235,8 +235,8 @@ assert mine < par and accuracy >= 95
 #
 # - Fewer parameters: no hidden layer at all? A layer that all ranks draw from the same seed, and never train, needs no
 #   bytes.
-# - Fewer steps: a better optimizer, a higher rate, several local steps before the weights are averaged (what happens
-#   then, because each rank has different digits?).
+# - Fewer steps: a better optimizer, a higher rate, several local steps before the weights are averaged (each rank
+#   has different digits: what happens then?).
 # - Fewer bytes per number: eight bits, one bit and a scale, or only the largest entries.
 # - No gradients at all: which other facts about their images could ranks exchange?
 #

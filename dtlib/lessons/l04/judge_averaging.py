@@ -83,7 +83,7 @@ def _judge_values(cases, moved: bool) -> None:
     wrong("rounded",
           ratio is None and all(_close(case["gradients"][n], expected[n], 1e-2) for case in cases for n in expected),
           f"{where} in float64, the type of the gradients", "nearly the right values, but rounded",
-          "Which type has the flat tensor that you send?",
+          "Which dtype does the flat tensor have?",
           "torch.cat keeps the type of the gradients; torch.empty or torch.zeros need dtype=gradient.dtype.")
     wrong("second-step", kind == "again", f"{where} in the second step", "something else, after a correct first step",
           "Which data of the first step do you still use? After zero_grad() parameter.grad is a new tensor, or None.",
@@ -92,7 +92,7 @@ def _judge_values(cases, moved: bool) -> None:
         got = f"each rank's own gradient, although {calls} operations ran" if calls else "each rank's own gradient"
         wrong("not-averaged", True, f"{where}: the same on all ranks", got,
               "Do you wait for the average, and write it back?" if calls else "Which operation averages?",
-              "all_reduce works in place. On a copy, such as the result of torch.cat, copy back: grad.copy_(piece).")
+              "all_reduce works in place. If you reduce a copy, as of torch.cat, copy it back: grad.copy_(piece).")
     wrong("left-out", all(_close(cases[r]["gradients"][n], cases[r]["local"][n]) for r in off for n in off[r]),
           f"{where}: the same on all ranks", f"the gradient of this rank only, also for {', '.join(off[rank])}",
           "Other gradients are averaged. Does your code skip the last bucket, large gradients, or biases?",
@@ -128,7 +128,7 @@ def _judge_values(cases, moved: bool) -> None:
               "min and max select the number of one rank. Which op uses the numbers of all ranks?",
               'dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=comm.group)')
     if ratio is not None and ratio != 1:
-        hints = ("The direction is right and the length is not. Which line multiplies or divides?",
+        hints = ("The gradient has a wrong scale. Which line multiplies or divides?",
                  "op=dist.ReduceOp.AVG divides by the number of ranks. Do not divide again.")
         wrong("scaled", True, f"{where}: the mean over all samples", _times(ratio),
               *(hints if cases[0]["hooks"] else weights))
@@ -183,12 +183,12 @@ def _judge_weights(cases, rank, where, ratio, everywhere) -> None:
     wrong("unweighted", all(_close(cases[r]["gradients"][n], mean[n]) for r, n in everywhere),
           "the mean over ranks: each rank has the same weight, with few or many samples",
           "One rank has one sample, another has five. Should their gradients have the same weight?",
-          "Multiply by samples / (samples of all ranks), and add. An all_reduce gives the samples of all ranks.")
+          "Multiply gradients by samples / total, and sum them over ranks. An all_reduce gives the total of samples.")
     alike = {_ratio(cases[r]["gradients"][n], mean[n]) for r, n in everywhere}
     wrong("weights", True, "other weights" if ratio is None else _times(ratio),
           "Every rank has the same weight. Whose `samples` does it use?" if None not in alike and len(alike) == 1 else
           "Even batches are right, uneven batches are wrong. Do the weights of all ranks add up to 1?",
-          "The weight of this rank is samples / total. total is the all_reduce of samples. Then add.")
+          "Weight this rank's gradients by samples / total, then add. total is the all_reduce of samples.")
 
 
 def _close(got, expected, tolerance: float = 1e-9) -> bool:

@@ -107,7 +107,7 @@ def _judge_weights(kind, counts, got, right, where) -> None:
     wrong("upside-down", inverse, "The rank with more images has the smaller weight. What do you divide by what?",
           "comm.size * len(images) / total.")
     wrong("largest", any(_same(got, [c * count / max(counts) for count in counts]) for c in (1, size)),
-          "You divide by the largest number of images. Which op adds?", 'all_reduce with op="sum".')
+          "You divide by the largest number of images. Which op is a sum?", 'all_reduce with op="sum".')
     factor = next(g / r for g, r in zip(got, right, strict=True) if r)
     wrong("scaled", _same(got, [factor * r for r in right]),
           f"All images count equally, but the gradient is {factor:.3g} times the right one. Which factor is wrong?",

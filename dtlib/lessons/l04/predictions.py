@@ -33,7 +33,7 @@ PREDICTIONS = {
     "first-layer-to-come": Prediction(got=lambda layers: layers[0][0], hint="Backward: last layer first."),
     "hidden-buckets": Prediction(
         got=lambda with_thread: _hidden(with_thread),
-        hint="When the last bucket is full, there is nothing left to compute. A busy machine hides fewer of them.",
+        hint="When the last bucket is full, there is nothing left to compute. A busy machine hides fewer buckets.",
     ),
     "accumulation-steps": Prediction(got=lambda steps: steps[0], hint="96 = 12 x steps x 4 ranks."),
     # The appendix
@@ -43,11 +43,11 @@ PREDICTIONS = {
     "best-bucket": Prediction(
         got=lambda best, seconds: {min(seconds): "smallest", max(seconds): "largest"}.get(best, "between"),
         choices=("smallest", "largest", "between"),
-        hint="Both ends of the scale have their price.",
+        hint="Small buckets cost time; large ones do, too.",
     ),
     "layers-before-the-first-bucket": Prediction(
         got=lambda reversed_order: _before_the_first(reversed_order),
-        hint="Which layer's gradient is first in line, and when is it ready?",
+        hint="Which layer's gradient is sent first, and when is it ready?",
     ),
     # The exercises
     "parameters-of-the-net": Prediction(
@@ -56,5 +56,5 @@ PREDICTIONS = {
     "bytes-with-a-ring": Prediction(
         got=lambda counted: counted[0][1], tolerance=1e-3, hint="2 (N-1)/N of the gradient."
     ),
-    "bytes-of-two-workers": Prediction(got=lambda counted: counted[0][2], hint="The weights, to each of two workers."),
+    "bytes-of-two-workers": Prediction(got=lambda counted: counted[0][2], hint="It sends its weights to two workers."),
 }

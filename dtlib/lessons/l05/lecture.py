@@ -159,7 +159,7 @@ lab.predict("rates-at-256", {"linear": 0.32, "square root": 0.08})
 
 # %% [markdown] tags=["half-day"]
 # **Gradual warm-up** uses the linear rule's rate, but not from the beginning: at first gradients change quickly, and k
-# small steps no longer equal one large step. For five epochs the rate grows from η to k η in a straight line (P. Goyal
+# small steps do not equal one large step. For five epochs the rate grows from η to k η in a straight line (P. Goyal
 # et al., 2017). In torch: `lr_scheduler.LinearLR(optimizer, start_factor=1 / k, total_iters=steps)`.
 
 # %%
@@ -246,7 +246,7 @@ large_batches.errors(errors, base_batch=16)
 #
 # We say that two rules differ if the interval of their *paired* differences does not contain 0. Otherwise they are *not
 # separated*, which does not mean equal. In sixteen such comparisons about one would look different by chance, so an
-# interval that ends near 0 says little. The program derives these sentences from the intervals:
+# interval that ends near 0 says little. The next cell prints sentences from the intervals:
 
 # %% tags=["nbval-ignore-output"]
 from dtlib.lessons.l05 import intervals
@@ -325,14 +325,14 @@ k = found(r"ends near k = (\d+)")[0]
 assert 8 < k < 64
 
 # %% [markdown]
-# In the figure the linear rule fails earlier. The argument is about a parabola, so take it as a rough guide.
+# The figure shows failure at smaller batches. The argument is about a parabola, so take it as a rough guide.
 #
 # ## Does warm-up help?
 #
 # At the elbow a mean says little: a network learns, or it does not. So we count. **A run has failed if it ends with a
 # test error above 20 %.** The fraction of failures gets Wilson's interval.
 #
-# **Predict.** In how many of 32 runs does the linear rule fail at batch 512? Within 5 counts as right.
+# **Predict.** In how many of 32 runs does the linear rule fail at batch 512? An answer within 5 is right.
 
 # %% tags=["stub"]
 lab.predict("failed-at-512", None)
@@ -358,12 +358,12 @@ for batch in (256, 384, 512):
     print(f"Batch {batch}: {sentence}")
 
 # %% tags=["statement"]
-# "Where the sentences, here or above, say "not separated", warm-up has not been shown to help at this size."
+# "Where a printed comparison says "not separated", warm-up has not been shown to help at this size."
 assert count(r"Batch \d+: the rule with warm-up and the rule without warm-up: not separated") == 3
 
 # %% [markdown]
-# Near the elbow seeds differ so much that with five seeds warm-up could appear to help or to hurt. **Where the
-# sentences, here or above, say "not separated", warm-up has not been shown to help at this size.** Our guess: this
+# Near the elbow seeds differ so much that with five seeds warm-up could appear to help or to hurt. **Where a
+# printed comparison says "not separated", warm-up has not been shown to help at this size.** Our guess: this
 # network starts in a flat place and is steepest some epochs later, so a slow start only delays the trouble.
 
 # %% [markdown]

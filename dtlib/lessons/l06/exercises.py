@@ -175,7 +175,7 @@ class ShardedSteps:
         return loss.item()
 
 # %% [markdown]
-# `Live` counts the tensors that are alive, for each line that allocated memory. Here it counts after one step and after
+# `Live` counts the bytes of live tensors, for each line that allocated them. Here it counts after one step and after
 # four.
 
 # %%
@@ -207,8 +207,8 @@ lab.check("zero-leak")
 #
 # - `ShardedAdam(comm, parameters, **settings)`: `settings` are the arguments of `torch.optim.AdamW`. The parameters
 #   have the same values on all ranks, and one dtype.
-# - `step()`, called on every rank after `backward()`: afterwards all ranks have the parameters of one process that
-#   steps with the mean of all ranks' gradients. Every parameter has a gradient.
+# - `step()`, called on every rank after `backward()`: afterwards all ranks have the parameters that one process
+#   has after a step with the mean gradient of all ranks. Every parameter has a gradient.
 #
 # 1. Put all parameters into one flat tensor, padded with zeros at the end so that it divides evenly by `comm.size`. Let
 #    each `parameter.data` be a view of this tensor.
@@ -269,7 +269,7 @@ lab.check("sharded-adam")
 
 # %% [markdown]
 # This sends as much as data parallelism: `all_reduce` is `reduce_scatter` and then `all_gather`, and Adam now steps
-# between the two. An optimizer that works element by element also works if its one parameter begins in the middle of a
+# between the two. Adam updates each element separately, so a shard may begin in the middle of a
 # weight.
 #
 # This is `Stage1` of the lecture. The full `ZeroOptimizer` has buckets, groups, unused parameters, clipping, and master
@@ -366,6 +366,6 @@ assert abs(2 / 3 - 0.667) < 0.001
 #
 # - Which stages would fit if gradients were kept in float32 (18 bytes per parameter)?
 # - Let `ShardedAdam` reduce in buckets during the backward pass, and free gradients: that is stage 2. How many bytes
-#   does a rank send for gradient accumulation now?
+#   does a rank send with gradient accumulation now?
 # - Make `OnDemand` trainable: a `torch.autograd.Function` that saves `x` alone, gathers again in `backward`, and calls
 #   `reduce_scatter` for the gradients.

@@ -46,7 +46,7 @@ def _judge_steps(cases) -> None:
         _judge_optimizer(after, rank, kind, step, what)
         wrong = rows(rank, what)
         wrong("second-step", step, f"{got}, after a correct first step",
-              "Which state is lost between two steps, or remains from the step before? Adam's moments must stay.",
+              "Which state is lost between two steps, or remains from the step before? Keep Adam's running means.",
               "Create the optimizer once, in __init__, and set its gradient in each step.")
         wrong("not-copied-back", all(torch.equal(values, start) for values in after), "all parameters are unchanged",
               "You updated some memory, but not the memory that the model uses. Where are the model's parameters?",

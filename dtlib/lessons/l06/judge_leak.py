@@ -124,7 +124,7 @@ def judge_steps(observations) -> None:
               "In each step, memory grows by the bytes of all gradients. What refers to flat memory, directly or by a "
               "handle?", "Wait for all handles, then call self.sent.clear(): this frees the handles and their buckets.")
         wrong("outputs-kept", views and abs(grows - output) <= MARGIN, growth,
-              "A guess has ten numbers. How many bytes has the storage behind its view?",
+              "A guess has ten numbers. How many bytes does its whole storage have?",
               "A view keeps its whole storage. Store output[0].detach().clone(), which has separate memory.")
         wrong("outputs-elsewhere", abs(grows - output) <= MARGIN, growth,
               "The guesses have separate memory. Where else does each step keep its whole output?",
@@ -180,7 +180,7 @@ def _judge_values(seen, step: int) -> None:
         right = same(guess, guesses[rank])
         wrong("rounded-guess", not right and torch.allclose(guess, guesses[rank], 1e-2, 1e-2),
               "a guess in fewer digits",
-              "The guess had another dtype. If the net already has that dtype, does the conversion copy?",
+              "You converted the guess to another dtype. Does the conversion copy if the dtype is equal?",
               "Keep the dtype, and copy explicitly.")
         wrong("other-guess", not right, "other numbers in the guess",
               "Do you store only the first row? Does another line write into its memory later?",

@@ -125,8 +125,8 @@ def _explain_output(got, expected, x, layer, rank: int, what: str) -> None:
         ("the result with a weight of shape (inputs, outputs)", weight.reshape(weight.T.shape).T, bias),
     ):
         wrong("cut-otherwise", same(got, x @ w.T + b), told,
-              "Which is first in the flat tensor, weight or bias? Which shape has the weight?",
-              "whole[:n].view(self.shape), (outputs, inputs); the bias follows.")
+              "Which is first in the flat tensor, weight or bias? What is the weight's shape?",
+              "The weight is whole[:n].view(self.shape). The bias follows.")
 
 
 def _judge_memory(case, rank: int, ranks: int) -> None:

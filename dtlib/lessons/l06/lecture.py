@@ -71,8 +71,8 @@ lab.predict("gigabytes-a-rank", None)
 lab.predict("gigabytes-a-rank", 120)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# More ranks do not help. **ZeRO** (*zero redundancy optimizer*, S. Rajbhandari et al., 2020) removes the N - 1 spare
-# copies: stage 1 shards the optimizer, stage 2 the gradients as well, stage 3 the parameters too. Each rank keeps:
+# More ranks do not help. **ZeRO** (*zero redundancy optimizer*, S. Rajbhandari et al., 2020) *shards* states, that is,
+# splits them: stage 1 shards the optimizer, stage 2 the gradients as well, stage 3 the parameters too. Each rank keeps:
 
 # %% tags=["two-hours", "half-day"]
 figures.shards(ranks=4)
@@ -139,7 +139,7 @@ if comm.rank == 0:
     print(f"Bytes sent: {sent}.")
 
 # %% tags=["statement"]
-# "Bytes and losses are the same, and each rank keeps only a quarter of the optimizer states."
+# "Losses are equal, bytes almost equal, and each rank keeps a quarter of the optimizer states."
 plain, stage_1 = found(r"Bytes sent: data parallelism ([\d,]+), stage 1 ([\d,]+)")
 assert plain - stage_1 == 560
 assert abs(stage_1 / plain - 1) < 0.001 and len(set(found(r"ten losses: data parallelism ([\d.]+), stage 1 ([\d.]+\d)"))) == 1
@@ -147,8 +147,8 @@ assert row("stage 1", "on each of 4 ranks")[-2:] == [12, 4]
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # A ring all-reduce *is* a reduce_scatter followed by an all_gather, and stage 1 puts the optimizer's step between the
-# two. **Bytes and losses are the same, and each rank keeps only a quarter of the optimizer states.** (Data parallelism
-# sends 560 bytes more: flags that show whether ranks agree.)
+# two. **Losses are equal, bytes almost equal, and each rank keeps a quarter of the optimizer states.** (Data
+# parallelism sends 560 bytes more: flags that show whether ranks agree.)
 
 # %% [markdown] tags=["half-day"]
 # ## Stages 2 and 3
@@ -160,7 +160,7 @@ assert row("stage 1", "on each of 4 ranks")[-2:] == [12, 4]
 lab.read(plain.Stage2)
 
 # %% [markdown] tags=["half-day"]
-# Now the parameters. A unit (here: a linear layer) needs its weights twice: forward and backward. Otherwise each rank
+# Now the parameters. A unit (here: a linear layer) needs its weights twice: forward and backward. At other times a rank
 # keeps only its quarter. *Gather before use, free after use*.
 
 # %%
@@ -241,14 +241,14 @@ if comm.rank == 0:
     display(reports[2].with_formula(stage=2, scheme="mixed_adam"))
 
 # %% tags=["statement"]
-# "In each line with a formula, the count equals it."
+# "In each line with a formula, count and formula agree."
 # "The model states are 2 + 0.5 + 1 + 2 = 5.5 bytes per parameter."
 lines = {what: row(what, "mixed_adam") for what in ("parameters", "gradients", "master weights", "optimizer states", "padding")}
 assert all(numbers[0] == numbers[-1] for numbers in lines.values()) and sum(n[1] for n in lines.values()) == 5.5
 assert row("communication", "mixed_adam")[1] < 0.1
 
 # %% [markdown] tags=["half-day"]
-# In each line with a formula, the count equals it. The model states are 2 + 0.5 + 1 + 2 = 5.5 bytes per parameter.
+# In each line with a formula, count and formula agree. The model states are 2 + 0.5 + 1 + 2 = 5.5 bytes per parameter.
 # *Padding* makes shards equal. *Peak* is the largest number of bytes at any time; it must fit. The bars end at the peak;
 # *other tensors* is everything but model states:
 
@@ -267,8 +267,8 @@ assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
 assert peaks[0] / peaks[3] < states[0] / states[3]
 
 # %% [markdown] tags=["half-day"]
-# The peak falls from stage to stage. From stage 2 to 3 it falls little: one of our three units is two
-# thirds of the net, and is whole while it computes.
+# The peak falls from stage to stage. From stage 2 to 3 it falls little: one of our three units is 63 %
+# of the net, and is whole while it computes.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## 64 ranks
@@ -394,8 +394,8 @@ assert [round(row(f"stage {stage}", "4 micro-batches")[-1]) for stage in (1, 2, 
 #
 # <details><summary>Answer 1</summary>16 x 70 / 64 = 17.5 GB. 3 x 140 GB x 63/64 = 413 GB take 8.3 s.</details>
 #
-# **Question 2.** SGD with momentum in float32 has 4 + 4 + 4 bytes per parameter. How many bytes are on each of 8 ranks
-# at stage 1?
+# **Question 2.** SGD with momentum in float32 has 4 + 4 + 4 bytes per parameter. How many does each of 8 ranks
+# hold at stage 1?
 #
 # <details><summary>Answer 2</summary>4 + 4 + 4/8 = 8.5.</details>
 #
@@ -459,12 +459,12 @@ headers = ("", "bytes of shards", "sent for units", "sent by all_reduce", "bytes
 lab.table(rows, headers)
 
 # %% tags=["statement"]
-# "The losses are the same. A rank holds twice the shards, and less than half as many bytes leave its machine."
+# "The losses are the same. Shards are twice as large, and less than half as many bytes leave a machine."
 flat, hybrid = row("stage 3", "leave a machine"), row("hybrid", "leave a machine")
 assert hybrid[0] / flat[0] > 1.99 and hybrid[3] < flat[3] / 2 and hybrid[1] == 3 * hybrid[0]
 
 # %% [markdown]
-# The losses are the same. A rank holds twice the shards, and less than half as many bytes leave its machine.
+# The losses are the same. Shards are twice as large, and less than half as many bytes leave a machine.
 #
 # ## A step of stage 3, seen
 #
@@ -493,17 +493,17 @@ figures.units(events, {"0": 8320, "2": 16512, "4": 1290}, itemsize=8, ranks=4)
 order = " ".join(name for what, name, _ in events if what == "gathered")
 
 # %% tags=["statement"]
-# "Never more than one unit is whole."
+# "At most one unit is whole at a time."
 assert count(r"(?m)^gathered \d") == count(r"(?m)^gathered (\d) +\1 ") == 6
 
 # %% [markdown]
-# Never more than one unit is whole.
+# At most one unit is whole at a time.
 #
 # ## Mixed precision, accumulation, recomputation
 #
 # *Activations*, which the forward pass keeps for the backward pass, fill memory too. They shrink with 16 bits, with
 # micro-batches, and with *recomputation* (activation checkpointing), which keeps only the input of each block and
-# computes it again in the backward pass. We measure a perceptron and a transformer.
+# computes the rest again in the backward pass. We measure a perceptron and a transformer.
 #
 # **Predict.** With Adam, float32 takes 4 + 4 + 8 bytes per parameter. By which factor does mixed precision change this?
 
@@ -555,7 +555,7 @@ def bought(net, bf16=False, micro_steps=1, again=False):
     }
     engine, *_ = dtlib.initialize(model=make(again), config=config)
     flops, m = FlopCounterMode(display=False), dtlib.memory(engine)
-    for counter in (flops, m):  # a step each
+    for counter in (flops, m):  # a step for each
         both = zip(inputs.chunk(micro_steps), targets.chunk(micro_steps), strict=True)
         with counter:
             engine.train_batch(((some.clone(), labels.clone()) for some, labels in both), loss_fn)
@@ -780,9 +780,9 @@ lab.quiz("06")
 #
 # - Adam in mixed precision takes 2 + 2 + 12 bytes per parameter, and data parallelism holds them on every rank.
 # - Stage 1 shards the 12, stage 2 the gradients' 2 as well, stage 3 all 16. The losses stay the same.
-# - Stages 1 and 2 send 2 P (N-1)/N as before, stage 3 sends 3.
+# - Stages 1 and 2 send 2 P (N-1)/N, stage 3 sends 3 P (N-1)/N.
 # - With M micro-batches: 2, M + 1, and 3 M units for stages 1, 2, 3.
-# - Checkpoints name elements of tensors, not ranks.
+# - A checkpoint does not depend on the number of ranks.
 #
 # Now the [exercises](../exercises/06_zero_exercises.ipynb).
 #

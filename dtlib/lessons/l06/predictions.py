@@ -19,7 +19,7 @@ def _bytes_a_parameter(held: dict, stage: int) -> float:
 
 
 def _held_at(stage: int) -> Prediction:
-    hints = {kind: f"Does stage {stage} share out {kind}? 4 bytes a number; Adam keeps two." for kind in _KINDS}
+    hints = {kind: f"Does stage {stage} shard {kind}? 4 bytes per number; Adam: 2 per weight." for kind in _KINDS}
     return Prediction(got=lambda held_at: dict(zip(_KINDS, held_at[0][stage], strict=True)), tolerance=1e-3, hint=hints)
 
 
@@ -37,13 +37,13 @@ PREDICTIONS = {
         got=lambda lines_of: _bytes_a_parameter(lines_of[0], stage=2), tolerance=1e-3, hint="2 + (2 + 12) / 4."
     ),
     "units-of-stage-3": Prediction(
-        got=lambda units_sent: round(float(units_sent[3][3]), 2), hint="Gather, gather, reduce."
+        got=lambda units_sent: round(float(units_sent[3][3]), 2), hint="Two gathers, one reduce."
     ),
     "units-of-four-micro-batches": Prediction(
         got=lambda units_of_four: round(float(units_of_four[2][3]), 2), hint="Four reduce_scatters, one all_gather."
     ),
     "sent-across-machines": Prediction(
-        got=lambda hybrid, flat: hybrid[0][2] / (4 * flat[0][0]), tolerance=0.01, hint="A shard is half of them."
+        got=lambda hybrid, flat: hybrid[0][2] / (4 * flat[0][0]), tolerance=0.01, hint="A shard is half the net."
     ),
     "gathered-in-order": Prediction(got=lambda order: order, kind=str, hint="Forward, then in reverse."),
     "factor-on-states": Prediction(

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 07b Pipelines in earnest
 #
-# Forty minutes, optional: an appendix to lesson 07. There all stages were equal and messages took no time. Here they
-# are as in practice: parallel branches, sends that wait, slow layers, slow messages. Then you test the simulation with
+# Forty minutes, optional: an appendix to lesson 07. There all stages were equal and messages took no time. Here you see
+# real cases: parallel branches, sends that wait, slow layers, slow messages. Then you test the simulation with
 # a published table.
 #
 # **Questions.** What can run at the same time without micro-batches? Where do you cut a real model? When are the
@@ -350,12 +350,13 @@ assert max(number for (_, m), numbers in table.items() if m == 1 for number in n
 # | system | weights change | the price | cuts |
 # |---|---|---|---|
 # | GPipe (2019), and lesson 07 | once a batch, on all stages | a bubble in each batch | yours |
-# | PipeDream (2019) | after each minibatch, while others are under way | no bubble once full, but several versions of the weights, and other numbers than one process | a planner, from measured times |
-# | HetPipe (2020) | in pipelines as PipeDream's; between them by parameter servers | no worker may be more than a few *waves* (minibatches in flight together) ahead of the slowest | GPUs of different kinds form *virtual workers*, each a pipeline |
+# | PipeDream (2019) | after each minibatch, while others are under way | no bubble once full, but several versions of the weights; results differ from one process | a planner, from measured times |
+# | HetPipe (2020) | after each minibatch; across pipelines, by parameter servers | no worker may be more than a few *waves* (minibatches in flight together) ahead of the slowest | GPUs of different kinds form *virtual workers*, each a pipeline |
 # | DAPPLE (2021) | once a batch | 1F1B's bubble | a planner: stages, cuts, and copies of each stage |
 #
-# Since then: interleaved 1F1B (Megatron-LM, 2021), zero bubble (2024), DualPipe (DeepSeek-V3, 2024). torch has them as
-# `ScheduleInterleaved1F1B`, `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` and `ScheduleDualPipeV`.
+# Since then: interleaved 1F1B (Megatron-LM, 2021), zero bubble (2024), DualPipe (DeepSeek-V3, 2024). torch has
+# `ScheduleInterleaved1F1B`, `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` and a variant,
+# `ScheduleDualPipeV`.
 #
 # PipeDream's several versions are *weight stashing*. Between the forward and the backward pass of a minibatch its
 # neighbours have changed the weights. So each stage keeps the weights of the forward pass until the backward pass has

@@ -5,7 +5,7 @@ from dtlib.lessons.l07.observe_stages import Reference, reference
 
 BACK = "After the backward pass of m send inputs[m].grad. Call output.backward(gradient) with the received gradient."
 ONCE = ("Run one backward pass for each micro-batch.",
-        "Does a loop start one too early, or do you also add a gradient by hand?")
+        "Does a loop start at a wrong index, or do you also add a gradient by hand?")
 
 
 def judge_values(cases: dict) -> None:
@@ -35,7 +35,7 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
     if not got.isfinite().all():
         wrong = rows(rank, what)
         wrong("mixed-up", rank < max(cases) and cases[rank]["kind"] != "split", "NaN or infinity",
-              "Does backward() use the received gradient? Before its recv, torch.empty has any values.", BACK)
+              "Does backward() use the received gradient? Before recv, torch.empty has arbitrary values.", BACK)
         _tell_mixed_up(rank, what, cases)
     # Least squares: with which weights do the micro-batches' gradients add up to this gradient?
     found = torch.linalg.lstsq(each, got.unsqueeze(1), driver="gelsd").solution.flatten()

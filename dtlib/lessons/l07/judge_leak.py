@@ -264,7 +264,7 @@ def _judge_bytes(rank: int, size: int, few: dict, many: dict, of_last: dict) -> 
     wrong("output-held", alive["outputs"] > FRAMES, nothing,
           f"{alive['outputs']} outputs of finished micro-batches exist at the last micro-batch",
           "`output = stage(x)` allocates them. What still refers to an output after its backward pass?",
-          "A lambda keeps all variables that it names until it has run. A list and a dictionary keep their entries, "
+          "A lambda keeps all variables that it names while it exists. A list and a dictionary keep their entries, "
           "and a number that is not detached keeps its graph. Which of these leads to an output?",
           "Compute the number immediately, from output.detach(); and remove kept[m] with pop.")
     wrong("detached-held", alive["memory"] > FRAMES and of_last.get("memory", 0) > FRAMES, nothing,

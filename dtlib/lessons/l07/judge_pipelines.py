@@ -70,7 +70,7 @@ def _judge_places(cases) -> None:
         wrong("loss-elsewhere", rank < last and any(entry[0] == "L" for entry in case["log"]),
               f"loss_fn only on rank {last}", f"a call of loss_fn on rank {rank}",
               "Which rank has the output of the whole model?",
-              "With three or more ranks, a middle rank receives and sends in both directions.")
+              "Call loss_fn only if comm.rank == comm.size - 1; a middle rank is not the last one.")
         neighbours = (rank - 1, rank + 1)
         far = next((dest for name, dest, *_ in case["log"] if name == "send" and dest not in neighbours), None)
         wrong("not-a-neighbour", far is not None, "messages to neighbours", f"one to rank {far}",
@@ -107,7 +107,7 @@ def _judge_errors(cases) -> None:
           "Send with async_op=True, store the handles, and wait for them at the end: handle.wait().")
     wrong("few-microbatches", kind == "few", f"a step with {case['M']} micro-batches on {len(cases)} ranks", got,
           "There may be fewer micro-batches than ranks. Does your code need more?",
-          "The number of first forward passes is at most the number of micro-batches.")
+          "Before the first backward pass, run at most one forward pass per micro-batch.")
     wrong("uneven", kind == "uneven", "a step whose last micro-batch is smaller", got, *UNEVEN)
     wrong("waited", waited, "a send for every receive", got,
           "For which message does this rank wait, which rank should send it, and for what does that rank wait?",

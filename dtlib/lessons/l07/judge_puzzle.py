@@ -45,7 +45,7 @@ LEVELS = {
         "How long does rank 0 keep an activation, from F0 to the end of B0? It may keep three.",
         "Rank 0 starts with three F, and then B and F alternate; on rank 3 F and B alternate. Ranks 1 and 2 may also "
         "keep three activations: an early F there keeps rank 3 busy.",
-        "Rank 2 is F0-2 B0-2 F3 F4 B3 F5 B4 B5 F6 F7 B6 B7. What can rank 1 be?",
+        "Rank 2 does F0-2 B0-2 F3 F4 B3 F5 B4 B5 F6 F7 B6 B7. What can rank 1 do?",
     )),
     4: Level("puzzle_4", 4, 27, HALVES, hints=(
         "The rank before waits only for I. Can W run later, when its rank would be idle?",

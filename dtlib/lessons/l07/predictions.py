@@ -10,14 +10,14 @@ def _simulated() -> dict:
 
 
 _ORDERS = {
-    "GPipe": "It is (p-1) / (m+p-1): over the whole step. When does the first B come?",
-    "1F1B": "Another order, as long a wait; but each B comes as early as it can: min(m, p - rank).",
+    "GPipe": "The bubble is (p-1) / (m+p-1) of the step. When does the first B start?",
+    "1F1B": "Another order, an equal bubble. B starts early: at most min(m, p - rank) activations.",
 }
 _NAMES = ("GPipe", "1F1B", "interleaved 1F1B", "ZB-H1")
 
 PREDICTIONS = {
     "percentage-of-two": Prediction(
-        got=lambda two: 100 * (1 - two.bubble), tolerance=0.15, hint="When does the other begin?"
+        got=lambda two: 100 * (1 - two.bubble), tolerance=0.15, hint="When does rank 1 begin?"
     ),
     "percentage-lost": Prediction(
         got=lambda: {m: 100 * simulate(gpipe(4, m)).bubble for m in (1, 8, 32)}, tolerance=0.01, hint="3 / (m + 3)."
@@ -25,7 +25,7 @@ PREDICTIONS = {
     "which-hangs": Prediction(
         got=lambda hangs: hangs,
         choices=("A", "B"),
-        hint="What does rank 0 need for 0B0, and when does rank 1 come to it?",
+        hint="What does rank 0 need for 0B0, and when does rank 1 compute it?",
     ),
     "held-with-1f1b": Prediction(
         got=lambda on_eight: {f"rank {rank}": on_eight.peak_activations[rank] for rank in (0, 7)}, hint="p - rank."
@@ -65,13 +65,13 @@ PREDICTIONS = {
         choices=_NAMES,
         hint={
             "no time": "The smallest bubble in lesson 07.",
-            "two forward passes": "Who waits for an answer again and again?",
+            "two forward passes": "Which of the four waits for messages most?",
         },
     ),
     "above-the-simulated": Prediction(
         got=lambda last: bool(last[3] > 1.1 * last[2]),
         choices=(True, False),
-        hint="Rank 0 has its 8 outputs after 8. How long does its link take for 8 messages of 2?",
+        hint="Rank 0 has its 8 outputs at time 8. How long does its link need for 8 messages of 2?",
     ),
     # The exercises
     "idle-of-three-stages": Prediction(
@@ -84,8 +84,8 @@ PREDICTIONS = {
         got=lambda: {"output": "means and sending", "x.grad": "sending"},
         choices=("kept", "losses", "means", "sending", "means and sending", "kept and losses"),
         hint={
-            "output": "Who names it, and who has its memory under another name?",
-            "x.grad": "kept.pop(m) takes x out. Who else was given x.grad?",
+            "output": "Which objects refer to it, or to a tensor with its memory?",
+            "x.grad": "kept.pop(m) removes x. What still refers to x.grad?",
         },
     ),
     "makespan-of-two-stages": Prediction(

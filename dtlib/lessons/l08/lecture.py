@@ -9,8 +9,8 @@
 # **Afterwards you can** cut a layer by columns and by rows, with the right gradients; say how many bytes each cut sends; place
 # ranks on a mesh.
 #
-# **You need** [03 Collectives](03_collectives.ipynb), [04 Data parallelism](04_data_parallel.ipynb), and for the second
-# half of the mesh [06 ZeRO](06_zero.ipynb) and [07 Pipelines](07_pipelines.ipynb).
+# **You need** [03 Collectives](03_collectives.ipynb), [04 Data parallelism](04_data_parallel.ipynb), and for pipelines
+# with ZeRO [06 ZeRO](06_zero.ipynb) and [07 Pipelines](07_pipelines.ipynb).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -131,7 +131,7 @@ lab.read(plain.CopyToRanks, plain.ReduceFromRanks)
 lab.read(plain.slice_of, plain.ColumnParallelLinear, plain.RowParallelLinear)
 
 # %% [markdown] tags=["half-day"]
-# Most transformer blocks have two layers with an activation between them: gelu(X A) B. (Gated ones have three: two by
+# GPT's blocks have two layers with an activation between them: gelu(X A) B. (Gated blocks have three: two by
 # columns, one by rows.) Cut the first **by columns, then the second by rows**: a rank's columns of gelu(X A) match its
 # rows of B, so ranks exchange nothing in between. The other order does not work: the activation of a sum is not the sum
 # of the activations.
@@ -207,7 +207,7 @@ lab.table(rows, ("rank 0 of 4", "operation", "bytes sent", "2 B (N-1)/N"))
 assert all(count == formula for _, count in calls)
 
 # %% tags=["statement"]
-# "Columns, then rows: one each way, and nothing between."
+# "Columns, then rows: one all_reduce in each pass."
 # "2 B (N-1)/N bytes each time"
 sent = [row(what, "2 B (N-1)/N") for what in ("g, forward", "f, backward")]
 assert all(numbers[-1] == numbers[-2] == 2 * 1024 * 128 * 8 * 3 / 4 for numbers in sent)
@@ -386,7 +386,7 @@ for event in trace.events:
 #
 # ## Sequence parallelism
 #
-# Between the cut layers every rank has all of x. So ranks compute norms and dropout, and keep the results, N times.
+# Between the cut layers every rank has all of x. So each rank computes all norms and dropout, and keeps the results.
 # Both work token by token, so cut them by tokens. f becomes an `all_gather`, g a `reduce_scatter`.
 #
 # **Predict.** Without it the pair of layers sends 1.57 MB forward. How many MB with it? (An `all_reduce` by the ring is a
@@ -433,8 +433,8 @@ assert whole[1] == cut[1] == 1.57 and abs(cut[0] - whole[0] / 4) < 0.01
 # %% [markdown] tags=["half-day"]
 # ## A mesh of axes
 #
-# Tensor parallelism pays inside a machine, data parallelism up to the largest useful batch. So ranks form a grid, the
-# *mesh*, with named axes. Along `tensor`, ranks divide layers; along `data`, the batch.
+# Tensor parallelism is fast only inside a machine; data parallelism ends at the largest useful batch. So ranks form a
+# grid, the *mesh*, with named axes. Along `tensor`, ranks divide layers; along `data`, the batch.
 
 # %% [markdown]
 # `world.mesh(data=2, tensor=2)` makes a communicator for every line of that grid. The last axis varies fastest.
@@ -641,8 +641,8 @@ assert none[0] == one[0] == two[0] and two[3] == 4 * one[3] > 0
 #
 # ## What holds on GPUs, and what does not
 #
-# Values and bytes are the same on GPUs; speed was not shown. On GPUs use Megatron-LM, DeepSpeed, or torch's own
-# DTensor. This is our pair of layers in torch:
+# On GPUs values are the same, and bytes if NCCL uses a ring; speed was not shown. There use Megatron-LM, DeepSpeed, or
+# torch's DTensor. Our pair of layers in torch:
 
 # %%
 # %%px
@@ -694,7 +694,7 @@ lab.quiz("08")
 # ## Summary
 #
 # - A layer is cut by columns or by rows. With rows, ranks add up the output; with columns, the gradient of the input.
-# - f: forward nothing, backward `all_reduce`. g: the reverse. Columns, then rows: one each way, and nothing between.
+# - f: forward nothing, backward `all_reduce`. g: the reverse. Columns, then rows: one `all_reduce` in each pass.
 # - Ranks send activations, 2 B (N-1)/N bytes each time.
 # - Attention is cut by heads, embedding and loss by words; norms by tokens (sequence parallelism).
 # - A mesh names axes. `tensor` sends most, and ranks wait for it most, so it stays inside a machine.

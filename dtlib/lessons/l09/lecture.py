@@ -89,7 +89,7 @@ assert round(row("dlrm", "MLPerf")[-1], 1) == 7.0 and round(761 * 16_384 / 0.000
 # ## One set of samples, four formats
 #
 # The usual first advice on input: decode *once*, before training. A raw sample here is an image (JPEG), an annotation
-# (JSON) and a text. A binary record holds the same data as arrays. All binary records have the same length.
+# (JSON) and a text. A binary record holds the same data in arrays. All binary records have the same length.
 
 # %% tags=["nbval-ignore-output"]
 raw = list(preprocessing.raw_samples(1920))
@@ -153,9 +153,9 @@ lab.table(rows, headers)
 assert row("parquet", "jumping reads")[1] == 30 * 3 + 5 and row("files", "jumping reads")[-1] == 0 and row("files", "jumping reads")[0] == 1920
 
 # %% [markdown]
-# A read *jumps* if it does not continue its file's last read. With one file per sample, no read jumps inside a file:
-# only the files are in random order. Parquet reads 30 groups of 3 columns, and 5 *footers* (tables of positions). The
-# loader shuffles whole groups, then rows of a few groups: a weaker shuffle. On a cluster's file system an open is a
+# A read *jumps* unless it starts where its file's last read ended. With one file per sample, no read jumps inside a
+# file: only the files are in random order. Parquet reads 30 groups of 3 columns, and 5 *footers* (tables of positions).
+# The loader shuffles whole groups, then rows of a few groups: a weaker shuffle. On a cluster's file system an open is a
 # request to a *metadata server*, which all users share. Lustre, a common file system of clusters, can also stripe a
 # shard over several disks; a small file gains nothing from that.
 
@@ -306,7 +306,7 @@ with dtlib.trace() as trace:
 lab.pictures.timeline("trace")
 
 # %% [markdown]
-# ## Three ways to hide it
+# ## How to hide reading
 #
 # **Prefetch**: a thread reads the next batch while the accelerator uses this one. **Staging**: copy the files to the
 # node's own disk first. **Caching**: keep samples in memory after the first epoch. For staging and caching we imitate a
@@ -346,7 +346,7 @@ assert near > 2 * far and second > 2 * first
 # |---|---|---|
 # | `workers=2` | `num_workers=2`, `persistent_workers=True` | a process each, and a message per batch |
 # | `prefetch=2` | `prefetch_factor=2`, for each worker | memory for the batches |
-# | `state_dict()` | torchdata's `StatefulDataLoader` | a number, or the state of each worker |
+# | `state_dict()` | torchdata's `StatefulDataLoader` | a number; in torch a state per worker |
 #
 # ## Only the columns that are needed
 #
@@ -519,7 +519,7 @@ lab.quiz("09")
 # - Preprocess to binary; put many samples in a file; store columns if a model needs few columns.
 # - Prefetch, stage, cache; choose the number of workers by a measurement. Measure cold, or say that the cache was warm.
 # - AU = compute time / all time. A faster accelerator starves sooner; many on one storage may starve, too. A warm run
-#   distinguishes storage from cores.
+#   shows whether cores are the cause.
 # - The order is made from seed and epoch (and Parquet's group size): each sample once, and one number to resume.
 #
 # Now the [exercises](../exercises/09_data_input_exercises.ipynb).

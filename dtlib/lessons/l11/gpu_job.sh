@@ -11,7 +11,7 @@ set -euo pipefail                  # end at the first error
 cd "$SLURM_SUBMIT_DIR"             # a folder that all machines see
 source .venv/bin/activate          # the environment, in that folder
 export OMP_NUM_THREADS=8           # threads of a rank; torchrun sets 1 otherwise
-export NCCL_SOCKET_IFNAME=ib0      # the fast network, not the one for logins
+export NCCL_SOCKET_IFNAME=ib0      # NCCL's TCP: not over the network for logins
 export SRUN_CPUS_PER_TASK=32       # since Slurm 22.05 srun ignores --cpus-per-task above
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)  # the first machine
 srun torchrun --nnodes=2 --nproc-per-node=4 `# srun: on both machines` \

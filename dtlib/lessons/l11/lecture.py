@@ -130,8 +130,8 @@ assert cores >= 4 or sorted(shared)[2] > 0.6 * sorted(as_cores)[2]
 
 # %% [markdown]
 # Marks are medians of five runs, bars the range. Up to the dotted line there is a core for each rank. If efficiency
-# falls before it, other programs use the cores, or two cores are threads of one physical core. Right of the line read
-# the seconds (open *as text*): strong scaling gets little or no faster, weak scaling takes longer. If bars overlap,
+# falls before it, other programs use the cores, or two cores are threads of one physical core. Right of the line, read
+# seconds in the table *as text*: strong scaling gets little or no faster, weak scaling takes longer. If bars overlap,
 # five runs show no difference. A plot of scaling needs the number of cores, and bars.
 #
 # ## Amdahl's law
@@ -339,7 +339,7 @@ assert ring < 1.05 * halving
 
 # %% [markdown]
 # At 4 MB on 1,024 ranks the ring pays 2,046 latencies, and takes 25 times as long as Rabenseifner's. At 4 GB the two
-# hardly differ. So a library chooses: dtlib in `dtlib/comm/selection.py`, NVIDIA's NCCL between ring and tree.
+# hardly differ. So a library chooses: dtlib in `dtlib/comm/selection.py`, NCCL among ring, tree and others.
 #
 # ## Two hosts, measured
 #
@@ -369,7 +369,7 @@ assert found(r"'ring': '(\d+) ms', 'recursive_doubling': '(\d+) ms'") == [330, 4
 
 # %% [markdown]
 # The ring sends the fewest bytes, but is not the fastest here: it uses the link between the hosts six times in a row.
-# Doubling uses it once. A round of the ring took 107 ms, not 55: over TCP a message costs more than α + n β. So measure
+# Doubling uses it once. A round of the ring took 107 ms, not 55: over TCP messages cost more than the model. So measure
 # before you choose (`python -m benchmarks slow-network`, as root). Brackets show the middle half of the ratios to the
 # ring: if two brackets overlap, neither algorithm has won.
 #
@@ -381,7 +381,7 @@ assert found(r"'ring': '(\d+) ms', 'recursive_doubling': '(\d+) ms'") == [330, 4
 # 4. Request one node and five minutes first, then two nodes.
 # 5. Let it print the number of ranks and nodes. A wrong launcher gives N worlds of one rank each: `dtlib.init()` refuses
 #    that.
-# 6. Name the network (`interface` in site.toml). A wrong network works, but at a tenth of the speed.
+# 6. Name the network (`interface` in site.toml). A wrong network can work, but much more slowly.
 # 7. Compare one step on 1 node and on 2. Below 80 % efficiency? More nodes will not fix it.
 # 8. Request enough cores for ranks and their data loaders; ranks' threads must not compete (`OMP_NUM_THREADS`).
 # 9. Look at the queue (`squeue --me`, `qstat -u $USER`); end failed jobs (`scancel`, `qdel`).
@@ -399,7 +399,7 @@ lab.quiz("11")
 # - The same cells and script run on a laptop and on a cluster; only the launcher of the ranks differs.
 # - Strong scaling: the same work, and Amdahl's limit. Weak scaling: the work grows, and the batch too.
 # - A published efficiency is mostly weak scaling of throughput. Ask for the base, and for the time to a result.
-# - Rings are slow on many ranks: each round costs a latency. Halving and doubling sends the same bytes in 2 log2 N rounds.
+# - Rings of many ranks are slow for small messages. Halving and doubling sends the same bytes in 2 log2 N rounds.
 #
 # Now the [exercises](../exercises/11_beyond_one_machine_exercises.ipynb).
 #

@@ -179,7 +179,7 @@ assert found(r"forward \((\d+), (\d+)\) backward \((\d+), (\d+)\)")[::2] == [3, 
 #
 #     for owner, keys and values here:
 #         p = exp(scores - lse)                    computed again, as in FlashAttention
-#         d_scores = p * (d_out @ v.T - delta);    d_q += d_scores @ k
+#         d_scores = scale * p * (d_out @ v.T - sum(d_out * out));    d_q += d_scores @ k
 #         d_kv of the owner = what arrives + (d_scores.T @ q, p.T @ d_out);    pass it on
 #
 # Mistakes in this code are often *silent*. A published ring used the keys of its first step in the whole backward pass
@@ -209,7 +209,7 @@ print("as in one process:", same)
 # %% [markdown]
 # ### A third way: gather all keys
 #
-# Llama 3 uses neither. Each rank gathers the keys and values of all ranks, and computes its own rows. In the backward
+# Llama 3 uses neither. Each rank gathers the keys and values of all ranks, and computes its own output. In the backward
 # pass a reduce-scatter adds the gradients of each rank's keys:
 
 # %%
@@ -292,16 +292,16 @@ assert (4 * 15 / 16, round(15 / 16 * 4 * 17 / 16, 2)) == (3.75, 3.98) and 4 * 3 
 # |---|---|---|---|
 # | ring | (6 N - 4) g n | yes | none |
 # | gather | 4 (N - 1) g n | no | memory: all keys on each rank |
-# | Ulysses | 4 (1 + g) n (N - 1) / N: queries and outputs too | no | one key head for each rank |
+# | Ulysses | 4 (1 + g) n (N - 1) / N: queries and outputs too | no | at least one key head per rank |
 #
 # On four ranks, at g = 1/8, as in Llama 3 70B, the ring sends 2.5 n, gathering 1.5 n, and Ulysses 3.4 n: gathering
 # sends the fewest.
 #
-# **Compute.** Llama 3 405B on sixteen ranks, 8 key heads of 128, g = 1/16: how much does each way send, and which ways
-# can run?
+# **Compute.** Llama 3 405B on sixteen ranks, 8 key and 128 query heads, g = 1/16: how much does each way send, and
+# which ways can run?
 #
-# <details><summary>Answer</summary>Gathering 4 · 15 g n = 3.75 n; Ulysses would send 15/16 · 4 (1 + g) n = 3.98 n, but
-# 8 key heads are too few for sixteen ranks.</details>
+# <details><summary>Answer</summary>Ring 92 g n = 5.75 n. Gathering 4 · 15 g n = 3.75 n; Ulysses would send
+# 15/16 · 4 (1 + g) n = 3.98 n, but 8 key heads are too few.</details>
 #
 # ### Memory, and the right mean
 
@@ -358,11 +358,11 @@ if comm.rank == 0:
     lab.table(rows, ("loss", "relative error of the gradient"))
 
 # %% tags=["statement"]
-# "The sum over all tokens has to be divided *before* the backward pass"
+# "Divide the sum by the number of all tokens *before* the backward pass"
 assert row("mean of the ranks' means", "relative error of the gradient")[0] > 1 and row("mean_over_tokens", "relative error of the gradient")[0] == 0
 
 # %% [markdown]
-# The sum over all tokens has to be divided *before* the backward pass. The backward pass adds parts of all ranks'
+# Divide the sum by the number of all tokens *before* the backward pass. The backward pass adds parts of all ranks'
 # losses into a key's gradient. After this, no weight can correct the part of one rank.
 #
 # ## Quiz

@@ -19,7 +19,7 @@ from dtlib.parallel.context import plain, plain_ulysses
 def _my_tokens(original, x, group: AnyCommunicator, order="zigzag", dim=1):
     group, comm = group_and_communicator(group)
     if x.shape[dim] % (2 * comm.size):
-        raise DtlibError(f"{x.shape[dim]} tokens make no {2 * comm.size} equal chunks: pad, or use ContextParallel.")
+        raise DtlibError(f"{x.shape[dim]} tokens do not make {2 * comm.size} equal chunks: pad or use ContextParallel.")
     return original(x, group, order, dim)
 
 
@@ -27,10 +27,10 @@ def _ring_attention(original, q, k, v, group: AnyCommunicator | None = None, cau
     group, comm = group_and_communicator(group)
     asked = _asked(comm, q, k, v, causal, order)
     if set(asked) != {(*((tuple(q.shape), q.dtype),) * 3, causal, order)} or q.dim() != 4 or order not in plain.CHUNKS:
-        raise DtlibError(f"q, k, v, causal, order are {set(asked)}: make all equal, order one of {[*plain.CHUNKS]}.")
+        raise DtlibError(f"Ranks have (q, k, v, causal, order) {set(asked)}: pass equal ones, order {[*plain.CHUNKS]}.")
     if q.shape[2] % 2 or q.dtype not in (torch.float32, torch.float64):
         raise DtlibError(
-            f"{q.shape[2]} tokens per rank of {q.dtype}: use an even number, float32 or float64, or attention.py."
+            f"{q.shape[2]} tokens of {q.dtype} per rank: use an even number and float32 or float64, or attention.py."
         )
     return original(q, k, v, group, causal, order)
 
@@ -39,7 +39,7 @@ def _ulysses_attention(original, q, k, v, group: AnyCommunicator | None = None, 
     group, comm = group_and_communicator(group)
     asked = set(_asked(comm, q, k, v, causal))
     if len(asked) > 1 or len({*next(iter(asked))[:3]}) > 1 or q.dim() != 4:
-        raise DtlibError(f"Ranks pass q, k, v, causal {asked}: pass the same on all ranks, of four dimensions.")
+        raise DtlibError(f"Ranks pass q, k, v, causal {asked}: pass equal, four-dimensional q, k, v on all ranks.")
     if q.shape[1] % comm.size:
         raise DtlibError(f"{q.shape[1]} heads do not divide into {comm.size} equal groups: use ring_attention.")
     return original(q, k, v, group, causal)

@@ -34,8 +34,8 @@ class DataParallel(nn.Module):
         bucket_cap_mb: maximum size of a bucket in MiB; the first bucket is at most 1 MiB. Default: the size of the
             largest parameter, but at least 4 and at most 25.
         progress: how pending messages progress. With ``"inline"``, backward hooks poll: best if computing keeps all
-            cores busy. With ``"thread"``, a thread polls: best if cores are idle (an accelerator, a slow network). The
-            default depends on the parameters' device.
+            cores busy. With ``"thread"``, a thread polls: best if cores are idle. Default: ``"thread"`` on a GPU or an
+            emulated network, otherwise ``"inline"``.
         algorithm: the ``all_reduce`` algorithm. Default: chosen by message size.
 
     Rank 0's buffers are broadcast before the first forward pass of each training step.
@@ -106,7 +106,7 @@ class DataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def _is_an_experts(self, parameter) -> bool:
-        """Return whether other ranks have another expert in this parameter's place, which MixtureOfExperts averages."""
+        """Return whether this parameter is of an expert that other ranks lack; MixtureOfExperts averages it."""
         return len(set(self.comm.members).intersection(info_of(parameter).experts)) > 1
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
@@ -153,7 +153,7 @@ class DataParallel(nn.Module):
             raise DtlibError("join() weights gradients, but a communication hook does not: use only one of them.")
         for name, module in self.module.named_modules():
             if getattr(module, "communicates_in_forward", False):
-                raise DtlibError(f"join() cannot replace {name}, which communicates in its forward pass.")
+                raise DtlibError(f"join(): ranks without a batch cannot run {name}, which communicates.")
         self._join, self._by_all = [1] * self.comm.size, divide_by_initial_world_size
         batch_size = self.batch_size
         try:
@@ -170,7 +170,7 @@ class DataParallel(nn.Module):
             self._join, self.batch_size, self._collective.weight = None, batch_size, 1 / self.comm.size
 
     def _announce(self, has_batch: bool) -> list[int]:
-        """Gather one flag per rank: 0 without a batch, 1 with one, BY_SAMPLES with one that is weighted by its size."""
+        """Gather one flag per rank: 0 without a batch, 1 with a batch, BY_SAMPLES with a batch weighted by its size."""
         mine = (1 if self.batch_size is None else BY_SAMPLES) if has_batch else 0
         flags = self.comm.all_gather(torch.zeros(self.comm.size, dtype=torch.int64), torch.tensor([mine])).tolist()
         if not self._by_all:

@@ -1,4 +1,4 @@
-"""Data parallelism, to be read from top to bottom: three classes, each a few lines longer than the previous one.
+"""Data parallelism, to be read from top to bottom: three classes; each extends the previous one in a few lines.
 
 Every rank has the whole model and an equal slice of the batch. Ranks average their gradients, so all ranks take the
 same step:

@@ -18,7 +18,7 @@ def _construct(original, self, width, experts, group: AnyCommunicator | None = N
     if len(asked := set(comm.all_gather_object((width, len(experts), top, capacity)))) > 1:
         raise DtlibError(f"Ranks pass different (width, experts, top, capacity), {asked}: pass the same on all ranks.")
     if not 1 <= top <= min(2, count) or (capacity is not None and not capacity > 0):
-        raise DtlibError(f"top={top} of {count} experts, capacity={capacity}: pass 1 or 2, and a capacity above 0.")
+        raise DtlibError(f"top={top} of {count} experts, capacity={capacity}: pass top=1 or 2, and capacity above 0.")
     original(self, width, experts, group, top, capacity)
     self.comm = comm
     for parameter in experts.parameters():
@@ -29,7 +29,7 @@ def _construct(original, self, width, experts, group: AnyCommunicator | None = N
 def _check_tokens(self, x) -> None:
     asked = set(self.comm.all_gather_object((len(x), self.gate.weight.sum().item())))
     if len(asked) > 1 or not len(x):
-        raise DtlibError(f"Ranks have (tokens, sum of gate) {asked}: use equal numbers, and average gate gradients.")
+        raise DtlibError(f"(tokens, sum of gate) differ: {asked}. Use equal numbers, and average gate gradients.")
 
 
 around(MixtureOfExperts, "__init__", _construct)

@@ -95,7 +95,7 @@ class MixtureOfExperts(nn.Module):
                     f"on rank {rank}: pass the same on all ranks."
                 )
         if here < 1 or not 1 <= self.top <= min(2, self.count):
-            raise DtlibError(f"MixtureOfExperts(top={self.top}) of {self.count} experts: top is 1, or 2 of 2 or more.")
+            raise DtlibError(f"MixtureOfExperts(top={self.top}) of {self.count} experts: use 1, or 2 if count > 1.")
         if self.capacity is not None and not self.capacity > 0:
             raise DtlibError(f"MixtureOfExperts(capacity={self.capacity}): a number above 0, or None for all tokens.")
 

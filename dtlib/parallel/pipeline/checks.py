@@ -41,7 +41,7 @@ def check_stages(stages: list[tuple], microbatches: int) -> None:
     """
     trained, norms, values, reductions = zip(*stages, strict=True)
     if idle := [rank for rank, any_trained in enumerate(trained) if not any_trained]:
-        raise DtlibError(f"Stages {idle} have no parameter to train: give each stage one, or see PipelineStage.")
+        raise DtlibError(f"Stages {idle} have no parameter to train: give each stage one, or use PipelineStage.")
     if reductions[-1] != "mean":
         raise DtlibError(f"loss_fn has reduction={reductions[-1]!r}: use the mean over samples.")
     if any(norms) and microbatches > 1:

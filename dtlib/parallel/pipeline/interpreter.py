@@ -42,7 +42,7 @@ class _Schedule:
         if sorted(one.stage_index for one in self.stages) != expected:
             raise DtlibError(
                 f"{type(self).__name__}: stages {', '.join(map(str, expected))} of {first.num_stages} are on rank "
-                f"{first.comm.rank} of {first.comm.size}, and it got {[one.stage_index for one in self.stages]}."
+                f"{first.comm.rank} of {first.comm.size}, but you passed {[one.stage_index for one in self.stages]}."
             )
         self.n_microbatches, self.loss_fn, self.recompute = n_microbatches, loss_fn, recompute
         comm = first.comm
@@ -51,8 +51,8 @@ class _Schedule:
         if performed != {(stage, microbatch) for stage in expected for microbatch in range(n_microbatches)}:
             raise DtlibError(
                 f"{type(self).__name__} runs stages {sorted({stage for stage, _ in performed})} of micro-batches 0 to "
-                f"{n_microbatches - 1} on rank {comm.rank}, which has stages {expected}: several stages a rank are run "
-                "by ScheduleInterleaved1F1B."
+                f"{n_microbatches - 1} on rank {comm.rank}, which has stages {expected}: for several stages per rank, "
+                "use ScheduleInterleaved1F1B."
             )
         for stage, kind in {(action.stage, action.kind) for action in self.actions}:
             order = [action.microbatch for action in self.actions if (action.stage, action.kind) == (stage, kind)]
@@ -168,7 +168,7 @@ class _Schedule:
             return None, []
         if self.loss_fn is None:
             raise DtlibError(f"{type(self).__name__} got a target but has no loss_fn: pass loss_fn to the constructor.")
-        targets = self._cut(target, "The target")
+        targets = self._cut(target, "The targets")
         sizes = [samples_of(one) for one in targets]
         return targets, [size / sum(sizes) for size in sizes]
 

@@ -114,7 +114,7 @@ class PipelineModule(nn.Module):
 
     def forward(self, *inputs: object) -> object:
         if len(self._stage_modules) > 1:
-            raise DtlibError(f"This rank has {len(self._stage_modules)} stages: run stages() with a schedule.")
+            raise DtlibError(f"This rank has {len(self._stage_modules)} stages: pass stages() to a schedule.")
         return self._stage_modules[0](*inputs) if self._stage_modules else inputs[0]
 
     def stages(self) -> list[PipelineStage]:

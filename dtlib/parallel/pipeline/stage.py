@@ -85,8 +85,8 @@ class RunningStage:
         inputs: for the first stage, the positional and keyword arguments of each micro-batch.
         targets, loss_fn, weights: for the last stage, the target of each micro-batch and its weight in the mean.
         recompute: keep only inputs and recompute activations in the backward pass. The last micro-batch is not
-            recomputed, because its backward pass follows immediately (Y. Huang et al., "GPipe", NeurIPS 2019, section
-            2.3).
+            recomputed: its backward pass follows immediately on the last stage of 1F1B (but not of GPipe, which
+            starts with micro-batch 0).
         keep_outputs: keep the outputs of the last stage.
         handed: tensors passed between stages of this rank, by receiving stage, kind and micro-batch.
 
@@ -118,8 +118,8 @@ class RunningStage:
             self._next = NextStage(comm, (index + 1) % comm.size, index + 1)
             self._gradients = Gradients(comm, (index + 1) % comm.size, index + 1)
         if self._activations:
-            # Shapes of activations depend on the shapes of the inputs, so the first stage counts alike inputs. Later
-            # stages take over the counts that they received.
+            # Shapes of activations depend on the shapes of the inputs, so the first stage counts inputs of equal shape.
+            # Later stages receive these counts.
             self._alike = self._activations.alike
         else:
             self._alike = runs_of([samples_of(one) for one in inputs]) if inputs else [0] * microbatches
@@ -302,8 +302,8 @@ def _check_sent(sent, output, index: int) -> None:
     if not sent or any(not isinstance(tensor, torch.Tensor) for tensor in sent):
         kinds = ", ".join(type(one).__name__ for one in sent) if isinstance(output, (tuple, list)) else ""
         raise DtlibError(
-            f"Stage {index} gave a {type(output).__name__}{f' of {kinds}' if kinds else ''} to the next one: a stage "
-            "gives a tensor, or a tuple of tensors."
+            f"Stage {index} returned a {type(output).__name__}{f' of {kinds}' if kinds else ''}: return a tensor, or a "
+            "tuple of tensors."
         )
 
 

@@ -172,7 +172,7 @@ def rewire(graphs: list[fx.GraphModule], apply: list[Callable]) -> StepGraph:
         for replica, text in enumerate(texts):
             if text != texts[0]:
                 raise DtlibError(
-                    f"Replicas must exchange the same in the same order: exchange {count} is {texts[0]} on replica 0 "
+                    f"Replicas must make equal exchanges in equal order: exchange {count} is {texts[0]} on replica 0 "
                     f"and {text} on replica {replica}."
                 )
         mark, count = marks[0], count + 1

@@ -63,8 +63,8 @@ def gather_from_ranks(x: torch.Tensor, comm: Communicator, count: int | None = N
         slice_ = slice_of(count, comm.rank, comm.size)
         if x.shape[-1] != slice_.stop - slice_.start:
             raise DtlibError(
-                f"gather_from_ranks(count={count}): rank {comm.rank} of {comm.size} has {x.shape[-1]} elements of the "
-                f"last dimension, and {slice_.stop - slice_.start} is its slice."
+                f"gather_from_ranks(count={count}): rank {comm.rank} of {comm.size} has {x.shape[-1]} elements in the "
+                f"last dimension, but needs {slice_.stop - slice_.start}."
             )
     there = partial(whole_of, count=x.shape[-1] * comm.size if count is None else count)
     return _one_of_a_pair(x, comm, there, scatter_to_ranks)

@@ -27,7 +27,7 @@ def check_elementwise(optimizer_class: object, caller: str) -> None:
     if not is_elementwise(optimizer_class):
         name, known = getattr(optimizer_class, "__name__", optimizer_class), (kind.__name__ for kind in ELEMENTWISE)
         raise DtlibError(
-            f"{caller} cuts parameters anywhere, and {name} is not known to work element by element: choose one of "
+            f"{caller} updates parts of parameters, but {name} may need whole parameters: choose one of "
             f"{', '.join(known)}, or a subclass that leaves step() as it is."
         )
 
@@ -35,7 +35,7 @@ def check_elementwise(optimizer_class: object, caller: str) -> None:
 def check_output(output: object, caller: str) -> None:
     """Refuse a module output that is not a single tensor."""
     if not isinstance(output, torch.Tensor):
-        raise DtlibError(f"{caller}: a module returned {type(output).__name__}, but must return one tensor: join them.")
+        raise DtlibError(f"{caller}: a module returned {type(output).__name__}, but must return a single tensor.")
 
 
 def check_arguments(optimizer_class: object, stage: int, bucket_cap_mb: float | None, progress: str | None) -> None:

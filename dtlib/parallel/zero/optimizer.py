@@ -9,9 +9,9 @@ flat parameters. Two collectives replace the all-reduce and together send as man
 
 Stage 1 keeps all gradients until ``step()`` and reduces them there. Stage 2 reduces gradients in buckets during the
 backward pass and frees them, so each rank keeps only the averages of its own shard. Stage 2 therefore sends gradients
-after every backward pass, and stage 1 once per step.
+in every backward pass, and stage 1 once per step.
 
-                        bytes per parameter in float32 with Adam, on N ranks
+                        bytes per parameter: value + gradient + Adam in float32
     data parallelism    4 + 4 + 8
     stage 1             4 + 4 + 8/N
     stage 2             4 + (4 + 8)/N
@@ -58,7 +58,7 @@ class ZeroOptimizer(optim.Optimizer):
         offload: keep master weights and optimizer states in host memory and step there (ZeRO-Offload, J. Ren et al.,
             USENIX ATC 2021). Without a GPU, this has no effect and warns.
         progress: what polls the messages of stage 2 during the backward pass: ``"inline"`` (the hooks) or ``"thread"``.
-            Default: ``"thread"`` on a GPU.
+            Default: as in DataParallel.
         **defaults: passed to ``optimizer_class``.
 
     Parameters in 16 bits get float32 master weights, only for this rank's shard.
@@ -266,7 +266,7 @@ class ZeroOptimizer(optim.Optimizer):
         }
 
     def state_dict(self) -> dict:
-        """Return this rank's shard, which only the same rank of as many ranks can load.
+        """Return this rank's shard, for the same rank and the same number of ranks.
 
         dtlib.checkpoint saves the states of all ranks, for any number of ranks and any strategy.
         """
@@ -286,7 +286,7 @@ class ZeroOptimizer(optim.Optimizer):
         if place != (self.comm.rank, self.comm.size):
             raise DtlibError(
                 f"This state belongs to rank {place[0]} of {place[1]}, but this is rank {self.comm.rank} of "
-                f"{self.comm.size}: use dtlib.checkpoint, which supports other numbers and optimizers."
+                f"{self.comm.size}: use dtlib.checkpoint, for other numbers of ranks and optimizers."
             )
         self.optim.load_state_dict(state_dict["optimizer"])
         with torch.no_grad():

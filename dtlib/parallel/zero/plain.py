@@ -1,4 +1,4 @@
-"""ZeRO, to be read from top to bottom: three stages, each a few lines longer than the previous one.
+"""ZeRO, to be read from top to bottom: three stages; each extends the previous one.
 
 Data parallelism keeps N copies of parameters, gradients and optimizer states. Stage 1 shards the optimizer states,
 stage 2 also the gradients, and stage 3 also the parameters, which it gathers while a unit runs. A shard is 1/N:
@@ -36,7 +36,7 @@ class Unit:
 
 
 class Stage1:
-    """Shard optimizer states: ``loss.backward()``, this object's ``step()``. Rank 0's parameters are broadcast first.
+    """Shard optimizer states. Call ``loss.backward()``, then ``step()``. Rank 0's parameters are broadcast first.
 
     Contract: ``model(x)`` with equal batch sizes; one backward pass per step, which computes all gradients in the same
     order on all ranks; float32 or float64; ``units`` are modules that contain each parameter exactly once.
@@ -107,7 +107,7 @@ class Stage3(Stage2):
             vector_to_parameters(unit.flat, unit.parameters)
 
     def forward_ends(self, unit: Unit, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        if torch._C._current_graph_task_id() == -1:  # in a backward pass, a recomputed unit is still needed
+        if torch._C._current_graph_task_id() == -1:  # not in a backward pass, which needs a recomputed unit
             self.free(unit)
         if output.requires_grad:
             output.register_hook(lambda gradient: self.gather(unit))
@@ -126,5 +126,5 @@ class Stage3(Stage2):
 
 
 # ZeroOptimizer (stages 1, 2) and fully_shard (stage 3) add: frozen, unused and tied parameters, 16 bits, gradient
-# accumulation, unequal batches, clipping, checkpoints, sending during the backward pass, and prefetching. Where dtlib
+# accumulation, unequal batches, clipping, checkpoints, sending while gradients are computed, prefetching. Where dtlib
 # is installed, checks.py checks the contract above. This file imports only torch.

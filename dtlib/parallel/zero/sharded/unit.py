@@ -86,7 +86,7 @@ class Unit:
 
     def _before_forward(self, module, inputs) -> None:
         if self._is_summoned():
-            raise DtlibError("This model computes within summon_full_params(): leave that context first.")
+            raise DtlibError("Do not call the model within summon_full_params(): leave that context.")
         self._uses += 1
         plan = plan_of(self)
         if not _in_backward():  # in a backward pass, activation checkpointing recomputes the unit
@@ -227,7 +227,7 @@ class Flat(GradientShard):
                 changed = "given a hook of its gradient, which autograd will not call,"
             if changed:
                 raise DtlibError(
-                    f"{places[0][2]} was {changed} after fully_shard: build the model again, and do this before."
+                    f"{places[0][2]} was {changed} after fully_shard: build a new model, and do it earlier."
                 )
 
     @torch.no_grad()
@@ -395,7 +395,7 @@ def _check(names: dict, comm) -> None:
             )
         if parameter._backward_hooks or hooks_of_others(parameter):
             raise DtlibError(
-                f"{name} has a gradient hook, which you, DataParallel or ZeroOptimizer registered, and fully_shard "
-                "replaces the parameter: take a fresh model, or remove the hook."
+                f"{name} has a gradient hook (from you, DataParallel or ZeroOptimizer), which fully_shard would lose: "
+                "take a fresh model, or remove the hook."
             )
     check_same_model({name: parameter for parameter, name in names.items()}, comm, "fully_shard")
