@@ -168,7 +168,7 @@ def judge_golf(observations) -> Score:
     wrong("over-par", mine > par, f"at most {par:,} payload bytes, sent by all ranks together (par)",
           f"{mine:,} bytes, for {accuracy:.1%}", "Bytes = steps x bytes per step. Do larger batches need fewer steps?",
           "Bytes per step: fewer parameters, 16 bits instead of 32, several local steps before an average.",
-          "All images in one batch, Adam at 0.05, half the hidden layer, tensor.half(): less than par.", score=score)
+          "All images in one batch, Adam at 0.05, hidden=32, 40 steps, tensor.half(): exactly par.", score=score)
     return score
 
 
