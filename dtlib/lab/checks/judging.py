@@ -125,9 +125,8 @@ def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | 
     exercise = EXERCISES[name]
     rounds = [] if rounds is None else rounds
     # Fresh communicators: messages that an earlier answer left pending must not reach this answer or its verdict.
-    for_answer = fresh_communicator(WAIT_SECONDS, f"check({name!r})", on_board=False)
-    for_verdict = fresh_communicator(10 * WAIT_SECONDS, f"check({name!r})", on_board=False)
-    for_answer.on_board = True
+    for_answer, for_verdict = (fresh_communicator(10 * WAIT_SECONDS, f"check({name!r})", False) for _ in range(2))
+    for_answer.on_board, for_answer.time_limit = True, WAIT_SECONDS
     with recording() as events:
         seen = _observe(exercise, namespace, world.rank, for_answer)
     rounds.append(for_verdict.all_gather_object(seen))
