@@ -95,7 +95,7 @@ lab.read(plain.Unit, plain.Stage1.__init__, plain.Stage1.gradient_is_ready)
 # %% [markdown] tags=["two-hours", "half-day"]
 # The parameters of a *unit* are sent together. `unit.flat` holds them, padded by `unit.padding`; `unit.shard` is this
 # rank's slice, or *shard*. In `step`, `reduce` gives each rank its shard of the mean gradient, Adam updates the shard,
-# and `give` gathers all new values on every rank.
+# and `update_parameters` gathers all new values on every rank.
 
 # %% tags=["two-hours", "half-day"]
 lab.read(plain.Stage1.step, plain.Stage1.reduce, plain.Stage1.update_parameters)

@@ -256,7 +256,7 @@ lab.predict("times-of-512", 461)
 # %%
 gpus, share = int(published["gpus"]), float(published["scaling_efficiency_pct"]) / 100
 times = share * gpus
-print(f"{times:.0f} times the speed of one GPU; {(1 - share) * gpus:.0f} GPUs are lost")
+print(f"{times:.0f} times the speed of one GPU: the work of {(1 - share) * gpus:.0f} GPUs is lost")
 print(f"a step takes {1 / share - 1:.0%} longer than on one GPU")
 
 # %% [markdown]
