@@ -75,7 +75,7 @@ def test_lines_are_printed_pasted_and_ranked(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.index("Zoe 27") < shown.index("Ada 33") < shown.index("Ann 42") and "Zoe wins." in shown
     assert "Max does not take part. Expected: at most 4 activations on any rank. Got: 8." in shown
-    assert "Una does not take part. Expected on rank 0: F of all micro-batches in turn" in shown
+    assert "Una does not take part. Expected on rank 0: F of all micro-batches in increasing order" in shown
     dear = duel.rank(lines, message=1.0)
     of_1f1b = [explorer.simulate("1F1B", 4, 8, message=message).makespan for message in (0.0, 1.0)]
     assert of_1f1b[0] < dear.makespan <= of_1f1b[1]

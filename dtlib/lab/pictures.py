@@ -31,7 +31,7 @@ def darts(points: Sequence[tuple]) -> tuple:
     axes.plot(np.cos(arc), np.sin(arc), color="black", label=f"all together: {estimates[-1][-1]}")
     axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", title="Filled: inside the quarter circle")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, title="estimates of pi")
-    alt = f"Random points of {len(points)} ranks in a square, a colour and shape a rank, filled in the quarter circle."
+    alt = f"Random points of {len(points)} ranks in a square, a colour per rank, filled in the quarter circle."
     return figure, alt, Table(estimates, ("rank", "points", "inside", "estimate of pi"))
 
 
@@ -76,14 +76,14 @@ def speed_up(seconds: dict, cores: int) -> tuple:
     ranks = list(seconds)
     gains = [seconds[1] / seconds[count] for count in ranks]
     figure, axes = subplots(height=4)
-    axes.plot(ranks, ranks, color="grey", linestyle="--", label="as many times as ranks")
+    axes.plot(ranks, ranks, color="grey", linestyle="--", label="ideal: N times on N ranks")
     axes.plot(ranks, gains, color=RANK_COLOURS[0], marker="o", label="measured")
     if cores <= max(ranks):
         axes.axvline(cores, color=RANK_COLOURS[1], linestyle=":", label=f"{cores} cores")
     axes.set(xlabel="ranks", ylabel="speed-up", xticks=ranks, ylim=(0, max(ranks) + 0.5))
     axes.legend()
     rows = [(n, f"{seconds[n]:.3f}", f"{gain:.2f}", f"{gain / n:.0%}") for n, gain in zip(ranks, gains, strict=True)]
-    alt = f"Speed-up against ranks: measured, beside a line of as many times as ranks; this computer has {cores} cores."
+    alt = f"Speed-up against ranks: measured, and a line for the ideal; this computer has {cores} cores."
     return figure, alt, Table(rows, ("ranks", "seconds", "speed-up", "efficiency"))
 
 
@@ -110,7 +110,7 @@ def costs(measured: dict, model: dict, title: str = "") -> tuple:
     units(axes.yaxis, "s")
     axes.legend(loc="upper left")
     headers = ("algorithm", "bytes", "measured (ms)", "model (ms)", "measured / model")
-    alt = f"{title or 'Seconds of an all-reduce'}: time against bytes, a line each for {', '.join(order)}."
+    alt = f"{title or 'Seconds of an all-reduce'}: time against bytes, one line for each of {', '.join(order)}."
     return figure, alt, Table(rows, headers, title)
 
 
@@ -138,7 +138,7 @@ def lines(series: dict, xlabel: str, ylabel: str, title: str = "", log: str = "x
         axes.legend()
     rows = [(f"{x:,g}", *(format(points[x], form) if x in points else "" for points in series.values())) for x in xs]
     headers = (xlabel, *(f"{name}: {ylabel}" if len(series) > 1 else ylabel for name in series))
-    alt = f"{title + ': ' if title else ''}{ylabel} against {xlabel}, a line each for {', '.join(series)}."
+    alt = f"{title + ': ' if title else ''}{ylabel} against {xlabel}, one line for each of {', '.join(series)}."
     return figure, alt, Table(rows, headers, title)
 
 

@@ -215,14 +215,13 @@ class _Training:
         module.everyone = self.mesh["data", "pipe", "context", "expert"] if self.tensor > 1 else comm
         return module
 
-    def _check_memory_limit(self, bytes_per_rank: list[int]) -> None:
+    def _check_memory_limit(self, sizes: list[int]) -> None:
         """Raise if a rank's bytes exceed ``run.memory_limit``."""
-        most, limit = max(bytes_per_rank), self.run.memory_limit
+        most, limit = max(sizes), self.run.memory_limit
         if limit is not None and most > limit:
             raise DtlibError(
-                f"Rank {bytes_per_rank.index(most)} holds {most:,} bytes of model states and buffers, and "
-                f"run.memory_limit is {limit:,}: cut the model further, by a higher stage of ZeRO, or over more stages "
-                "or tensor ranks."
+                f"Rank {sizes.index(most)} holds {most:,} bytes of model states and buffers, and run.memory_limit is "
+                f"{limit:,}: cut the model further, by a higher stage of ZeRO, or over more stages or tensor ranks."
             )
 
     def _log_row(self, file, row: dict) -> None:

@@ -140,11 +140,11 @@ class Case:
         rows = [f"rank {rank:2}  {self._row(rank)}" for rank in range(RANKS)]
         head, foot = (
             f"The case of {self.name}. {RANKS} ranks, SIMULATED: rank = {self.tensor} data + tensor. Ranks with the "
-            "same data share `tensor`, those with the same tensor share `data`. All have run this, and stand still:",
-            "# is a collective that has ended, ? is where the rank waits. One rank "
-            f"took another way than all others, once. Ask at most {QUESTIONS} times: case.ask(rank) for what a rank "
-            "did last, case.ask(rank, n) for its n-th collective. Then case.accuse(rank, line): the rank, and the line "
-            "by which it took another way.",
+            "same data share `tensor`, ranks with the same tensor share `data`. All ranks ran this program, and hang:",
+            "# is a collective that has ended, ? is where the rank waits. Once, one rank "
+            f"took another branch than the others. Ask at most {QUESTIONS} times: case.ask(rank) shows what a rank "
+            "did last, case.ask(rank, n) its n-th collective. Then call case.accuse(rank, line) with the rank, and "
+            "with the line where it took another branch.",
         )
         return "\n\n".join([textwrap.fill(head, WIDEST), program, "\n".join(rows), textwrap.fill(foot, WIDEST)])
 
@@ -182,10 +182,10 @@ class Case:
         self.accusations += 1
         self.solved = (rank, line) == self.bug[:2]
         if self.solved:
-            how = f"in step {self.bug[2]} line {line} sent rank {rank} another way"
+            how = f"in step {self.bug[2]} rank {rank} took another branch at line {line}"
             print(fold(f"Solved with {self.questions} questions: {how}."))
             course.scored("hang-detective", self.questions, QUESTIONS, "questions", 0)
         elif rank == self.bug[0]:
-            print("It was this rank, but another line. Which of its collectives is missing, beside the others'?")
+            print("It was this rank, but another line. Which collective did the other ranks call, and not this one?")
         else:
-            print("Not this rank: it did what all ranks did. Whom did it wait for?")
+            print("Not this rank: it did what all ranks did. Which rank did it wait for?")

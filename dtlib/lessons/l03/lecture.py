@@ -327,8 +327,7 @@ model = {
     name: {n: theory.cost("all_reduce", name, 4, n, alpha, 1 / beta) for n in seconds}
     for name, seconds in measured.items()
 }
-title = "All-reduce on an EMULATED network: measured, and by the model"
-lab.pictures.costs(measured, model, title=title)
+lab.pictures.costs(measured, model, title="EMULATED network: measured, and by the model")
 off = max(
     abs(seconds / model[name][n] - 1)
     for name in ("tree", "recursive_doubling", "ring") for n, seconds in measured[name].items()
@@ -405,13 +404,12 @@ print(f"every element is {gradient[0]:g}")
 # %%
 sent_by = lab.values("sent_bytes")
 rows = [(rank, *sent) for rank, sent in enumerate(sent_by)]
-headers = ("hierarchy: bytes inside a machine", "hierarchy: bytes to the other", "ring: bytes")
-lab.table(rows, ("rank", *headers))
+lab.table(rows, ("rank", "hierarchy: bytes inside", "hierarchy: bytes across", "ring: bytes"))
 between = {"ring": sent_by[1][2] / 1e6, "hierarchical": (sent_by[0][1] + sent_by[1][1]) / 1e6}
 
 # %% tags=["statement"]
 # "In the ring only ranks 1 and 3 send to the other machine: 1.8 MB. In the hierarchy each rank sends 0.6 MB."
-assert [row(f"{rank}", "hierarchy: bytes inside a machine") for rank in range(4)] == [[1_200_000, 600_000, 1_800_000]] * 4
+assert [row(f"{rank}", "hierarchy: bytes inside") for rank in range(4)] == [[1_200_000, 600_000, 1_800_000]] * 4
 assert count("every element is 6")
 
 # %% [markdown]

@@ -352,14 +352,12 @@ print(intervals.rates_compared(
 ), "(linear rule, no warm-up).")
 for batch in (256, 384, 512):
     first, second = counts[batch, "linear, warm-up"], counts[batch, "linear"]
-    sentence = intervals.rates_compared(
-        "the rule with warm-up", first, "the rule without warm-up", second
-    )
+    sentence = intervals.rates_compared("with warm-up", first, "without warm-up", second)
     print(f"Batch {batch}: {sentence}")
 
 # %% tags=["statement"]
 # "Where a printed comparison says "not separated", warm-up has not been shown to help at this size."
-assert count(r"Batch \d+: the rule with warm-up and the rule without warm-up: not separated") == 3
+assert count(r"Batch \d+: with warm-up and without warm-up: not separated") == 3
 
 # %% [markdown]
 # Near the elbow seeds differ so much that with five seeds warm-up could appear to help or to hurt. **Where a

@@ -156,5 +156,5 @@ def units(events: list, elements: dict, itemsize: int, ranks: int, rank: int = 0
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    alt = f"Live bytes of parameters on rank {rank} during a step: its shards, and above them the gathered units."
+    alt = f"Live bytes of parameters on rank {rank} during a step: its shards, and above them gathered units."
     return figure, alt, Table(rows, ("", "gathered units", f"live bytes on rank {rank}"), align="llr")

@@ -95,7 +95,7 @@ lab.read(plain.Unit, plain.Stage1.__init__, plain.Stage1.gradient_is_ready)
 # %% [markdown] tags=["two-hours", "half-day"]
 # The parameters of a *unit* are sent together. `unit.flat` holds them, padded by `unit.padding`; `unit.shard` is this
 # rank's slice, or *shard*. In `step`, `reduce` gives each rank its shard of the mean gradient, Adam updates the shard,
-# and `give` gathers all new values on every rank.
+# and `update_parameters` gathers all new values on every rank.
 
 # %% tags=["two-hours", "half-day"]
 lab.read(plain.Stage1.step, plain.Stage1.reduce, plain.Stage1.update_parameters)
@@ -455,7 +455,7 @@ flat, hybrid = kept_and_sent(Stage3, comm.group), kept_and_sent(Hybrid, mesh["ca
 # in the hybrid both ranks of a machine send, hence 2 times.
 whole, parts = (lab.values(name)[1] for name in ("flat", "hybrid"))
 rows = [("stage 3", *whole, whole[1]), ("hybrid", *parts, 2 * parts[2])]
-headers = ("", "bytes of shards", "sent for units", "sent by all_reduce", "bytes that leave a machine")
+headers = ("", "shards", "sent for units", "sent by all_reduce", "bytes that leave a machine")
 lab.table(rows, headers)
 
 # %% tags=["statement"]
@@ -579,8 +579,7 @@ for net in ("perceptron", "transformer"):
         stored, states, peak, flops = of_rank_0[f"{net}, {name}"]
         less, arithmetic = f"{first[0] / stored:.1f}", f"{flops / first[3]:.2f}"
         rows.append((name, stored, less, states, peak, arithmetic))
-    sizes = ("stored (bytes)", "reduced by", "states (bytes)", "peak (bytes)")
-    lab.table(rows, (net, *sizes, "operations, float32 = 1"))
+    lab.table(rows, (net, "stored (bytes)", "reduced by", "states (bytes)", "peak", "operations"))
 
 # %% tags=["statement"]
 # "Mixed precision does not make model states smaller"

@@ -168,8 +168,7 @@ for way in ("uniform", "parameters", "time"):
     slow_ones = f"{min(cut, 2)} and {2 - min(cut, 2)}"
     rows.append((way, f"0 to {cut - 1}", f"{cut} to {end - 1}", slow_ones))
 if world.rank == 0:
-    layers_of = ("layers of stage 0", "layers of stage 1")
-    lab.table(rows, ("partition_method", *layers_of, "slow layers per stage"))
+    lab.table(rows, ("partition_method", "layers in stage 0", "in stage 1", "slow layers in each"))
 
 # %% tags=["statement"]
 # "only time is certain"
@@ -190,13 +189,13 @@ lab.predict("makespan-with-a-slow-stage", 57)
 forward = {0: 1, 1: 2, 2: 1, 3: 1}  # the time of each stage
 backward = {stage: 2 * time for stage, time in forward.items()}
 uneven = simulate(gpipe(4, 8), forward, backward).makespan
-print(f"makespan: equal stages {simulate(gpipe(4, 8)).makespan:g}, stage 1 twice as slow {uneven:g}")
+print(f"makespan: equal stages {simulate(gpipe(4, 8)).makespan:g}, one twice as slow {uneven:g}")
 
 # %% tags=["statement"]
 # "with equal stages the makespan is 33 forward passes"
 # "a quarter more work, and nearly three quarters more time"
 # "with one of four stages twice as slow, GPipe's makespan is 57 instead of 33"
-equal, slow = found(r"equal stages (\d+), stage 1 twice as slow (\d+)")
+equal, slow = found(r"equal stages (\d+), one twice as slow (\d+)")
 assert (equal, slow) == (33, 57) and 0.7 < slow / equal - 1 < 0.75
 
 # %% [markdown]

@@ -128,7 +128,7 @@ def _admitted(lines) -> list:
         for kind in level.kinds:
             turns = [action.microbatch for action in actions if action.kind == kind]
             if turns != sorted(turns):
-                raise Wrong("out-of-turn", rank, f"{kind} of all micro-batches in order, as messages do", f"{turns}")
+                raise Wrong("out-of-turn", rank, f"{kind} of all micro-batches in increasing order", f"{turns}")
     return schedule
 
 

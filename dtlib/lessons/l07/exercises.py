@@ -103,8 +103,7 @@ runs = [("GPipe", *measured(ScheduleGPipe)), ("1F1B", *measured(Schedule1F1B))]
 
 # %% tags=["nbval-ignore-output"]
 for name, bubble, peaks in lab.values("runs")[0]:
-    both = f"{bubble:.1%} measured, {simulated[name].bubble:.1%} simulated"
-    print(f"{name}: bubble {both}; micro-batches in flight {peaks}")
+    print(f"{name}: bubble {bubble:.1%}, simulated {simulated[name].bubble:.1%}; in flight {peaks}")
     assert 0 < bubble < 1 and peaks == simulated[name].peak_activations
 
 # %% tags=["statement"]

@@ -332,8 +332,7 @@ try:
     engine(images)
 except dtlib.DtlibError as sentence:
     if world.rank == 0:
-        print(f"Loss {losses[0]:.2f}, after {len(losses)} steps {losses[-1]:.2f}.")
-        print("Then a wrong call:")
+        print(f"Loss {losses[0]:.2f}, after {len(losses)} steps {losses[-1]:.2f}. Wrong call:")
         print(sentence)
 
 # %% tags=["statement"]

@@ -256,7 +256,7 @@ lab.predict("times-of-512", 461)
 # %%
 gpus, share = int(published["gpus"]), float(published["scaling_efficiency_pct"]) / 100
 times = share * gpus
-print(f"{times:.0f} times the speed of one GPU; {(1 - share) * gpus:.0f} GPUs are lost")
+print(f"{times:.0f} times the speed of one GPU: the work of {(1 - share) * gpus:.0f} GPUs is lost")
 print(f"a step takes {1 / share - 1:.0%} longer than on one GPU")
 
 # %% [markdown]
@@ -268,8 +268,7 @@ print(f"a step takes {1 / share - 1:.0%} longer than on one GPU")
 # %%
 for million in (25, 140, 700, 3500):
     seconds = scaling.step(512, 0.2, 4e6 * million, 5e-6, 12.5e9)
-    share = f"{0.2 / seconds:4.0%} by the model, without overlap"
-    print(f"{million:5} million parameters: efficiency {share}")
+    print(f"{million:5} million parameters: efficiency {0.2 / seconds:4.0%} without overlap")
 
 # %% tags=["statement"]
 # "with more and more parameters for the same computing"

@@ -62,7 +62,7 @@ def of_block(keys):
 
 merged, lse = plain.merge(*of_block(slice(0, 5)), *of_block(slice(5, 8)))
 apart = (merged - scores.softmax(-1) @ values).abs().max()
-print("two parts merged, and computed at once: " + ("equal to 1e-12" if apart < 1e-12 else "not equal"))
+print("merged, and computed at once: " + ("equal to 1e-12" if apart < 1e-12 else "not equal"))
 
 # %% tags=["statement"]
 # "weight each average in proportion to its denominator"

@@ -98,8 +98,7 @@ from dtlib.lessons.l14 import brief
 from dtlib.planner import Plan
 
 plan = Plan(data=4, zero=3, batch=16, micro_batch=4)  # yours
-milliseconds = 1000 * brief.predicted(plan, sample=0.02)
-print(f"{milliseconds:.0f} ms per step, {brief.held(plan):,} bytes held")
+print(f"{1000 * brief.predicted(plan, sample=0.02):.0f} ms per step, {brief.held(plan):,} bytes")
 print("messages", brief.messages(plan))
 print("bytes   ", brief.sent(plan))
 
@@ -108,8 +107,7 @@ from dtlib.lessons.l14 import brief
 from dtlib.planner import Plan
 
 plan = Plan(pipe=4, batch=16, micro_batch=2)
-milliseconds = 1000 * brief.predicted(plan, sample=0.02)
-print(f"{milliseconds:.0f} ms per step, {brief.held(plan):,} bytes held")
+print(f"{1000 * brief.predicted(plan, sample=0.02):.0f} ms per step, {brief.held(plan):,} bytes")
 print("messages", brief.messages(plan))
 print("bytes   ", brief.sent(plan))
 
