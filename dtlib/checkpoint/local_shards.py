@@ -14,8 +14,8 @@ Our strategies show their shards through ``optimizer.shard_of(parameter)`` (stag
 (stage 3). torch shows them through ``optimizer.optim`` (the optimizer of a rank's own parameters) or DTensors. So this
 file imports no strategy.
 
-``tensors_by_kind()`` (measure/buffers.py) describes memory by its purpose. A checkpoint needs other facts: which
-elements of which parameter a tensor has, and by which tensor the optimizer finds the states.
+``tensors_by_kind()`` (measure/buffers.py) describes memory by its purpose. A checkpoint needs other facts: the
+parameter and the elements of each tensor, and the tensor by which the optimizer finds the states.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from dtlib.measure.storages import strided
 
 Place = tuple[str, int]  # file name and line number
 BEFORE: Place = ("before", 0)
-SKIPPED_FILES = f"{torch.__path__[0]}/", __file__  # files whose frames are skipped when we look for the allocating line
+SKIPPED_FILES = f"{torch.__path__[0]}/", __file__  # skip frames of these files to find the allocating line
 
 
 class Live(TorchDispatchMode):

@@ -15,7 +15,7 @@ CACHED_ROW_GROUPS = 4  # row groups that stay in memory, and that the shuffled o
 
 
 class ColumnReader(Reader):
-    """A reader of whole row groups, the smallest unit of a read; ``CACHED_ROW_GROUPS`` of them stay in memory.
+    """A reader of whole row groups, the smallest unit of a read; ``CACHED_ROW_GROUPS`` stay in memory.
 
     If several ranks or workers need samples of one row group, each one reads it. The counters include these reads.
     """

@@ -130,7 +130,7 @@ def train(tasks: list[Task], batch: int, rates: Tensor, until: float = 0.0) -> l
     parameters = [torch.stack(together).requires_grad_() for together in zip(*(t.start for t in tasks), strict=True)]
     momenta = [torch.zeros_like(parameter) for parameter in parameters]
     train, labels, order = (torch.stack([getattr(t, name) for t in tasks]) for name in ("train", "labels", "order"))
-    active = torch.ones(len(tasks))  # 0 for networks whose training has stopped
+    active = torch.ones(len(tasks))  # 0 for networks that are not trained any more
     for step, rate in enumerate(rates):
         if until and step % CHECK_EVERY == 0:
             with torch.no_grad():

@@ -259,7 +259,7 @@ assert two[0] > none[0] + 5
 # Two accelerators use the same reader and files, without reading ahead. One computes for 60 ms per step, the other for
 # 6 ms.
 #
-# **Predict.** Whose utilisation is lower, that of "slow accelerator" or of "fast accelerator"?
+# **Predict.** Which utilisation is lower, that of "slow accelerator" or that of "fast accelerator"?
 
 # %% tags=["half-day", "stub"]
 lab.predict("starves-more", None)
@@ -277,7 +277,7 @@ for name, used in pace.items():
     print(f"{name}: {used}")
 
 # %% tags=["half-day", "claim"]
-# "Whose utilisation is lower, that of "slow accelerator" or of "fast accelerator"?"
+# "Which utilisation is lower, that of "slow accelerator" or that of "fast accelerator"?"
 assert pace["fast accelerator"].au < pace["slow accelerator"].au
 
 # %% tags=["statement"]
