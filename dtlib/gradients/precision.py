@@ -43,11 +43,6 @@ class MasterWeights:
             self._master_of(parameter, torch.device(device or parameter.device)) for parameter in self.parameters
         ]
 
-    def __iadd__(self, other: MasterWeights) -> MasterWeights:
-        for name in ("parameters", "wholes", "versions", "masters"):
-            getattr(self, name).extend(getattr(other, name))
-        return self
-
     @staticmethod
     def _master_of(parameter, device):
         dtype = torch.float32 if parameter.dtype.itemsize == 2 else parameter.dtype
