@@ -137,25 +137,19 @@ class DataParallel(nn.Module):
     # Ranks without batches
 
     @contextmanager
-    def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
+    def join(self) -> Iterator[None]:
         """Allow different numbers of batches per rank: a rank without a batch contributes zero gradients.
 
-        In this context, each forward pass in training must be followed by a backward pass. At the end, all ranks
-        receive the parameters of a rank that had the most batches.
-
-        Args:
-            divide_by_initial_world_size: if True, average over all ranks, otherwise over the ranks that still have
-                batches. Ignored if ``batch_size`` is set, because then samples are counted.
-
-        Counterpart: ``DistributedDataParallel.join``.
+        Gradients are averaged over all ranks, or over samples if ``batch_size`` is set. In this context, each forward
+        pass in training must be followed by a backward pass. At the end, all ranks receive the parameters of a rank
+        that had the most batches. Counterpart: ``DistributedDataParallel.join``.
         """
         if isinstance(self._collective, CommHook):
             raise DtlibError("join() weights gradients, but a communication hook does not: use only one of them.")
         for name, module in self.module.named_modules():
             if getattr(module, "communicates_in_forward", False):
                 raise DtlibError(f"join() cannot replace {name}, which communicates in its forward pass.")
-        self._join, self._by_all = [1] * self.comm.size, divide_by_initial_world_size
-        batch_size = self.batch_size
+        self._join, batch_size = [1] * self.comm.size, self.batch_size
         try:
             yield
             last = self._join or []
@@ -167,15 +161,12 @@ class DataParallel(nn.Module):
             for tensor in [*self.module.parameters(), *self.module.buffers()]:
                 self.comm.broadcast(tensor, _last_with_a_batch(last))
         finally:
-            self._join, self.batch_size, self._collective.weight = None, batch_size, 1 / self.comm.size
+            self._join, self.batch_size = None, batch_size
 
     def _announce(self, has_batch: bool) -> list[int]:
         """Gather one flag per rank: 0 without a batch, 1 with one, BY_SAMPLES with one that is weighted by its size."""
         mine = (1 if self.batch_size is None else BY_SAMPLES) if has_batch else 0
-        flags = self.comm.all_gather(torch.zeros(self.comm.size, dtype=torch.int64), torch.tensor([mine])).tolist()
-        if not self._by_all:
-            self._collective.weight = 1 / max(1, sum(map(bool, flags)))
-        return flags
+        return self.comm.all_gather(torch.zeros(self.comm.size, dtype=torch.int64), torch.tensor([mine])).tolist()
 
     def _shadow(self) -> None:
         """Run all collectives of one training step with zero gradients."""
