@@ -204,9 +204,7 @@ class _Schedule:
 class ScheduleGPipe(_Schedule):
     """Run all forward passes, then all backward passes. Y. Huang et al., "GPipe", NeurIPS 2019."""
 
-    @staticmethod
-    def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
-        return schedules.gpipe(ranks, microbatches)
+    order = staticmethod(lambda ranks, microbatches, stages: schedules.gpipe(ranks, microbatches))
 
 
 class Schedule1F1B(_Schedule):
@@ -215,17 +213,15 @@ class Schedule1F1B(_Schedule):
     D. Narayanan et al., SC 2021.
     """
 
-    @staticmethod
-    def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
-        return schedules.one_f_one_b(ranks, microbatches)
+    order = staticmethod(lambda ranks, microbatches, stages: schedules.one_f_one_b(ranks, microbatches))
 
 
 class ScheduleInterleaved1F1B(_Schedule):
     """1F1B with several stages per rank, which reduces the bubble. D. Narayanan et al., SC 2021, section 2.2."""
 
-    @staticmethod
-    def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
-        return schedules.interleaved(ranks, microbatches, stages // ranks)
+    order = staticmethod(
+        lambda ranks, microbatches, stages: schedules.interleaved(ranks, microbatches, stages // ranks)
+    )
 
 
 class ScheduleZeroBubbleH1(_Schedule):
@@ -235,9 +231,7 @@ class ScheduleZeroBubbleH1(_Schedule):
     parallelism or ZeRO), compute everything in the first half.
     """
 
-    @staticmethod
-    def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
-        return schedules.zero_bubble_h1(ranks, microbatches)
+    order = staticmethod(lambda ranks, microbatches, stages: schedules.zero_bubble_h1(ranks, microbatches))
 
 
 def _planned(actions: list) -> list[tuple]:

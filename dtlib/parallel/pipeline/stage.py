@@ -38,6 +38,8 @@ class PipelineStage:
     def __init__(self, submodule: nn.Module, stage_index: int, num_stages: int, comm: AnyCommunicator,
                  device: torch.device | str | None = None):  # fmt: skip
         self.submodule, self.stage_index, self.num_stages = submodule, stage_index, num_stages
+        # The first stage takes the inputs, and the last one computes the loss.
+        self.is_first, self.is_last = stage_index == 0, stage_index == num_stages - 1
         self.comm = as_communicator(comm)
         if not 0 <= stage_index < num_stages:
             raise DtlibError(f"PipelineStage(stage_index={stage_index}): there are stages 0 to {num_stages - 1}.")
@@ -64,16 +66,6 @@ class PipelineStage:
             )
         parameter = next(submodule.parameters(), None)
         self.device = torch.device(device or (parameter.device if parameter is not None else "cpu"))
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first stage, which takes the inputs."""
-        return self.stage_index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the last stage, which computes the loss."""
-        return self.stage_index == self.num_stages - 1
 
 
 class RunningStage:
