@@ -18,7 +18,7 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.precision import clip_by_norm
 from dtlib.gradients.same_model import check_same_values
 from dtlib.gradients.shard_info import info_of, note
-from dtlib.parallel.expert.plain import Rows
+from dtlib.parallel.expert.plain import through_experts
 
 
 class MixtureOfExperts(nn.Module):
@@ -129,7 +129,9 @@ class MixtureOfExperts(nn.Module):
             place = torch.arange(len(expert), device=x.device) - (counts.cumsum(0) - counts)[expert]
             token, weight, counts = token[place < places], weight[place < places], counts.clamp(max=places)
         self.dropped = len(expert) - len(token)
-        back = self._through_experts(tokens[token], counts) * weight[:, None].to(x.dtype)
+        back = through_experts(tokens[token], counts, self.experts.values(), self.comm.group) * weight[:, None].to(
+            x.dtype
+        )
         return torch.zeros_like(tokens).index_add(0, token, back).view_as(x)
 
     def _logits(self, tokens):
@@ -153,22 +155,6 @@ class MixtureOfExperts(nn.Module):
         self.choices = of_all.long()
         self.balance = self.count * (share * probabilities.sum(0)).sum() * factor
         self.z_loss = logits.logsumexp(-1).square().sum() * factor
-
-    def _through_experts(self, rows, counts):
-        """Send rows to their experts, apply the experts, and return the results in the same order.
-
-        Rows are sorted by expert; ``counts[e]`` rows are for expert e.
-        """
-        # The receive sizes depend on the other ranks' gates, so exchange counts first.
-        theirs = self.comm.all_to_all(torch.empty_like(counts), counts).view(self.comm.size, -1)  # [rank, expert]
-        sent, received = counts.view(self.comm.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
-        group = self.comm.group
-        arrived = Rows.apply(rows, group, sent, received).split(theirs.flatten().tolist())
-        done, here = list(arrived), len(self.experts)
-        # Call each expert once with the rows of all ranks, even if there are none: its parameters then get a gradient.
-        for e, expert in enumerate(self.experts.values()):
-            done[e::here] = expert(torch.cat(arrived[e::here])).split(theirs[:, e].tolist())
-        return Rows.apply(torch.cat(done), group, received, sent)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, comm: AnyCommunicator) -> float:
