@@ -151,8 +151,8 @@ def test_what_lies_outside_of_the_contract_is_refused_on_every_rank(world):
     for why, call in {
         "top=3 of": lambda: made(top=3),
         "capacity=0": lambda: made(capacity=0),
-        "Ranks pass different": lambda: made(experts=1 + comm.rank),
-        "pass the same": lambda: made(top=1 + (comm.rank > 0)),
+        "experts is 1 on rank 0 and 2 on rank 1": lambda: made(experts=1 + comm.rank),
+        "Pass the same": lambda: made(top=1 + (comm.rank > 0)),
         "use equal numbers": lambda: made().double()(torch.ones(3 + comm.rank, WIDTH).double()),
         r"Ranks have .*\{\(0, ": lambda: made().double()(torch.ones(0, WIDTH).double()),
     }.items():

@@ -165,15 +165,6 @@ class Preconditions:
         raise DtlibError(f"{self.who}: {why}.")
 
 
-def check_input(x: torch.Tensor, weight: torch.Tensor, who: str) -> None:
-    """Raise an error unless ``x`` fits this rank's ``weight``, of shape (out_features, in_features), and its dtype."""
-    if x.shape[-1:] != weight.shape[1:] or (x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type)):
-        raise DtlibError(
-            f"{who} takes {weight.shape[1]} features a rank, of {weight.dtype}: this input is {x.dtype} of shape "
-            f"{tuple(x.shape)}."
-        )
-
-
 def around(kind: type | ModuleType, name: str, function: Callable) -> None:
     """Wrap method or function ``name`` of ``kind``, a class or module: calls become ``function(original, ...)``."""
     plainly = vars(kind)[name]

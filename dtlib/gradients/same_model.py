@@ -76,6 +76,17 @@ def check_axis(parameters: dict, comm: Communicator, who: str) -> None:
             )
 
 
+def check_same_arguments(comm: Communicator, who: str, **arguments: object) -> None:
+    """Refuse, on every rank, arguments of ``who`` that differ between ranks; all ranks call it."""
+    for rank, theirs in enumerate(everyones := comm.all_gather_object(arguments)):
+        for name, value in theirs.items():
+            if value != everyones[0][name]:
+                raise DtlibError(
+                    f"{who} differs between ranks: {name} is {everyones[0][name]} on rank 0 and {value} on rank "
+                    f"{rank}. Pass the same on all ranks."
+                )
+
+
 def check_same_values(module: nn.Module, parameters: list, comm: Communicator, what: str) -> None:
     """Compare parameters between ranks in the first ``PASSES`` forward passes of ``module``; all ranks call it.
 

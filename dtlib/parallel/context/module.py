@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.same_model import PASSES, check_same_values, digest_of
+from dtlib.gradients.same_model import PASSES, check_same_arguments, check_same_values, digest_of
 from dtlib.gradients.shard_info import note
 from dtlib.parallel.context.attention import Sequence, ring_attention, ulysses_attention
 from dtlib.parallel.context.order import ORDERS, positions_of
@@ -76,8 +76,7 @@ class ContextParallel(nn.Module):
         super().__init__()
         self.module, self.comm = module, as_communicator(comm)
         self.order, self.method = order, method
-        if len(asked := set(self.comm.all_gather_object((order, method)))) > 1:
-            raise DtlibError(f"ContextParallel: ranks pass different (order, method), {asked}: pass the same on all.")
+        check_same_arguments(self.comm, "ContextParallel", order=order, method=method)
         if order not in ORDERS or method not in METHODS:
             raise DtlibError(
                 f"ContextParallel(order={order!r}, method={method!r}): choose an order from {', '.join(ORDERS)}, and "

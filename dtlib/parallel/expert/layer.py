@@ -16,7 +16,7 @@ from torch.nn import functional
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import clip_by_norm
-from dtlib.gradients.same_model import check_same_values
+from dtlib.gradients.same_model import check_same_arguments, check_same_values
 from dtlib.gradients.shard_info import info_of, note
 from dtlib.parallel.expert.plain import through_experts
 
@@ -62,8 +62,13 @@ class MixtureOfExperts(nn.Module):
         self.comm, self.data = as_communicator(comm), None if data is None else as_communicator(data)
         experts = list(experts)
         self.top, self.capacity, self.count = top, capacity, len(experts) * self.comm.size
-        shapes = tuple((name, tuple(p.shape)) for e in experts for name, p in e.named_parameters())
-        self._check(width, shapes, len(experts))
+        shapes = [[(name, tuple(p.shape)) for name, p in expert.named_parameters()] for expert in experts]
+        who = type(self).__name__
+        check_same_arguments(self.comm, who, width=width, experts=shapes, top=top, capacity=capacity)
+        if not experts or not 1 <= top <= min(2, self.count):
+            raise DtlibError(f"{who}(top={top}) of {self.count} experts: top is 1, or 2 of 2 or more.")
+        if capacity is not None and not capacity > 0:
+            raise DtlibError(f"{who}(capacity={capacity}): a number above 0, or None for all tokens.")
         if any(info_of(parameter).experts for expert in experts for parameter in expert.parameters()):
             raise DtlibError(
                 "MixtureOfExperts: these experts are already in a MixtureOfExperts, so their gradients would be "
@@ -85,19 +90,6 @@ class MixtureOfExperts(nn.Module):
                 self.data.broadcast(parameter.data)
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._average)
-
-    def _check(self, width, shapes, here) -> None:
-        asked = self.comm.all_gather_object((width, shapes, self.top, self.capacity))
-        for rank, others in enumerate(asked):
-            if others != asked[0]:
-                raise DtlibError(
-                    f"MixtureOfExperts: (width, experts, top, capacity) is {asked[0]} on rank 0 and {others} "
-                    f"on rank {rank}: pass the same on all ranks."
-                )
-        if here < 1 or not 1 <= self.top <= min(2, self.count):
-            raise DtlibError(f"MixtureOfExperts(top={self.top}) of {self.count} experts: top is 1, or 2 of 2 or more.")
-        if self.capacity is not None and not self.capacity > 0:
-            raise DtlibError(f"MixtureOfExperts(capacity={self.capacity}): a number above 0, or None for all tokens.")
 
     def _average(self, parameter) -> None:
         assert self.data is not None

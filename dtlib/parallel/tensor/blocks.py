@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
-from dtlib.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, check_same
+from dtlib.gradients.same_model import check_same_arguments
+from dtlib.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 
 
 class ParallelMLP(nn.Module):
@@ -101,7 +102,7 @@ class ParallelAttention(nn.Module):
     def _build(self, whole, width, heads, comm, causal) -> None:
         super().__init__()
         comm = as_communicator(comm)
-        check_same(comm, "ParallelAttention", width=width, heads=heads, causal=causal)
+        check_same_arguments(comm, "ParallelAttention", width=width, heads=heads, causal=causal)
         if heads < 1 or heads % comm.size:
             raise DtlibError(
                 f"ParallelAttention: {heads} heads cannot be divided equally among {comm.size} ranks: choose a "

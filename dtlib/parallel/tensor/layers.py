@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dtlib.comm import AnyCommunicator, Communicator, as_communicator
+from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
+from dtlib.gradients.same_model import check_same_arguments
 from dtlib.gradients.shard_info import note
 from dtlib.parallel.tensor import functions
 
@@ -41,7 +42,7 @@ class ParallelLayer(nn.Module):
         parameters = dict(whole.named_parameters(recurse=False))
         self.whole_shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         dtypes = {name: str(parameter.dtype) for name, parameter in parameters.items()}
-        check_same(self.comm, type(self).__name__, shapes=self.whole_shapes, dtypes=dtypes)
+        check_same_arguments(self.comm, type(self).__name__, shapes=self.whole_shapes, dtypes=dtypes)
         count = getattr(whole, self.shared)
         if count < self.comm.size:
             raise DtlibError(
@@ -222,17 +223,6 @@ class VocabParallelEmbedding(ParallelLayer):
         elsewhere = (words < self.slice.start) | (words >= self.slice.stop)
         rows = functional.embedding((words - self.slice.start).masked_fill(elsewhere, 0), self.weight)
         return functions.reduce_from_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.comm)
-
-
-def check_same(comm: Communicator, who: str, **arguments: object) -> None:
-    """Refuse, on every rank, arguments that differ between ranks."""
-    for rank, theirs in enumerate(everyones := comm.all_gather_object(arguments)):
-        for name, value in theirs.items():
-            if value != everyones[0][name]:
-                raise DtlibError(
-                    f"{who} differs between ranks: {name} is {everyones[0][name]} on rank 0 and {value} on rank "
-                    f"{rank}. Build the same layer on all ranks."
-                )
 
 
 def check_plain(whole: nn.Module, kind: type[nn.Module], who: str) -> None:
