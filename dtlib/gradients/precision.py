@@ -7,18 +7,13 @@
 P. Micikevicius et al., "Mixed precision training", ICLR 2018.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.shard_info import info_of
-
-if TYPE_CHECKING:
-    from dtlib.comm import Communicator
 
 
 class MasterWeights:

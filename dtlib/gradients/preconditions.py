@@ -10,30 +10,23 @@ A violation raises a ``DtlibError``. Its message names the alternative, which is
 construction and at the step compare all ranks, and raise on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import wraps
 from hashlib import blake2b
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
-from dtlib.comm import AnyCommunicator, as_communicator
+from dtlib.comm import AnyCommunicator, Communicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.local_gradient import FreedGradient, UnaveragedGradient, drop_placeholder
 from dtlib.gradients.same_model import PASSES, check_same_model, digest_of
 from dtlib.gradients.shard_info import give_kind, hooks_of_others, info_of
 from dtlib.gradients.tokens import divided_by_all_tokens
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from dtlib.comm import Communicator
 
 
 class Preconditions:

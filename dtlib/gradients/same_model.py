@@ -1,20 +1,14 @@
 """Checks that all ranks have the same model, and that its parameters can be averaged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from dtlib.comm import types
+from dtlib.comm import Communicator, types
 from dtlib.errors import DtlibError
 from dtlib.gradients.shard_info import info_of
-
-if TYPE_CHECKING:
-    from dtlib.comm import Communicator
 
 
 def check_same_model(parameters: dict, comm: Communicator, who: str) -> None:
