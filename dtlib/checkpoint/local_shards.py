@@ -18,24 +18,18 @@ file imports no strategy.
 parameter a tensor has, and by which tensor the optimizer finds the states.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from dtlib.checkpoint.folder import CheckpointError
+from dtlib.comm import Communicator
 from dtlib.gradients.buckets import Shards, Slice
 from dtlib.gradients.precision import MasterWeights
 from dtlib.gradients.shard_info import info_of
-
-if TYPE_CHECKING:
-    from dtlib.comm import Communicator
-
 
 # States of torch's optimizers that are one number per parameter. The name decides, because a parameter with one element
 # has states of the same shape.

@@ -19,11 +19,7 @@ from dtlib.world.launch import survives
 
 
 def train_and_commit(
-    replica: Replica,
-    comm: Communicator,
-    steps: int,
-    every: int = 1,
-    tell: Tell = nobody,
+    replica: Replica, comm: Communicator, steps: int, every: int = 1, tell: Tell = nobody
 ) -> Communicator:
     """Train until ``replica.steps == steps``, on the remaining ranks; return their communicator.
 

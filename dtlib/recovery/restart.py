@@ -18,12 +18,7 @@ from dtlib.recovery.replica import Replica, Tell, nobody
 
 
 def train_and_save(
-    replica: Replica,
-    comm: Communicator,
-    steps: int,
-    folder: str | Path,
-    every: int = 10,
-    tell: Tell = nobody,
+    replica: Replica, comm: Communicator, steps: int, folder: str | Path, every: int = 10, tell: Tell = nobody
 ) -> Communicator:
     """Train until ``replica.steps == steps``, from the checkpoint in ``folder`` if there is one; return ``comm``.
 
