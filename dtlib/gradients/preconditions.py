@@ -47,12 +47,7 @@ class Preconditions:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.names = {parameter: name for name, parameter in trained.items()}
         self.shards = [parameter for parameter in self.names if info_of(parameter).differs()]
-        if not trained:
-            self._refuse("no parameter of this model requires a gradient")
-        check_same_model(trained, comm, who)
-        for name, module in model.named_modules():
-            if getattr(module, "sparse", False):
-                self._refuse(f"{name} gives sparse gradients: build it with sparse=False")
+        check_same_model(trained, comm, who, model)
         if any(map(hooks_of_others, self.names)):
             self._refuse("this model still has hooks of another wrapper: build it again")
         self.averaged_later = units is not None

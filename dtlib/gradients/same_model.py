@@ -11,12 +11,18 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.shard_info import info_of
 
 
-def check_same_model(parameters: dict, comm: Communicator, who: str) -> None:
+def check_same_model(parameters: dict, comm: Communicator, who: str, model: nn.Module | None = None) -> None:
     """Compare the parameters' names, shapes, dtypes and order between ranks; all ranks call it.
 
     Raises:
-        DtlibError: on every rank, if ranks differ, or if strategy ``who`` cannot average the dtype of a parameter.
+        DtlibError: on every rank, if ranks differ, or if strategy ``who`` cannot average the dtype of a parameter. With
+            ``model``, also if there is no parameter, or if a module gives sparse gradients.
     """
+    if model is not None and not parameters:
+        raise DtlibError(f"{who}: no parameter of this model requires a gradient, so there is nothing to average.")
+    for name, module in model.named_modules() if model is not None else ():
+        if getattr(module, "sparse", False):
+            raise DtlibError(f"{who} needs dense gradients: build {name or 'the module'} with sparse=False.")
     for name, parameter in parameters.items():
         if (kind := types.dtype_name(parameter.dtype)) not in types.FLOATS:
             raise DtlibError(

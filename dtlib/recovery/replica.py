@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.utils import vector_to_parameters
 
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
@@ -74,8 +75,7 @@ class Replica:
             comm.all_reduce(flat)
             loss, signs, gradients = flat.split([1, len(signs), len(flat) - 1 - len(signs)])
             self.signs.check(signs, self.steps, comm)
-        for parameter, gradient in self.cut(gradients):
-            parameter.grad.copy_(gradient)
+        vector_to_parameters(gradients, [one.grad for one in self.trained.values() if one.grad is not None])
         self.optimizer.step()
         self.steps += 1
         self.losses.append(loss.item())
@@ -88,12 +88,6 @@ class Replica:
                 f"Replica: {name} got no gradient in step {self.steps}: freeze parameters that the loss does not use."
             )
         return gradient.flatten()
-
-    def cut(self, flat: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield each trained parameter with its gradient, a view of the flat message."""
-        pieces = flat.split([parameter.numel() for parameter in self.trained.values()])
-        for parameter, piece in zip(self.trained.values(), pieces, strict=True):
-            yield parameter, piece.view_as(parameter)
 
     @contextmanager
     def restore_on_error(self) -> Iterator[None]:

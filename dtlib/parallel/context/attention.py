@@ -26,7 +26,7 @@ class Sequence:
     """The distribution of sequences of ``length`` over ``comm``: the order, and the positions of each rank's tokens."""
 
     def __init__(self, comm: Communicator, length: int, order: str, causal: bool):
-        self.comm, self.length, self.order, self.causal = comm, length, order, causal
+        self.comm, self.length, self.causal = comm, length, causal
         self.positions = [positions_of(rank, comm.size, length, order) for rank in range(comm.size)]
 
     def blocks(self, owner: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
@@ -35,8 +35,8 @@ class Sequence:
         The mask is None if no key of the block is later than a query.
         """
         mine, theirs = self.positions[self.comm.rank], self.positions[owner]
-        for run in runs_of(mine, self.order):
-            for columns in runs_of(theirs, self.order):
+        for run in runs_of(mine):
+            for columns in runs_of(theirs):
                 for rows in self._rows(run, mine, theirs[columns]):
                     query, key = mine[rows], theirs[columns]
                     # Positions ascend, so the keys that are later than all queries are at the end.

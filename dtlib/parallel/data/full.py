@@ -63,7 +63,7 @@ class DataParallel(nn.Module):
         self.comm = as_communicator(init().comm if comm is None else comm)
         self.batch_size: int | None = None
         named = {name: p for name, p in module.named_parameters() if p.requires_grad and not self._is_an_experts(p)}
-        _check_parameters(named, dict(module.named_modules()), self.comm, bucket_cap_mb)
+        _check_parameters(named, module, self.comm, bucket_cap_mb)
         names = {parameter: name for name, parameter in named.items()}
         self.progress = progress_for(self.comm, names, progress, "DataParallel")
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -198,20 +198,14 @@ def _last_with_a_batch(flags: list[int]) -> int:
     return max(rank for rank, has_batch in enumerate(flags) if has_batch)
 
 
-def _check_parameters(named: dict, modules, comm, bucket_cap_mb) -> None:
-    if not named:
-        raise DtlibError(
-            "DataParallel: no parameter of this module requires a gradient, so there is nothing to average."
-        )
+def _check_parameters(named: dict, model, comm, bucket_cap_mb) -> None:
     if bucket_cap_mb is not None and bucket_cap_mb <= 0:
         raise DtlibError(f"DataParallel(bucket_cap_mb={bucket_cap_mb}): pass a size above 0, such as 25.")
-    for name, module in modules.items():
-        if getattr(module, "sparse", False):
-            raise DtlibError(f"DataParallel needs dense gradients: build {name or 'the module'} with sparse=False.")
+    for name, module in model.named_modules():
         if isinstance(module, DataParallel | nn.parallel.DistributedDataParallel):
             raise DtlibError(
                 f"{name or 'This model'} is already in a {type(module).__name__}, so its gradients would be averaged "
                 "twice, over different ranks: wrap the model once, over all axes, with mesh['data', 'expert']."
             )
-    check_same_model(named, comm, "DataParallel")
+    check_same_model(named, comm, "DataParallel", model)
     refuse_averaged(named)

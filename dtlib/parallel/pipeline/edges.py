@@ -160,10 +160,6 @@ class Place(NamedTuple):
             return None
         return Place(get_gradient_edge(tensor), tensor.shape, tensor.dtype, tensor.device)
 
-    def full(self, value: float) -> Tensor:
-        """Return a tensor like the sent one, filled with ``value``."""
-        return torch.full(self.shape, value, dtype=self.dtype, device=self.device)
-
     def empty(self) -> Tensor:
         """Return an uninitialised tensor like the sent one."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)

@@ -111,7 +111,11 @@ class _Schedule:
                 "flight: create a new one on all ranks, after dtlib.reset() if ranks still wait."
             )
         # Divide the inputs before anything is sent: an error here can be fixed while the other ranks still wait.
-        inputs = self._microbatches(args, kwargs) if any(stage.is_first for stage in self.stages) else None
+        inputs = None
+        if any(stage.is_first for stage in self.stages):
+            if not args and not kwargs:
+                raise DtlibError(f"{type(self).__name__}.step() on the first stage needs the inputs: step(x).")
+            inputs = self._cut((args, kwargs), "The inputs")
         try:
             return self._interpret(plan, inputs, target, losses, return_outputs)
         except BaseException as error:
@@ -134,7 +138,13 @@ class _Schedule:
                 running[coming.stage].post(coming.kind, coming.microbatch)
             stage = running[action.stage]
             in_flight -= stage.in_flight
-            self._perform(stage, action)
+            with recorder.phase(action, self.comm.world_rank):
+                if action.kind == "F":
+                    stage.forward(action.microbatch)
+                if action.kind in "BI":
+                    stage.backward(action.microbatch, later=action.kind == "I")
+                if action.kind in "BW":
+                    stage.weights_of(action.microbatch)
             in_flight += stage.in_flight
             stage.free_what_has_left()
             self.peak_in_flight = max(self.peak_in_flight, in_flight)
@@ -148,20 +158,6 @@ class _Schedule:
         if losses is not None:
             losses[:] = [last.losses[m] for m in sorted(last.losses)]
         return _joined([last.outputs[m] for m in sorted(last.outputs)]) if return_outputs else None
-
-    def _perform(self, stage: RunningStage, action) -> None:
-        with recorder.phase(action, self.comm.world_rank):
-            if action.kind == "F":
-                stage.forward(action.microbatch)
-            if action.kind in "BI":
-                stage.backward(action.microbatch, later=action.kind == "I")
-            if action.kind in "BW":
-                stage.weights_of(action.microbatch)
-
-    def _microbatches(self, args, kwargs) -> list:
-        if not args and not kwargs:
-            raise DtlibError(f"{type(self).__name__}.step() on the first stage needs the inputs: step(x).")
-        return self._cut((args, kwargs), "The inputs")
 
     def _targets(self, target):
         if target is None:

@@ -13,7 +13,7 @@ from dtlib.comm import AnyCommunicator, Communicator, as_communicator
 from dtlib.comm.waiting import Operation
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline.edges import Activations, Gradients, NextStage, Place, runs_of, send_gradients
-from dtlib.parallel.pipeline.linear import defer_weight_gradients, weights_at_once, weights_by_autograd
+from dtlib.parallel.pipeline.linear import defer_weight_gradients, second_halves_to, weights_at_once
 
 
 class PipelineStage:
@@ -216,7 +216,7 @@ class RunningStage:
 
     def _take_gradients(self, microbatch, sent):
         if self.stage.is_last:
-            return [place and place.full(self.weights[microbatch]) for place in sent]
+            return [place and place.empty().fill_(self.weights[microbatch]) for place in sent]
         if self._gradients:
             return self._gradients.take(microbatch, sent)
         return self.handed.pop((self.stage.stage_index, "B", microbatch))
@@ -281,7 +281,8 @@ class _RestoredBuffers:
 
     def __enter__(self):
         self._undo = ExitStack()
-        self._undo.enter_context(weights_by_autograd())
+        # A recomputation by other code may not want gradients of weights.
+        self._undo.enter_context(second_halves_to(None))
         for owner, name, old in self.buffers:
             self._undo.callback(owner._buffers.__setitem__, name, owner._buffers[name])
             owner._buffers[name] = old.clone()

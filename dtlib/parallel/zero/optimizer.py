@@ -204,9 +204,6 @@ class ZeroOptimizer(optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._forget_gradients()
-
-    def _forget_gradients(self) -> None:
         for tensor in [*self.masters.parameters, *self.masters.masters]:
             tensor.grad = None
         for parameter in self._shard_of:
@@ -230,7 +227,7 @@ class ZeroOptimizer(optim.Optimizer):
         _copy_settings(self.param_groups, self.optim.param_groups)  # a scheduler may have changed them
         self.optim.step()
         self.give_values()
-        self._forget_gradients()
+        self.zero_grad()
         return loss
 
     def give_values(self) -> None:
