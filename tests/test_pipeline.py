@@ -122,7 +122,7 @@ def test_what_it_cannot_do_is_refused(world):
     several = PipelineModule([*specs, *specs], 4, stages_per_rank=2)
     refuses("This rank has 2 stages: run stages", several, torch.zeros(1, 2))
     refuses("1 layers cannot be cut into 2 stages", PipelineModule, specs[:1], 2)
-    refuses(r"Stage \d of 2 belongs to rank \d of 2", PipelineStage, linear, 1 - world.rank, 2, comm)
+    refuses(r"stage_index=\d\): rank \d of 2 has stages \[\d\] of 2", PipelineStage, linear, 1 - world.rank, 2, comm)
     stage = PipelineStage(linear, world.rank, 2, comm)
     refuses("", ScheduleGPipe, stage, 0)
     words = r"stages 0, 2 of 4|stages 1, 3 of 4"

@@ -246,17 +246,12 @@ def check_file(folder: Path, index: dict, name: str) -> None:
         raise CheckpointError(
             f"{path} is missing, so the checkpoint is incomplete: copy this file too, or use another checkpoint."
         )
-    if path.stat().st_size != size:
-        raise CheckpointError(
-            f"{path} has {path.stat().st_size} bytes, but the index says {size}: it is damaged, so use another "
-            "checkpoint."
-        )
-    try:
+    with corruption_as_checkpoint_error(path):
+        if path.stat().st_size != size:
+            raise ValueError(f"{path.stat().st_size} bytes, but the index says {size}")
         with safe_open(path, "pt") as file:
             mark, keys = (file.metadata() or {}).get("checkpoint"), set(file.keys())
             lengths = {key: file.get_slice(key).get_shape() for key in keys}
-    except (OSError, SafetensorError) as problem:
-        raise CheckpointError(f"{path} is damaged ({problem}): use another checkpoint.") from None
     if mark != index["id"]:
         raise CheckpointError(
             f"{path} belongs to checkpoint {mark}, but the index belongs to {index['id']}: copy whole folders."

@@ -132,18 +132,13 @@ def refuse_shards(parameters: Iterable[torch.Tensor], what: str) -> None:
     Raises:
         DtlibError: on every rank, because every rank has such parameters. ``what`` begins the message.
     """
-    parameters = list(parameters)
-    if any(len(info_of(parameter).experts) > 1 for parameter in parameters):
-        raise DtlibError(
-            f"{what}: each expert's parameters are on one rank, so this is not the norm of all parameters: clip with "
-            "dtlib.parallel.expert.clip_grad_norm_ between backward and step."
-        )
-    count = sum(len(info_of(parameter).tensor) > 1 for parameter in parameters)
-    if count:
-        raise DtlibError(
-            f"{what}: {count} parameters are shards of tensor-parallel layers, so this is not the norm of the whole: "
-            "train them without ZeRO, and clip with dtlib.parallel.tensor.clip_grad_norm_ between backward and step."
-        )
+    for info in map(info_of, parameters):
+        if info.differs():
+            raise DtlibError(
+                f"{what}: other ranks have other shards of layers, or other experts, so this is not the norm of all: "
+                f"train shards of layers without ZeRO, and clip with dtlib.parallel."
+                f"{'expert' if len(info.experts) > 1 else 'tensor'}.clip_grad_norm_ between backward and step."
+            )
 
 
 def clip_by_norm(

@@ -121,16 +121,10 @@ class Replica:
 
 
 def _refuse_shards(model, optimizer) -> None:
-    sharded = next((name for name, p in model.named_parameters() if info_of(p).slice or hasattr(p, "placements")), None)
-    kind = None
-    if hasattr(optimizer, "shard_of") or hasattr(optimizer, "consolidate_state_dict"):
-        kind = f"{type(optimizer).__name__} keeps its states in shards"
-    elif sharded is not None:
-        kind = f"{sharded} is a shard"
-    elif hasattr(model, "stage_indices"):
-        kind = f"{type(model).__name__} has only the layers of its stages"
-    if kind:
+    sharded = any(info_of(one).slice or hasattr(one, "placements") for one in model.parameters())
+    if sharded or hasattr(model, "stage_indices") or {"shard_of", "consolidate_state_dict"} & {*dir(optimizer)}:
         raise DtlibError(
-            f"{kind}, and those of a rank that dies are lost with it: save with dtlib.checkpoint, and start all ranks "
-            "again from there (dtlib.recovery.supervise)."
+            "Replica needs the whole model and all states on every rank. With shards (ZeRO) and stages (pipelines), a "
+            "rank that dies takes its part with it: save with dtlib.checkpoint, and start all ranks again from there "
+            "(dtlib.recovery.supervise)."
         )

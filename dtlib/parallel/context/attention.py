@@ -56,16 +56,12 @@ class Sequence:
         step = SHORT if masked else run.stop - run.start
         return [slice(first, min(first + step, run.stop)) for first in range(run.start, run.stop, step)]
 
-    def tensors(self, owner: int, like: torch.Tensor) -> torch.Tensor:
-        """Allocate a pair of tensors for the tokens of ``owner``."""
-        return like.new_empty(*like.shape[:-2], len(self.positions[owner]), like.shape[-1])
-
     def pass_on(self, pair: Tensor, next_owner: int, tag: int = 0) -> Callable[[], Tensor]:
         """Start to send a pair to the next rank and to receive ``next_owner``'s pair.
 
         The function that is returned waits for both and returns the received pair.
         """
-        comm, room = self.comm, self.tensors(next_owner, pair)
+        comm, room = self.comm, pair.new_empty(*pair.shape[:-2], len(self.positions[next_owner]), pair.shape[-1])
         arriving = comm.recv(room, (comm.rank - 1) % comm.size, tag, async_op=True)
         leaving = comm.send(pair, (comm.rank + 1) % comm.size, tag, async_op=True)
         return lambda: (leaving.wait(), arriving.wait())[1]

@@ -138,5 +138,4 @@ def _guard(local: DiLoCo) -> None:
 
     if optimizer in _guards:  # hook of an earlier object with this optimizer
         _guards.pop(optimizer).remove()
-    if hasattr(optimizer, "register_step_pre_hook"):
-        _guards[optimizer] = optimizer.register_step_pre_hook(refuse)
+    _guards[optimizer] = optimizer.register_step_pre_hook(refuse)

@@ -14,6 +14,7 @@ Then another header is sent. Otherwise the next receives are posted before the t
 import pickle
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -196,8 +197,4 @@ def send_gradients(comm: Communicator, dest: int, edge: int, received: Sequence[
 
 def runs_of(kinds: list) -> list[int]:
     """For each element of a list, count the equal elements that directly follow it: [a, a, a, b] gives [2, 1, 0, 0]."""
-    alike = [0] * len(kinds)
-    for place in reversed(range(len(kinds) - 1)):
-        if kinds[place] == kinds[place + 1]:
-            alike[place] = alike[place + 1] + 1
-    return alike
+    return [left for _, equal in groupby(kinds) for left in reversed(range(len([*equal])))]

@@ -41,17 +41,15 @@ class PipelineStage:
         # The first stage takes the inputs, and the last one computes the loss.
         self.is_first, self.is_last = stage_index == 0, stage_index == num_stages - 1
         self.comm = as_communicator(comm)
-        if not 0 <= stage_index < num_stages:
-            raise DtlibError(f"PipelineStage(stage_index={stage_index}): there are stages 0 to {num_stages - 1}.")
         if num_stages % self.comm.size:
             raise DtlibError(
                 f"PipelineStage(num_stages={num_stages}): stages cannot be divided equally among {self.comm.size} "
                 f"ranks: use a multiple of {self.comm.size}, or a communicator of fewer ranks, with comm.split()."
             )
-        if stage_index % self.comm.size != self.comm.rank:
+        if stage_index not in (here := range(self.comm.rank, num_stages, self.comm.size)):
             raise DtlibError(
-                f"Stage {stage_index} of {num_stages} belongs to rank {stage_index % self.comm.size} of "
-                f"{self.comm.size}, but this is rank {self.comm.rank}."
+                f"PipelineStage(stage_index={stage_index}): rank {self.comm.rank} of {self.comm.size} has stages "
+                f"{[*here]} of {num_stages}."
             )
         if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in submodule.modules()):
             raise DtlibError(

@@ -64,11 +64,12 @@ class ParallelLayer(nn.Module):
             self.register_parameter("bias", None)
 
     @classmethod
-    def _of(cls, whole: nn.Module, kind: type[nn.Module], comm: AnyCommunicator) -> Self:
-        """Shard an existing layer."""
+    def _of(cls, whole: nn.Module, kind: type[nn.Module], comm: AnyCommunicator, **options: bool) -> Self:
+        """Shard an existing layer, and set ``options``, attributes of the result."""
         check_plain(whole, kind, cls.__name__)
         made = cls.__new__(cls)
         ParallelLayer.__init__(made, whole, comm)
+        vars(made).update(options)
         return made
 
     def register_parameter(self, name: str, parameter: nn.Parameter | None) -> None:
@@ -110,9 +111,7 @@ class ColumnParallelLinear(ParallelLayer):
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: AnyCommunicator, gather_output: bool = True) -> Self:
         """Shard an existing layer. Rank 0's values are used, and ``linear`` is not changed."""
-        made = cls._of(linear, nn.Linear, comm)
-        made.gather_output = gather_output
-        return made
+        return cls._of(linear, nn.Linear, comm, gather_output=gather_output)
 
     def forward(self, x: Tensor) -> Tensor:
         check_width(x, self.in_features, f"in_features={self.in_features} of ColumnParallelLinear")
@@ -150,9 +149,7 @@ class RowParallelLinear(ParallelLayer):
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: AnyCommunicator, input_is_parallel: bool = False) -> Self:
         """Shard an existing layer. Rank 0's values are used, and ``linear`` is not changed."""
-        made = cls._of(linear, nn.Linear, comm)
-        made.input_is_parallel = input_is_parallel
-        return made
+        return cls._of(linear, nn.Linear, comm, input_is_parallel=input_is_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.input_is_parallel:

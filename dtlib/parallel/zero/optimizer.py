@@ -184,11 +184,6 @@ class ZeroOptimizer(optim.Optimizer):
         for bucket in self._buckets:
             bucket.check(self._names)
 
-    def _has_pending_gradients(self) -> bool:
-        """Return whether gradients have arrived and wait for the step."""
-        waiting = any(not is_freed(parameter.grad) for parameter in self._shard_of)
-        return waiting or self._reduced or bool(self._reducer.passes)
-
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their joint 2-norm over the shards of all ranks is at most ``max_norm``.
 
@@ -270,7 +265,7 @@ class ZeroOptimizer(optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Load this rank's shard."""
-        if self._has_pending_gradients():
+        if self._reduced or self._reducer.passes or any(not is_freed(parameter.grad) for parameter in self._shard_of):
             raise DtlibError("A state cannot be loaded while gradients are pending: call step() or zero_grad() first.")
         place = state_dict.get("rank"), state_dict.get("size")
         if place != (self.comm.rank, self.comm.size):
