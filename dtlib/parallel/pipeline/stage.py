@@ -1,10 +1,11 @@
 """A stage of a model on a rank, and its work for one micro-batch."""
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -249,44 +250,26 @@ def _recomputed(module, received, keywords):
     The recomputation uses the same inputs and buffers, which may have changed since, and does not update statistics
     again.
     """
-    before = [
-        (owner, name, buffer, buffer._version, buffer.detach().clone())
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-    anew = _RestoredBuffers([(owner, name, old) for owner, name, _, _, old in before])
+    before = {name: (buffer, buffer._version, buffer.detach().clone()) for name, buffer in module.named_buffers()}
+    passes = []
 
     def run(*received, **keywords):
+        passes.append(1)
         received, keywords = tree_map_only(torch.Tensor, torch.clone, (received, keywords))
-        return module(*received, **keywords)
+        if len(passes) == 1:
+            return module(*received, **keywords)
+        with second_halves_to(None):  # a recomputation by other code may not want gradients of weights
+            copies = {name: old.clone() for name, (*_, old) in before.items()}
+            return functional_call(module, copies, received, keywords)
 
-    output = checkpoint(run, *received, use_reentrant=False, context_fn=lambda: (nullcontext(), anew), **keywords)
-    anew.buffers = [
-        (owner, name, old)
-        for owner, name, buffer, version, old in before
+    output = checkpoint(run, *received, use_reentrant=False, **keywords)
+    for name, (buffer, version, _) in list(before.items()):
+        owner, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(owner)
         # torch's normalisation layers update their statistics without a change of the version counter.
-        if owner._buffers.get(name) is not buffer or buffer._version != version or isinstance(owner, _NormBase)
-    ]
+        if owner._buffers.get(attribute) is buffer and buffer._version == version and not isinstance(owner, _NormBase):
+            del before[name]  # unchanged, so the recomputation can use it
     return output
-
-
-class _RestoredBuffers:
-    """A context in which modules have copies of their earlier buffers; it can be entered several times."""
-
-    def __init__(self, buffers):
-        self.buffers, self._undo = buffers, ExitStack()
-
-    def __enter__(self):
-        self._undo = ExitStack()
-        # A recomputation by other code may not want gradients of weights.
-        self._undo.enter_context(second_halves_to(None))
-        for owner, name, old in self.buffers:
-            self._undo.callback(owner._buffers.__setitem__, name, owner._buffers[name])
-            owner._buffers[name] = old.clone()
-
-    def __exit__(self, *error):
-        self._undo.close()
 
 
 def _check_sent(sent, output, index: int) -> None:
