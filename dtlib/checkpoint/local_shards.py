@@ -171,8 +171,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def elements_here(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's elements: the local part of a DTensor, otherwise ``tensor``."""
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local and is_dtensor(tensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]  # of a DTensor
 
 
 def names_of_groups(optimizer: Optimizer, held: list[LocalShard]) -> list[list[str]]:

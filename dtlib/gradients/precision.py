@@ -157,8 +157,7 @@ def clip_by_norm(
     # ShardedGradient refuses norms, so convert to ordinary tensors. This function includes the other ranks' shards.
     ordinary = [gradient.as_subclass(torch.Tensor) for gradient in gradients if gradient is not None]
     counted = ordinary if counted is None else [gradient.as_subclass(torch.Tensor) for gradient in counted]
-    norms = [torch.linalg.vector_norm(one) for one in counted if one.numel()]
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+    norm = torch.nn.utils.get_total_norm(counted)
     if comm is not None:
         norm = comm.all_reduce(norm.double().square()).sqrt()
     if ordinary:
