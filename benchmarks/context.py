@@ -31,6 +31,14 @@ class Emulated(Sequence):
             yield rows, columns, later
 
 
+class InTurn(Emulated):
+    """Exchanges that end before the work begins."""
+
+    def pass_on(self, pair, next_owner, tag=0):
+        arrived = super().pass_on(pair, next_owner, tag)()
+        return lambda: arrived
+
+
 def rows(world, repeats: int):
     torch.set_num_threads(1)
     pair = world.comm.split(world.rank // 2)
@@ -47,8 +55,7 @@ def rows(world, repeats: int):
     yield compare(world.comm, case, "contiguous (bound 0.571)", ways["zigzag"], ways["contiguous"], repeats)
     slow = world.comm.emulate_network(LATENCY, BANDWIDTH)
     overlapped, not_overlapped = (
-        _attention(Emulated(slow, 1024, "zigzag", True, overlap=overlap), 1024, 1, 8, backward=False)
-        for overlap in (True, False)
+        _attention(kind(slow, 1024, "zigzag", True), 1024, 1, 8, backward=False) for kind in (Emulated, InTurn)
     )
     case = "exchange during the work, EMULATED work and network, 4 ranks"
     yield compare(world.comm, case, "exchange, then work", overlapped, not_overlapped, repeats)

@@ -328,7 +328,7 @@ def test_what_is_not_computed_over_ranks_is_refused(world):
     for why, call in {
         "order='random'": lambda: ContextParallel(language(), comm, "random"),
         "method='tree'": lambda: ContextParallel(language(), comm, method="tree"),
-        "ranks pass": lambda: ContextParallel(language(), comm, ORDERS[comm.rank > 0]),
+        "order is contiguous on rank 0 and zigzag": lambda: ContextParallel(language(), comm, ORDERS[comm.rank > 0]),
         "1 is Conv1d": lambda: ContextParallel(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 3)), comm),
         "is TransformerEncoderLayer": lambda: ContextParallel(nn.TransformerEncoderLayer(4, 2), comm),
         "0 is MultiheadAttention": lambda: ContextParallel(nn.Sequential(nn.MultiheadAttention(4, 2)), comm),

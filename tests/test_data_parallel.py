@@ -130,7 +130,7 @@ def test_evaluation_needs_no_other_rank_and_an_error_in_between_does_no_harm(wor
 def test_what_cannot_be_averaged_is_refused_by_name(world):
     comm = world.comm
     frozen = nn.Linear(2, 2).requires_grad_(False)
-    refuses("no parameter of this module requires a gradient", DataParallel, frozen, comm)
+    refuses("no parameter of this model requires a gradient", DataParallel, frozen, comm)
     complex_ = nn.Linear(2, 2, dtype=torch.complex64)
     refuses("weight is complex64: convert it, or freeze it", DataParallel, complex_, comm)
     words = r"weight is \(2, 2\) float32 on rank 0 and \(2, 3\) float32 on rank 1"

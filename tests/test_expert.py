@@ -151,8 +151,8 @@ def test_what_lies_outside_of_the_contract_is_refused_on_every_rank(world):
     for why, call in {
         "top=3 of": lambda: made(top=3),
         "capacity=0": lambda: made(capacity=0),
-        "Ranks pass different": lambda: made(experts=1 + comm.rank),
-        "pass the same": lambda: made(top=1 + (comm.rank > 0)),
+        "experts is 1 on rank 0 and 2 on rank 1": lambda: made(experts=1 + comm.rank),
+        "Pass the same": lambda: made(top=1 + (comm.rank > 0)),
         "use equal numbers": lambda: made().double()(torch.ones(3 + comm.rank, WIDTH).double()),
         r"Ranks have .*\{\(0, ": lambda: made().double()(torch.ones(0, WIDTH).double()),
     }.items():
@@ -178,7 +178,7 @@ MISTAKES = {
     "shares of tokens, not of choices": ("/ chosen.numel()", "/ len(chosen)", PERFECT),
     "the gate learns nothing of the output": ("back * weight[:, None]", "back * weight[:, None].detach()", PERFECT),
     "gradients of rows in another order": ("Rows.apply(gradient, *ctx", "Rows.apply(gradient.flip(0), *ctx", PERFECT),
-    "no gradient through the tokens": ("self.through_experts(x[token], counts)", "self.through_experts(x[token].detach(), counts)", PERFECT),
+    "no gradient through the tokens": ("back = through_experts(x[token],", "back = through_experts(x[token].detach(),", PERFECT),
     "weights not normalized": ("if self.top > 1 else", "if False else", ""),
     "weights normalized for one choice": ("if self.top > 1 else", "if True else", ""),
     "first choices alone": ("order % len(x)", "order // self.top", ""),
@@ -187,7 +187,7 @@ MISTAKES = {
     "capacity of one choice": ("self.capacity * self.top * len(x)", "self.capacity * len(x)", ""),
     "capacity rounded down": ("math.ceil(", "math.floor(", ""),
     "one place too many": ("kept = place < places", "kept = (place <= places) & (expert * places + place < self.count * places)", ""),
-    "an expert gets the rows of another": ("expert(torch.cat(arrived[e::here]))", "self.experts[-1 - e](torch.cat(arrived[e::here]))", ""),
+    "an expert gets the rows of another": ("expert(torch.cat(arrived[e::here]))", "experts[-1 - e](torch.cat(arrived[e::here]))", ""),
     "the last one wins": (".index_add(0, token, back * weight[:, None])", ".index_copy(0, token, back * weight[:, None])", ""),
     "not weighted": ("back * weight[:, None]", "back", ""),
 }  # fmt: skip

@@ -152,7 +152,7 @@ def test_what_a_pipeline_cannot_be_combined_with_is_refused(world):
 
 @on_ranks(2)
 def test_a_norm_of_parts_is_refused(world):
-    words = "3 parameters are shards of tensor-parallel layers"
+    words = "other ranks have other shards of layers"
     mlp = ParallelMLP(6, 8, world.comm)
     with pytest.raises(DtlibError, match=f"gradient_clipping is 0.5: {words}"):
         dtlib.initialize(model=mlp, config=config(0, accumulate=1), comm=world.comm.split(world.rank))

@@ -265,7 +265,7 @@ def test_what_goes_wrong_without_a_word_elsewhere(world):
     refuses("create_graph=True", loss_of(fresh(), mine).backward, create_graph=True)
     cut = nn.Linear(2, 2)
     note(cut.weight, tensor=(world.rank, world.size))  # of which the second is no rank here
-    words = "1 parameters are shards of tensor-parallel layers"
+    words = "other ranks have other shards of layers"
     refuses(words, fully_shard(cut, world.comm).clip_grad_norm_, 1.0)
     # What stayed here in no_sync() is dropped by zero_grad() of the optimizer.
     model = fresh()

@@ -37,25 +37,20 @@ def export(folder: str | PathLike[str], out: str | PathLike[str]) -> None:
     index = read_index(folder)
     for name in index["files"]:
         check_file(folder, index, name)
-    with Reader(folder, index) as reader:
-        model = {name: reader.read(name, "value") for name in index["tensors"]}
-        model |= {alias: model[name] for alias, name in index["aliases"].items() if name in model}
-        state: dict = {"model": model}
-        masters = {name: reader.read(name, "master") for name in _with_role(index, "master")}
-        if index["optimizer"] is not None:
-            state["optimizer"] = _optimizer(reader)
-    if masters:
-        state["masters"] = masters
+    reader = Reader(folder, index)
+    model = {name: reader.read(name, "value") for name in index["tensors"]}
+    model |= {alias: model[name] for alias, name in index["aliases"].items() if name in model}
+    state: dict = {"model": model}
+    if masters := [name for name, tensor in index["tensors"].items() if "master" in tensor["roles"]]:
+        state["masters"] = {name: reader.read(name, "master") for name in masters}
+    if index["optimizer"] is not None:
+        state["optimizer"] = _optimizer(reader)
     if index["extra"] is not None:
         state["extra"] = decoded(index["extra"])
     with warnings.catch_warnings():
         # torch warns that only one process saves, which is intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         torch.distributed.checkpoint.save(state, checkpoint_id=out, no_dist=True)
-
-
-def _with_role(index: dict, role: str) -> list[str]:
-    return [name for name, tensor in index["tensors"].items() if role in tensor["roles"]]
 
 
 def _optimizer(reader: Reader) -> dict:

@@ -10,27 +10,22 @@ Each save has a new ``id``, so files of two checkpoints cannot be confused. If a
 ``index.json`` lists complete files.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.files import locked, read_json, read_text, write_atomically
-
-if TYPE_CHECKING:
-    from dtlib.comm import Communicator
-
 
 INDEX = "index.json"
 FORMAT, VERSION = "dtlib checkpoint", 1
@@ -125,21 +120,17 @@ def write_file(path: Path, tensors: dict, mark: str) -> int:
 def commit(folder: Path, index: dict) -> None:
     """Write ``index`` to the folder atomically, and delete files of other saves."""
     with locked(folder):  # for two runs that save in the same folder
-        _commit(folder, index)
-
-
-def _commit(folder: Path, index: dict) -> None:
-    for name, size in index["files"].items():
-        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
-            raise CheckpointError(
-                f"Rank 0 does not see {folder / name}: save to a folder that all ranks, and no other run, use."
-            )
-    contents = {"format": FORMAT, "version": VERSION, **index}
-    _replace(folder / INDEX, json.dumps(contents, indent=1))
-    for path in folder.iterdir():
-        if LEFT_OVER.fullmatch(path.name) and path.name not in index["files"]:
-            with suppress(OSError):
-                path.unlink()
+        for name, size in index["files"].items():
+            if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+                raise CheckpointError(
+                    f"Rank 0 does not see {folder / name}: save to a folder that all ranks, and no other run, use."
+                )
+        contents = {"format": FORMAT, "version": VERSION, **index}
+        _replace(folder / INDEX, json.dumps(contents, indent=1))
+        for path in folder.iterdir():
+            if LEFT_OVER.fullmatch(path.name) and path.name not in index["files"]:
+                with suppress(OSError):
+                    path.unlink()
 
 
 def _replace(path: Path, text: str) -> None:
@@ -255,17 +246,12 @@ def check_file(folder: Path, index: dict, name: str) -> None:
         raise CheckpointError(
             f"{path} is missing, so the checkpoint is incomplete: copy this file too, or use another checkpoint."
         )
-    if path.stat().st_size != size:
-        raise CheckpointError(
-            f"{path} has {path.stat().st_size} bytes, but the index says {size}: it is damaged, so use another "
-            "checkpoint."
-        )
-    try:
+    with corruption_as_checkpoint_error(path):
+        if path.stat().st_size != size:
+            raise ValueError(f"{path.stat().st_size} bytes, but the index says {size}")
         with safe_open(path, "pt") as file:
             mark, keys = (file.metadata() or {}).get("checkpoint"), set(file.keys())
             lengths = {key: file.get_slice(key).get_shape() for key in keys}
-    except (OSError, SafetensorError) as problem:
-        raise CheckpointError(f"{path} is damaged ({problem}): use another checkpoint.") from None
     if mark != index["id"]:
         raise CheckpointError(
             f"{path} belongs to checkpoint {mark}, but the index belongs to {index['id']}: copy whole folders."
@@ -282,24 +268,19 @@ def check_file(folder: Path, index: dict, name: str) -> None:
 
 
 class Reader:
-    """A context manager that reads elements of tensors from the files of a checkpoint; it opens files on first use."""
+    """A reader of elements of tensors from the files of a checkpoint.
+
+    A file is opened on first use. It is closed when this object is deleted.
+    """
 
     def __init__(self, folder: Path, index: dict):
         self.folder, self.index = folder, index
         self._files: dict = {}
-        self._open = ExitStack()
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        self._files.clear()
-        self._open.close()
 
     def file(self, name: str) -> safe_open:
         """Return the open safetensors file ``name``."""
         if name not in self._files:
-            self._files[name] = self._open.enter_context(safe_open(self.folder / name, "pt"))
+            self._files[name] = safe_open(self.folder / name, "pt")
         return self._files[name]
 
     def read(self, name: str, role: str, start: int = 0, stop: int | None = None) -> torch.Tensor:

@@ -1,36 +1,19 @@
 """``load``: validate everything first, then read the elements that this rank needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dtlib.checkpoint.folder import (
-    FLOATS,
-    INDEX,
-    TYPES,
-    CheckpointError,
-    Reader,
-    check_file,
-    corruption_as_checkpoint_error,
-    decoded,
-    read_index,
-    together,
-)
+from dtlib.checkpoint import folder as disk
+from dtlib.checkpoint.folder import CheckpointError, together
 from dtlib.checkpoint.local_shards import LocalShard, elements_here, keys_here, local, local_shards_of, names_of_groups
-from dtlib.comm import as_communicator
+from dtlib.comm import Communicator, as_communicator
 from dtlib.gradients.precision import MasterWeights
 from dtlib.world import init
-
-if TYPE_CHECKING:
-    from dtlib.comm import Communicator
-
 
 # Settings that choose an implementation for this machine. They do not change the result, so they are not loaded.
 MACHINE = ("foreach", "fused", "capturable", "differentiable")
@@ -59,15 +42,15 @@ def load(
     """
     comm = as_communicator(comm) if comm is not None else init().comm
     folder = Path(folder)
-    index = comm.broadcast_object(together(comm, lambda: read_index(folder) if comm.rank == 0 else None))
+    index = comm.broadcast_object(together(comm, lambda: disk.read_index(folder) if comm.rank == 0 else None))
 
-    extra = decoded(index["extra"])
+    extra = disk.decoded(index["extra"])
 
     def find_shards():
         if check is not None:
             check(extra)
         for name in list(index["files"])[comm.rank :: comm.size]:
-            check_file(folder, index, name)
+            disk.check_file(folder, index, name)
         return local_shards_of(model, optimizer, masters, comm)
 
     # Experts of this checkpoint may be on other ranks. They are not missing in the model.
@@ -77,7 +60,7 @@ def load(
     elsewhere = {name for each in experts for name in each} - here
 
     def compare():
-        with corruption_as_checkpoint_error(folder / INDEX):
+        with disk.corruption_as_checkpoint_error(folder / disk.INDEX):
             _check_model(folder, index["tensors"], shards, elsewhere)
             if optimizer is not None:
                 _check_optimizer(folder, index["optimizer"], optimizer, shards, elsewhere)
@@ -85,19 +68,19 @@ def load(
     together(comm, compare)
     # ``_others`` reads and converts, but changes nothing. Then ``_fill`` changes the model, and only a disk error can
     # interrupt it.
-    with Reader(folder, index) as reader:
-        others = together(comm, lambda: _others(reader, shards, optimizer, comm))
-        together(comm, lambda: _fill(reader, shards, optimizer, *others))
+    reader = disk.Reader(folder, index)
+    others = together(comm, lambda: _others(reader, shards, optimizer, comm))
+    together(comm, lambda: _fill(reader, shards, optimizer, *others))
     # A ZeroOptimizer has loaded its shards only: gather the parameters from all ranks.
     if hasattr(optimizer, "shard_of"):
         optimizer.copy_to_parameters()  # type: ignore[union-attr]
     return extra
 
 
-def _others(reader: Reader, shards: list[LocalShard], optimizer, comm) -> tuple[dict, list, dict]:
+def _others(reader: disk.Reader, shards: list[LocalShard], optimizer, comm) -> tuple[dict, list, dict]:
     """Read the optimizer's states, its settings and the random states, without changing anything yet."""
     states, settings, owned_here, files = {}, [], keys_here(optimizer), list(reader.index["files"])
-    with corruption_as_checkpoint_error(reader.folder / INDEX):
+    with disk.corruption_as_checkpoint_error(reader.folder / disk.INDEX):
         for shard in shards:
             if shard.key in owned_here and (state := _state(reader, shard, optimizer)):
                 states[shard.key] = state
@@ -111,7 +94,7 @@ def _others(reader: Reader, shards: list[LocalShard], optimizer, comm) -> tuple[
 
 
 @torch.no_grad()
-def _fill(reader: Reader, shards: list[LocalShard], optimizer, states: dict, settings: list, random: dict) -> None:
+def _fill(reader: disk.Reader, shards: list[LocalShard], optimizer, states: dict, settings: list, random: dict) -> None:
     """Copy the checkpoint into the model and its masters, and set random states, optimizer states and settings."""
     for shard in shards:
         roles = reader.index["tensors"][shard.name]["roles"]
@@ -133,7 +116,7 @@ def _fill(reader: Reader, shards: list[LocalShard], optimizer, states: dict, set
 
 
 @torch.no_grad()
-def _state(reader: Reader, shard: LocalShard, optimizer) -> dict:
+def _state(reader: disk.Reader, shard: LocalShard, optimizer) -> dict:
     """Return the optimizer's state of a parameter on this rank. Even an empty shard gets single-number states."""
     key, state = shard.key, {}
     assert key is not None
@@ -142,7 +125,7 @@ def _state(reader: Reader, shard: LocalShard, optimizer) -> dict:
         if kind == "state":
             flat = reader.read(shard.name, role, shard.slice.start, shard.slice.stop)
             # As in torch's load_state_dict, floating-point states get the dtype of the trained tensor.
-            dtype = key.dtype if entry["dtype"] in FLOATS else flat.dtype
+            dtype = key.dtype if entry["dtype"] in disk.FLOATS else flat.dtype
             state[what] = torch.empty_like(key, dtype=dtype)
             elements = elements_here(state[what])
             elements.copy_(flat.view(elements.shape))
@@ -152,7 +135,7 @@ def _state(reader: Reader, shard: LocalShard, optimizer) -> dict:
             # torch counts steps in host memory, unless the whole step runs on the GPU.
             on_host = what == "step" and not (group.get("fused") or group.get("capturable"))
             number = torch.tensor(
-                number["value"], dtype=TYPES[number["dtype"]], device="cpu" if on_host else key.device
+                number["value"], dtype=disk.TYPES[number["dtype"]], device="cpu" if on_host else key.device
             )
         state[what] = number
     return state
@@ -194,7 +177,7 @@ def _check_model(folder, saved: dict, shards: list[LocalShard], elsewhere: set) 
                 f"{name} has shape {there} in {folder} and {here} in the model: build the model that was saved."
             )
         kind, before = str(shard.value.dtype).removeprefix("torch."), saved[name]["roles"]["value"]["dtype"]
-        if kind != before and not (kind in FLOATS and before in FLOATS):
+        if kind != before and not (kind in disk.FLOATS and before in disk.FLOATS):
             raise CheckpointError(
                 f"{name} is {before} in {folder} and {kind} in the model, and only floating-point types are converted "
                 "into each other: build the model that was saved."

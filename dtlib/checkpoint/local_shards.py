@@ -18,24 +18,18 @@ file imports no strategy.
 parameter and the elements of each tensor, and the tensor by which the optimizer finds the states.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from dtlib.checkpoint.folder import CheckpointError
+from dtlib.comm import Communicator
 from dtlib.gradients.buckets import Shards, Slice
 from dtlib.gradients.precision import MasterWeights
 from dtlib.gradients.shard_info import info_of
-
-if TYPE_CHECKING:
-    from dtlib.comm import Communicator
-
 
 # States of torch's optimizers that are one number per parameter. The name decides, because a parameter without
 # dimensions has states of the same shape.
@@ -177,8 +171,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def elements_here(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's elements: the local part of a DTensor, otherwise ``tensor``."""
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local and is_dtensor(tensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]  # of a DTensor
 
 
 def names_of_groups(optimizer: Optimizer, shards: list[LocalShard]) -> list[list[str]]:

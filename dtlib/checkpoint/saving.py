@@ -1,37 +1,22 @@
 """``save``: every rank writes its slices to a file, then rank 0 writes the index."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dtlib.checkpoint.folder import (
-    TYPES,
-    CheckpointError,
-    check_pieces,
-    commit,
-    encoded,
-    file_name,
-    read_index,
-    together,
-    write_file,
-)
+from dtlib.checkpoint import folder as disk
+from dtlib.checkpoint.folder import CheckpointError, together
 from dtlib.checkpoint.local_shards import aliases_of, local, local_shards_of, names_of_groups, settings_of, states_of
-from dtlib.comm import as_communicator
+from dtlib.comm import Communicator, as_communicator
 from dtlib.gradients.precision import MasterWeights
 from dtlib.gradients.same_model import digest_of
 from dtlib.world import init
-
-if TYPE_CHECKING:
-    from dtlib.comm import Communicator
 
 
 def save(
@@ -62,18 +47,18 @@ def save(
     comm = as_communicator(comm) if comm is not None else init().comm
     folder = Path(folder)
     mark = comm.broadcast_object(secrets.token_hex(8) if comm.rank == 0 else None)
-    path = folder / file_name(comm.rank, mark)
+    path = folder / disk.file_name(comm.rank, mark)
 
     def write():
         tensors, summary = _what_this_rank_writes(model, optimizer, masters, extra, comm)
-        return {**summary, "size": write_file(path, tensors, mark)}
+        return {**summary, "size": disk.write_file(path, tensors, mark)}
 
     # Rank 0 commits only when all ranks have written their files. If a step fails on one rank, all ranks raise.
     try:
         mine = together(comm, write)
         everyones = comm.all_gather_object(mine)
         index = together(comm, lambda: {"id": mark, **_index(everyones, mark)})
-        together(comm, lambda: commit(folder, index) if comm.rank == 0 else None)
+        together(comm, lambda: disk.commit(folder, index) if comm.rank == 0 else None)
     except CheckpointError:
         # Delete this rank's file, unless the new index already lists it: the disk may fail after the rename.
         if not comm.broadcast_object(comm.rank == 0 and _is_committed(folder, mark)):
@@ -85,7 +70,7 @@ def save(
 def _is_committed(folder: Path, mark: str) -> bool:
     """Return whether the folder's index is that of this save."""
     with suppress(CheckpointError):
-        return read_index(folder)["id"] == mark
+        return disk.read_index(folder)["id"] == mark
     return False
 
 
@@ -106,7 +91,7 @@ def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict
         written = shard.written
         for role, tensor in roles.items():
             kind = str(tensor.dtype).removeprefix("torch.")
-            if kind not in TYPES:
+            if kind not in disk.TYPES:
                 raise CheckpointError(f"{shard.name} is {kind}, which safetensors does not support: convert it.")
             pieces.append((shard.name, role, written.shape, kind, written.start, written.stop))
             if written.start < written.stop:
@@ -116,7 +101,7 @@ def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict
         named = zip(names_of_groups(optimizer, shards), settings_of(optimizer), strict=True)
         groups = [{"parameters": names, "settings": settings} for names, settings in named]
     try:
-        extra = json.loads(json.dumps(encoded(extra)))
+        extra = json.loads(json.dumps(disk.encoded(extra)))
     except (TypeError, ValueError) as problem:
         raise CheckpointError(
             f"extra cannot be written as JSON ({problem}): pass numbers, text, lists, tuples or dicts."
@@ -152,7 +137,7 @@ def _index(everyones: list[dict], mark: str) -> dict:
                     f"rank {rank}. Build the same model on all ranks."
                 )
             if start < stop:
-                entry["pieces"][file_name(rank, mark)] = f"{start}:{stop}"
+                entry["pieces"][disk.file_name(rank, mark)] = f"{start}:{stop}"
     # Each rank writes only a part of a replicated tensor, so these tensors must be equal on all ranks.
     for rank, summary in enumerate(everyones):
         if lacking := sorted(first["digests"].keys() ^ summary["digests"].keys()):
@@ -168,7 +153,7 @@ def _index(everyones: list[dict], mark: str) -> dict:
             )
     for name, tensor in tensors.items():
         for role, entry in tensor["roles"].items():
-            check_pieces(f"{name}/{role}", tensor["shape"], entry)
+            disk.check_pieces(f"{name}/{role}", tensor["shape"], entry)
     optimizer = None
     if first["groups"] is not None:
         # Ranks may have different experts, so a group has the names of all ranks.
@@ -177,6 +162,6 @@ def _index(everyones: list[dict], mark: str) -> dict:
             group["parameters"] = list(dict.fromkeys(names))
         optimizer = {"class": first["class"], "groups": first["groups"], "numbers": numbers}
     return {
-        "files": {file_name(rank, mark): summary["size"] for rank, summary in enumerate(everyones)},
+        "files": {disk.file_name(rank, mark): summary["size"] for rank, summary in enumerate(everyones)},
         "tensors": tensors, "aliases": first["aliases"], "optimizer": optimizer, "extra": first["extra"],
     }  # fmt: skip

@@ -6,8 +6,6 @@ error. So tensors of these types raise an error in functions that need the whole
 are ordinary tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -61,7 +59,7 @@ class FreedGradient(ShardedGradient):
     """A placeholder for a gradient that was sent and freed in the backward pass. Reading its values is an error."""
 
     @classmethod
-    def like(cls, parameter: torch.Tensor) -> FreedGradient:
+    def like(cls, parameter: torch.Tensor) -> "FreedGradient":
         """Return a placeholder for the gradient of ``parameter``: an empty sparse tensor, to which autograd can add."""
         empty = torch.sparse_coo_tensor(  # type: ignore[call-arg]  # the stub lacks the form without elements
             size=parameter.shape, dtype=parameter.dtype, device=parameter.device, check_invariants=True

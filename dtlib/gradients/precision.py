@@ -7,18 +7,13 @@
 P. Micikevicius et al., "Mixed precision training", ICLR 2018.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.shard_info import info_of
-
-if TYPE_CHECKING:
-    from dtlib.comm import Communicator
 
 
 class MasterWeights:
@@ -42,11 +37,6 @@ class MasterWeights:
         self.masters = [
             self._master_of(parameter, torch.device(device or parameter.device)) for parameter in self.parameters
         ]
-
-    def __iadd__(self, other: MasterWeights) -> MasterWeights:
-        for name in ("parameters", "wholes", "versions", "masters"):
-            getattr(self, name).extend(getattr(other, name))
-        return self
 
     @staticmethod
     def _master_of(parameter, device):
@@ -142,18 +132,13 @@ def refuse_shards(parameters: Iterable[torch.Tensor], what: str) -> None:
     Raises:
         DtlibError: on every rank, because every rank has such parameters. ``what`` begins the message.
     """
-    parameters = list(parameters)
-    if any(len(info_of(parameter).experts) > 1 for parameter in parameters):
-        raise DtlibError(
-            f"{what}: each expert's parameters are on one rank, so this is not the norm of all parameters: clip with "
-            "dtlib.parallel.expert.clip_grad_norm_ between backward and step."
-        )
-    count = sum(len(info_of(parameter).tensor) > 1 for parameter in parameters)
-    if count:
-        raise DtlibError(
-            f"{what}: {count} parameters are shards of tensor-parallel layers, so this is not the norm of the whole: "
-            "train them without ZeRO, and clip with dtlib.parallel.tensor.clip_grad_norm_ between backward and step."
-        )
+    for info in map(info_of, parameters):
+        if info.differs():
+            raise DtlibError(
+                f"{what}: other ranks have other shards of layers, or other experts, so this is not the norm of all: "
+                f"train shards of layers without ZeRO, and clip with dtlib.parallel."
+                f"{'expert' if len(info.experts) > 1 else 'tensor'}.clip_grad_norm_ between backward and step."
+            )
 
 
 def clip_by_norm(
@@ -172,8 +157,7 @@ def clip_by_norm(
     # ShardedGradient refuses norms, so convert to ordinary tensors. This function includes the other ranks' shards.
     ordinary = [gradient.as_subclass(torch.Tensor) for gradient in gradients if gradient is not None]
     counted = ordinary if counted is None else [gradient.as_subclass(torch.Tensor) for gradient in counted]
-    norms = [torch.linalg.vector_norm(one) for one in counted if one.numel()]
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+    norm = torch.nn.utils.get_total_norm(counted)
     if comm is not None:
         norm = comm.all_reduce(norm.double().square()).sqrt()
     if ordinary:

@@ -10,30 +10,23 @@ A violation raises a ``DtlibError``. Its message names the alternative, which is
 construction and at the step compare all ranks, and raise on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import wraps
 from hashlib import blake2b
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
-from dtlib.comm import AnyCommunicator, as_communicator
+from dtlib.comm import AnyCommunicator, Communicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.local_gradient import FreedGradient, UnaveragedGradient, drop_placeholder
 from dtlib.gradients.same_model import PASSES, check_same_model, digest_of
 from dtlib.gradients.shard_info import hooks_of_others, info_of, set_gradient_type
 from dtlib.gradients.tokens import divided_by_all_tokens
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from dtlib.comm import Communicator
 
 
 class Preconditions:
@@ -54,12 +47,7 @@ class Preconditions:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.names = {parameter: name for name, parameter in trained.items()}
         self.shards = [parameter for parameter in self.names if info_of(parameter).differs()]
-        if not trained:
-            self._refuse("no parameter of this model requires a gradient")
-        check_same_model(trained, comm, caller)
-        for name, module in model.named_modules():
-            if getattr(module, "sparse", False):
-                self._refuse(f"{name} gives sparse gradients: build it with sparse=False")
+        check_same_model(trained, comm, caller, model)
         if any(map(hooks_of_others, self.names)):
             self._refuse("this model still has hooks of another wrapper: build it again")
         self.averaged_later = units is not None
@@ -163,15 +151,6 @@ class Preconditions:
 
     def _refuse(self, why: str):
         raise DtlibError(f"{self.caller}: {why}.")
-
-
-def check_input(x: torch.Tensor, weight: torch.Tensor, caller: str) -> None:
-    """Raise an error unless ``x`` fits this rank's ``weight``, of shape (out_features, in_features), and its dtype."""
-    if x.shape[-1:] != weight.shape[1:] or (x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type)):
-        raise DtlibError(
-            f"{caller} takes {weight.shape[1]} features a rank, of {weight.dtype}: this input is {x.dtype} of shape "
-            f"{tuple(x.shape)}."
-        )
 
 
 def around(kind: type | ModuleType, name: str, function: Callable) -> None:

@@ -19,27 +19,21 @@ time, so only one bucket needs memory. Communication hooks and Horovod's compres
 docs/explanation/how_a_gradient_travels.md follows one gradient through this file.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from sys import getrefcount
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
+from dtlib.comm import Communicator
 from dtlib.comm.waiting import Operation, poll_pending, progress_thread
 from dtlib.errors import RESET, DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.same_model import AGAIN, PASSES, SAMPLE, bits_of
 from dtlib.gradients.shard_info import hooks_of_others, info_of, set_gradient_type
 from dtlib.gradients.tokens import refuse_weights
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from dtlib.comm import Communicator
 
 
 class Reducer:
@@ -69,8 +63,8 @@ class Reducer:
     so far, so that 16-bit numbers stay in their range.
     """
 
-    def __init__(self, buckets: Sequence, collective: AllReduce | ReduceScatter, owner: object, progress: str,
-                 names: dict, by_call: bool = False, root_buffers: RootBuffers | None = None,
+    def __init__(self, buckets: Sequence, collective: "AllReduce | ReduceScatter", owner: object, progress: str,
+                 names: dict, by_call: bool = False, root_buffers: "RootBuffers | None" = None,
                  values: Sequence[torch.Tensor] = ()):  # fmt: skip
         self.buckets, self.collective, self.owner, self.progress = buckets, collective, owner, progress
         self.names, self.by_call, self.root_buffers = names, by_call, root_buffers

@@ -1,28 +1,28 @@
 """Checks that all ranks have the same model, and that its parameters can be averaged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from dtlib.comm import types
+from dtlib.comm import Communicator, types
 from dtlib.errors import DtlibError
 from dtlib.gradients.shard_info import info_of
 
-if TYPE_CHECKING:
-    from dtlib.comm import Communicator
 
-
-def check_same_model(parameters: dict, comm: Communicator, owner: str) -> None:
+def check_same_model(parameters: dict, comm: Communicator, owner: str, model: nn.Module | None = None) -> None:
     """Compare the parameters' names, shapes, dtypes and order between ranks; all ranks call it.
 
     Raises:
         DtlibError: on every rank, if ranks differ, or if strategy ``owner`` cannot average the dtype of a parameter.
+            With ``model``, also if there is no parameter, or if a module gives sparse gradients.
     """
+    if model is not None and not parameters:
+        raise DtlibError(f"{owner}: no parameter of this model requires a gradient, so there is nothing to average.")
+    for name, module in model.named_modules() if model is not None else ():
+        if getattr(module, "sparse", False):
+            raise DtlibError(f"{owner} needs dense gradients: build {name or 'the module'} with sparse=False.")
     for name, parameter in parameters.items():
         if (kind := types.dtype_name(parameter.dtype)) not in types.FLOATS:
             raise DtlibError(
@@ -74,6 +74,17 @@ def check_axis(parameters: dict, comm: Communicator, owner: str) -> None:
                 f"{owner}: gradients of {name} include only this rank's tokens, and ranks {sorted(experts)}, which "
                 "share experts, have others: average over both axes, with mesh['data', 'expert']."
             )
+
+
+def check_same_arguments(comm: Communicator, caller: str, **arguments: object) -> None:
+    """Refuse, on every rank, arguments of ``caller`` that differ between ranks; all ranks call it."""
+    for rank, theirs in enumerate(everyones := comm.all_gather_object(arguments)):
+        for name, value in theirs.items():
+            if value != everyones[0][name]:
+                raise DtlibError(
+                    f"{caller} differs between ranks: {name} is {everyones[0][name]} on rank 0 and {value} on rank "
+                    f"{rank}. Pass the same on all ranks."
+                )
 
 
 def check_same_values(module: nn.Module, parameters: list, comm: Communicator, what: str) -> None:

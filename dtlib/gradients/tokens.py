@@ -1,19 +1,13 @@
 """The mean loss over the tokens of all ranks, when ranks have different numbers of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
 
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.shard_info import info_of
-
-if TYPE_CHECKING:
-    from dtlib.comm import Communicator
-
 
 # Communicators whose loss in this step is already divided by the number of all tokens; preconditions.py reads it.
 divided_by_all_tokens: WeakSet = WeakSet()

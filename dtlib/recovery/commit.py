@@ -19,11 +19,7 @@ from dtlib.world.launch import survives
 
 
 def train_and_commit(
-    replica: Replica,
-    comm: Communicator,
-    steps: int,
-    every: int = 1,
-    on_event: OnEvent = ignore,
+    replica: Replica, comm: Communicator, steps: int, every: int = 1, on_event: OnEvent = ignore
 ) -> Communicator:
     """Train until ``replica.steps == steps``, on the remaining ranks; return their communicator.
 

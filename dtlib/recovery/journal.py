@@ -10,8 +10,6 @@ Each line is written at once, in a single write, so a rank that is killed loses 
 seconds. ``rank`` is the world rank. ``ranks`` is the number of ranks that are left.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

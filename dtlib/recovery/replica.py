@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.utils import vector_to_parameters
 
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
@@ -69,13 +70,12 @@ class Replica:
             loss.backward()
             gradients = [self.gradient(name) for name in self.trained]
             status = self.status.of_this_rank(comm, gradients, time.monotonic() - began)
-            flat = torch.cat([loss.detach().flatten(), status.to(loss.dtype), *gradients])
+            flat = torch.cat([part.to(gradients[0].dtype) for part in (loss.detach().flatten(), status, *gradients)])
             # If another rank has died, this all-reduce raises. Nothing has changed yet.
             comm.all_reduce(flat)
             loss, status, gradients = flat.split([1, len(status), len(flat) - 1 - len(status)])
             self.status.check(status, self.steps, comm)
-        for parameter, gradient in self.unflatten(gradients):
-            parameter.grad.copy_(gradient)
+        vector_to_parameters(gradients, [one.grad for one in self.trained.values() if one.grad is not None])
         self.optimizer.step()
         self.steps += 1
         self.losses.append(loss.item())
@@ -88,12 +88,6 @@ class Replica:
                 f"Replica: {name} got no gradient in step {self.steps}: freeze parameters that the loss does not use."
             )
         return gradient.flatten()
-
-    def unflatten(self, flat: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield each trained parameter with its gradient, a view of the flat message."""
-        pieces = flat.split([parameter.numel() for parameter in self.trained.values()])
-        for parameter, piece in zip(self.trained.values(), pieces, strict=True):
-            yield parameter, piece.view_as(parameter)
 
     @contextmanager
     def restore_on_error(self) -> Iterator[None]:
@@ -127,16 +121,10 @@ class Replica:
 
 
 def _refuse_shards(model, optimizer) -> None:
-    sharded = next((name for name, p in model.named_parameters() if info_of(p).slice or hasattr(p, "placements")), None)
-    kind = None
-    if hasattr(optimizer, "shard_of") or hasattr(optimizer, "consolidate_state_dict"):
-        kind = f"{type(optimizer).__name__} keeps its states in shards"
-    elif sharded is not None:
-        kind = f"{sharded} is a shard"
-    elif hasattr(model, "stage_indices"):
-        kind = f"{type(model).__name__} has only the layers of its stages"
-    if kind:
+    sharded = any(info_of(one).slice or hasattr(one, "placements") for one in model.parameters())
+    if sharded or hasattr(model, "stage_indices") or {"shard_of", "consolidate_state_dict"} & {*dir(optimizer)}:
         raise DtlibError(
-            f"{kind}, and those of a rank that dies are lost with it: save with dtlib.checkpoint, and start all ranks "
-            "again from there (dtlib.recovery.supervise)."
+            "Replica needs the whole model and all states on every rank. With shards (ZeRO) and stages (pipelines), a "
+            "rank that dies takes its part with it: save with dtlib.checkpoint, and start all ranks again from there "
+            "(dtlib.recovery.supervise)."
         )

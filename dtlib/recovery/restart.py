@@ -18,12 +18,7 @@ from dtlib.recovery.replica import OnEvent, Replica, ignore
 
 
 def train_and_save(
-    replica: Replica,
-    comm: Communicator,
-    steps: int,
-    folder: str | Path,
-    every: int = 10,
-    on_event: OnEvent = ignore,
+    replica: Replica, comm: Communicator, steps: int, folder: str | Path, every: int = 10, on_event: OnEvent = ignore
 ) -> Communicator:
     """Train until ``replica.steps == steps``, from the checkpoint in ``folder`` if there is one; return ``comm``.
 

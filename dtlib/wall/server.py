@@ -40,10 +40,10 @@ MOST_CONNECTIONS = 500
 SILENT_SECONDS = 10  # after which an idle connection is closed
 PER_SECOND = {"tell": 4, "join": 5}  # messages per learner and second; joins per second
 BURST = {"tell": 20, "join": 100}
-POLICY = "; ".join(
-    ("default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'", "base-uri 'none'",
-     "form-action 'none'", "frame-ancestors 'none'")
-)  # fmt: skip
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
 
 
 class Rates:
@@ -85,14 +85,21 @@ class Wall:
         return hmac.new(self.secret["secret"].encode(), number.encode(), "sha256").hexdigest()
 
 
-class Answers(web.RequestHandler):
-    """The base class of the wall's own handlers: no answer is cached by a browser or shown inside another page."""
+class Secured(web.RequestHandler):
+    """The security headers of all answers: none is cached by a browser or shown inside another page."""
+
+    def set_default_headers(self) -> None:
+        self.set_header("Content-Security-Policy", POLICY)
+        self.set_header("X-Content-Type-Options", "nosniff")
+        self.set_header("Referrer-Policy", "no-referrer")
+        self.set_header("Cache-Control", "no-store")
+
+
+class Answers(Secured):
+    """The base class of the wall's own handlers."""
 
     def initialize(self, wall: Wall) -> None:
         self.wall = wall
-
-    def set_default_headers(self) -> None:
-        set_headers(self)
 
     def write_error(self, status_code: int, **_: object) -> None:
         self.finish({"error": status_code})
@@ -121,23 +128,12 @@ class Answers(web.RequestHandler):
         return number
 
 
-def set_headers(handler: web.RequestHandler) -> None:
-    """Set the security headers of an answer."""
-    handler.set_header("Content-Security-Policy", POLICY)
-    handler.set_header("X-Content-Type-Options", "nosniff")
-    handler.set_header("Referrer-Policy", "no-referrer")
-    handler.set_header("Cache-Control", "no-store")
-
-
-def _normalised(code) -> bytes:
-    return str(code).upper().encode(errors="replace")
-
-
 class Join(Answers):
     """A learner joins: check the code, return a token."""
 
     def post(self) -> None:
-        if not hmac.compare_digest(_normalised(self.body().get("code")), self.wall.secret["code"].encode()):
+        code = str(self.body().get("code")).upper().encode(errors="replace")
+        if not hmac.compare_digest(code, self.wall.secret["code"].encode()):
             self.refuse()
         if not self.wall.rates.allow("join"):
             raise web.HTTPError(429)
@@ -176,11 +172,8 @@ class Shown(Answers):
         self.finish({**self.wall.room.shown(time.time()), "code": code, "address": address})
 
 
-class Site(web.StaticFileHandler):
+class Site(Secured, web.StaticFileHandler):
     """The files of the page."""
-
-    def set_extra_headers(self, path: str) -> None:
-        set_headers(self)
 
 
 class Connections:

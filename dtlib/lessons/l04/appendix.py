@@ -136,7 +136,7 @@ assert found(f"your loss: {number}")[0] < 1e-12 and found(f"batch_size: {number}
 # %% [markdown]
 # **Uneven numbers of batches.** A rank that has one batch more than the others waits for them forever. Inside `join()`,
 # ranks that have finished take part with zeros until all have. The mean is still over all ranks, so the last gradients shrink.
-# (`join(divide_by_initial_world_size=False)` divides by the ranks that still train.) torch's DDP has the same `join()`. Rank r has r + 1 batches:
+# torch's DDP has the same `join()`. Rank r has r + 1 batches:
 
 # %%
 # %%px

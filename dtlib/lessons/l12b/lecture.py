@@ -50,7 +50,7 @@ def equal(a, b):
 # of its expert, and the result travels back. **Find** the three exchanges below. What does the first exchange send?
 
 # %%
-lab.read(expert_plain.Rows, expert_plain.MixtureOfExperts.through_experts)
+lab.read(expert_plain.Rows, expert_plain.through_experts)
 
 # %% [markdown]
 # The gate decides how many rows each rank sends to each other rank. So ranks exchange counts first, then rows, then

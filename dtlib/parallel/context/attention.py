@@ -6,7 +6,6 @@ including the gradients that are sent.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +25,8 @@ SHORT = 256
 class Sequence:
     """The distribution of sequences of ``length`` over ``comm``: the order, and the positions of each rank's tokens."""
 
-    def __init__(self, comm: Communicator, length: int, order: str, causal: bool, overlap: bool = True):
-        self.comm, self.length, self.order, self.causal, self.overlap = comm, length, order, causal, overlap
+    def __init__(self, comm: Communicator, length: int, order: str, causal: bool):
+        self.comm, self.length, self.causal = comm, length, causal
         self.positions = [positions_of(rank, comm.size, length, order) for rank in range(comm.size)]
 
     def blocks(self, owner: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
@@ -36,8 +35,8 @@ class Sequence:
         The mask is None if no key of the block is later than a query.
         """
         mine, theirs = self.positions[self.comm.rank], self.positions[owner]
-        for run in runs_of(mine, self.order):
-            for columns in runs_of(theirs, self.order):
+        for run in runs_of(mine):
+            for columns in runs_of(theirs):
                 for rows in self._rows(run, mine, theirs[columns]):
                     query, key = mine[rows], theirs[columns]
                     # Positions ascend, so the keys that are later than all queries are at the end.
@@ -57,23 +56,15 @@ class Sequence:
         step = SHORT if masked else run.stop - run.start
         return [slice(first, min(first + step, run.stop)) for first in range(run.start, run.stop, step)]
 
-    def tensors(self, owner: int, like: torch.Tensor) -> torch.Tensor:
-        """Allocate a pair of tensors for the tokens of ``owner``."""
-        return like.new_empty(*like.shape[:-2], len(self.positions[owner]), like.shape[-1])
-
     def pass_on(self, pair: Tensor, next_owner: int, tag: int = 0) -> Callable[[], Tensor]:
         """Start to send a pair to the next rank and to receive ``next_owner``'s pair.
 
         The function that is returned waits for both and returns the received pair.
         """
-        comm, buffers = self.comm, self.tensors(next_owner, pair)
+        comm, buffers = self.comm, pair.new_empty(*pair.shape[:-2], len(self.positions[next_owner]), pair.shape[-1])
         arriving = comm.recv(buffers, (comm.rank - 1) % comm.size, tag, async_op=True)
         leaving = comm.send(pair, (comm.rank + 1) % comm.size, tag, async_op=True)
-        wait = lambda: (leaving.wait(), arriving.wait())[1]  # noqa: E731
-        if self.overlap:
-            return wait
-        wait()
-        return lambda: buffers
+        return lambda: (leaving.wait(), arriving.wait())[1]
 
     def round(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield each rank's index and its keys and values, in ring order, starting with this rank.
@@ -98,17 +89,14 @@ def _wide(x) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-C = TypeVar("C", bound=Callable)
-
-
-def _exact(function: C) -> C:
+def _exact(function: Callable) -> Callable:
     """Disable autocast, so that scores are computed in float32, as in torch's attention."""
 
     def computed(ctx, first, *rest):
         with torch.autocast(first.device.type, enabled=False):
             return function(ctx, first, *rest)
 
-    return computed  # type: ignore[return-value]  # it has the same signature
+    return computed
 
 
 class _Ring(torch.autograd.Function):
@@ -141,7 +129,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @_exact
-    def backward(ctx, d_out):
+    def backward(ctx, d_out):  # type: ignore[override]  # _exact keeps the signature
         (q, k, v, out, lse), (sequence, scale) = ctx.saved_tensors, ctx.rest
         # delta is the row sum of d_out * out; the backward pass of a softmax subtracts it from every score's gradient.
         d_out = d_out.to(out.dtype)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.same_model import PASSES, check_same_values, digest_of
+from dtlib.gradients.same_model import PASSES, check_same_arguments, check_same_values, digest_of
 from dtlib.gradients.shard_info import note
 from dtlib.parallel.context.attention import Sequence, ring_attention, ulysses_attention
 from dtlib.parallel.context.order import ORDERS, positions_of
@@ -44,7 +44,6 @@ class ContextParallel(nn.Module):
         comm: the ranks that share each sequence; all of them have the same parameters.
         order: ``zigzag`` or ``contiguous`` (order.py).
         method: ``ring`` or ``ulysses``.
-        overlap: with ``ring``, send keys and values while computing.
 
     Positions for rotary or learned embeddings depend on the order: use ``model.positions(length)``. Gradients cover
     only this rank's tokens. Average them over a communicator of all data and context ranks, with any strategy; other
@@ -73,13 +72,11 @@ class ContextParallel(nn.Module):
 
     communicates_in_forward = True  # read by code that lets ranks stop early, such as DataParallel.join
 
-    def __init__(self, module: nn.Module, comm: AnyCommunicator, order: str = "zigzag", method: str = "ring",
-                 overlap: bool = True):  # fmt: skip
+    def __init__(self, module: nn.Module, comm: AnyCommunicator, order: str = "zigzag", method: str = "ring"):
         super().__init__()
         self.module, self.comm = module, as_communicator(comm)
-        self.order, self.method, self.overlap = order, method, overlap
-        if len(asked := set(self.comm.all_gather_object((order, method)))) > 1:
-            raise DtlibError(f"ContextParallel: ranks pass different (order, method), {asked}: pass the same on all.")
+        self.order, self.method = order, method
+        check_same_arguments(self.comm, "ContextParallel", order=order, method=method)
         if order not in ORDERS or method not in METHODS:
             raise DtlibError(
                 f"ContextParallel(order={order!r}, method={method!r}): choose an order from {', '.join(ORDERS)}, and "
@@ -119,13 +116,9 @@ class ContextParallel(nn.Module):
 
     def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return whole sequences in their original order on every rank, from each rank's tokens; without gradients."""
-        lengths = self.comm.all_gather(torch.empty(self.comm.size, dtype=torch.int64), torch.tensor([x.shape[dim]]))
-        moved = x.detach().movedim(dim, 0).contiguous()
-        full = moved.new_empty(int(lengths.sum()), *moved.shape[1:])
-        counts, here = lengths.tolist(), len(moved)
-        self.comm.all_to_all(full, moved.repeat(self.comm.size, *[1] * (moved.dim() - 1)), counts, [here] * len(counts))
-        places = [positions_of(rank, self.comm.size, len(full), self.order) for rank in range(self.comm.size)]
-        return full[torch.cat(places).argsort().to(x.device)].movedim(0, dim)
+        whole = torch.cat(self.comm.all_gather_object(x.detach().movedim(dim, 0).cpu()))
+        places = [positions_of(rank, self.comm.size, len(whole), self.order) for rank in range(self.comm.size)]
+        return whole[torch.cat(places).argsort()].movedim(0, dim).to(x.device)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         if self.training and torch.is_grad_enabled():
@@ -196,7 +189,7 @@ class ContextParallel(nn.Module):
             )
         self._calls += 1
         length = self._whole_length(query, is_causal, scale)
-        sequence = Sequence(self.comm, length, self.order, is_causal, self.overlap)
+        sequence = Sequence(self.comm, length, self.order, is_causal)
         return METHODS[self.method](query, key, value, sequence, scale)
 
     def _whole_length(self, query, *settings) -> int:

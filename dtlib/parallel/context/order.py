@@ -24,10 +24,8 @@ def positions_of(rank: int, ranks: int, length: int, order: str) -> torch.Tensor
     return torch.cat([torch.arange(ends[chunk], ends[chunk + 1]) for chunk in (rank, 2 * ranks - 1 - rank)])
 
 
-def runs_of(positions: torch.Tensor, order: str) -> list[slice]:
+def runs_of(positions: torch.Tensor) -> list[slice]:
     """Divide a rank's tokens into two runs, so that keys later than all queries of a run can be skipped."""
-    first = len(positions) // 2
-    if order == "zigzag":
-        jumps = (positions.diff() > 1).nonzero()
-        first = int(jumps[0]) + 1 if len(jumps) else first
+    jumps = (positions.diff() > 1).nonzero()  # in zigzag order, the two runs are apart
+    first = int(jumps[0]) + 1 if len(jumps) else len(positions) // 2
     return [run for run in (slice(0, first), slice(first, len(positions))) if run.start < run.stop]

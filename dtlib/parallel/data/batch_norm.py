@@ -36,27 +36,24 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, comm: AnyCommunicator | None = None) -> nn.Module:
         """Replace every ``BatchNorm`` of a model and return the model. Parameters, statistics and hooks are kept."""
-        return cls._converted(module, as_communicator(init().comm if comm is None else comm), {})
+        comm = as_communicator(init().comm if comm is None else comm)
+        everything = list(module.modules())
+        made: dict[nn.Module, nn.Module] = {
+            one: cls._converted(one, comm)
+            for one in everything
+            if isinstance(one, nn.modules.batchnorm._BatchNorm) and not isinstance(one, cls)
+        }
+        for owner in everything:  # a module may have several owners and names
+            owner._modules.update({name: made[one] for name, one in owner._modules.items() if one in made})
+        return made.get(module, module)
 
     @classmethod
-    def _converted(cls, module, comm, known: dict) -> nn.Module:
-        """Convert ``module`` recursively. ``known`` maps converted modules, because a module may have several names."""
-        if module in known:
-            return known[module]
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
-            tracks = module.track_running_stats
-            made = cls(module.num_features, comm, module.eps, module.momentum, module.affine, tracks)
-            made.weight, made.bias = module.weight, module.bias
-            made._buffers = module._buffers
-            # Keep the hooks of users.
-            vars(made).update({name: hooks for name, hooks in vars(module).items() if name.endswith("_hooks")})
-            known[module] = made.train(module.training)
-            return made
-        known[module] = module
-        for name, child in module._modules.items():
-            if child is not None:
-                module._modules[name] = cls._converted(child, comm, known)
-        return module
+    def _converted(cls, norm, comm) -> nn.Module:
+        made = cls(norm.num_features, comm, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        made.weight, made.bias, made._buffers = norm.weight, norm.bias, norm._buffers
+        # Keep the hooks of users.
+        vars(made).update({name: hooks for name, hooks in vars(norm).items() if name.endswith("_hooks")})
+        return made.train(norm.training)
 
     def __deepcopy__(self, memo: dict) -> "SyncBatchNorm":
         memo[id(self.comm)] = self.comm  # a copy uses the same communicator
@@ -74,9 +71,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(x)
         if not (self.training or self.running_mean is None):
-            return nn.functional.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-            )
+            return super().forward(x)
         normalised, mean, variance, count = _Normalise.apply(x, self.comm, self.eps)
         if self.training and self.track_running_stats:
             self._keep(mean, variance * count / max(count - 1, 1))

@@ -63,7 +63,7 @@ class DataParallel(nn.Module):
         self.comm = as_communicator(init().comm if comm is None else comm)
         self.batch_size: int | None = None
         named = {name: p for name, p in module.named_parameters() if p.requires_grad and not self._is_an_experts(p)}
-        _check_parameters(named, dict(module.named_modules()), self.comm, bucket_cap_mb)
+        _check_parameters(named, module, self.comm, bucket_cap_mb)
         names = {parameter: name for name, parameter in named.items()}
         self.progress = progress_for(self.comm, names, progress, "DataParallel")
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -137,25 +137,19 @@ class DataParallel(nn.Module):
     # Ranks without batches
 
     @contextmanager
-    def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
+    def join(self) -> Iterator[None]:
         """Allow different numbers of batches per rank: a rank without a batch contributes zero gradients.
 
-        In this context, each forward pass in training must be followed by a backward pass. At the end, all ranks
-        receive the parameters of a rank that had the most batches.
-
-        Args:
-            divide_by_initial_world_size: if True, average over all ranks, otherwise over the ranks that still have
-                batches. Ignored if ``batch_size`` is set, because then samples are counted.
-
-        Counterpart: ``DistributedDataParallel.join``.
+        Gradients are averaged over all ranks, or over samples if ``batch_size`` is set. In this context, each forward
+        pass in training must be followed by a backward pass. At the end, all ranks receive the parameters of a rank
+        that had the most batches. Counterpart: ``DistributedDataParallel.join``.
         """
         if isinstance(self._collective, CommHook):
             raise DtlibError("join() weights gradients, but a communication hook does not: use only one of them.")
         for name, module in self.module.named_modules():
             if getattr(module, "communicates_in_forward", False):
                 raise DtlibError(f"join(): ranks without a batch cannot run {name}, which communicates.")
-        self._join, self._by_all = [1] * self.comm.size, divide_by_initial_world_size
-        batch_size = self.batch_size
+        self._join, batch_size = [1] * self.comm.size, self.batch_size
         try:
             yield
             last = self._join or []
@@ -167,15 +161,12 @@ class DataParallel(nn.Module):
             for tensor in [*self.module.parameters(), *self.module.buffers()]:
                 self.comm.broadcast(tensor, _last_with_a_batch(last))
         finally:
-            self._join, self.batch_size, self._collective.weight = None, batch_size, 1 / self.comm.size
+            self._join, self.batch_size = None, batch_size
 
     def _announce(self, has_batch: bool) -> list[int]:
         """Gather one flag per rank: 0 without a batch, 1 with a batch, BY_SAMPLES with a batch weighted by its size."""
         mine = (1 if self.batch_size is None else BY_SAMPLES) if has_batch else 0
-        flags = self.comm.all_gather(torch.zeros(self.comm.size, dtype=torch.int64), torch.tensor([mine])).tolist()
-        if not self._by_all:
-            self._collective.weight = 1 / max(1, sum(map(bool, flags)))
-        return flags
+        return self.comm.all_gather(torch.zeros(self.comm.size, dtype=torch.int64), torch.tensor([mine])).tolist()
 
     def _shadow(self) -> None:
         """Run all collectives of one training step with zero gradients."""
@@ -207,20 +198,14 @@ def _last_with_a_batch(flags: list[int]) -> int:
     return max(rank for rank, has_batch in enumerate(flags) if has_batch)
 
 
-def _check_parameters(named: dict, modules, comm, bucket_cap_mb) -> None:
-    if not named:
-        raise DtlibError(
-            "DataParallel: no parameter of this module requires a gradient, so there is nothing to average."
-        )
+def _check_parameters(named: dict, model, comm, bucket_cap_mb) -> None:
     if bucket_cap_mb is not None and bucket_cap_mb <= 0:
         raise DtlibError(f"DataParallel(bucket_cap_mb={bucket_cap_mb}): pass a size above 0, such as 25.")
-    for name, module in modules.items():
-        if getattr(module, "sparse", False):
-            raise DtlibError(f"DataParallel needs dense gradients: build {name or 'the module'} with sparse=False.")
+    for name, module in model.named_modules():
         if isinstance(module, DataParallel | nn.parallel.DistributedDataParallel):
             raise DtlibError(
                 f"{name or 'This model'} is already in a {type(module).__name__}, so its gradients would be averaged "
                 "twice, over different ranks: wrap the model once, over all axes, with mesh['data', 'expert']."
             )
-    check_same_model(named, comm, "DataParallel")
+    check_same_model(named, comm, "DataParallel", model)
     refuse_averaged(named)

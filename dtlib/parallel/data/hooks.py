@@ -15,6 +15,7 @@ from torch import nn
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FlatBuffer
 from dtlib.gradients.reducer import AllReduce, Bucket
+from dtlib.gradients.same_model import check_same_arguments
 
 
 class GradBucket:
@@ -69,9 +70,7 @@ class CommHook(AllReduce):
         kept = getattr(state, "__dict__", {}) if ours else {}
         # Only compare settings of known state classes: a user's own state may differ between ranks on purpose.
         numbers = {key: one for key, one in kept.items() if isinstance(one, int | float)}
-        asked = before.comm.all_gather_object(f"{self.name} with {numbers}" if numbers else self.name)
-        if len(set(asked)) > 1:
-            raise DtlibError(f"register_comm_hook: ranks passed {', '.join(asked)}: pass the same hook on all ranks.")
+        check_same_arguments(before.comm, "register_comm_hook", hook=self.name, state=numbers)
         super().__init__(before.comm.split(0))
         self.state, self.hook, self.buckets = state, hook, buckets
         self._futures: dict[Bucket, torch.futures.Future] = {}

@@ -8,6 +8,7 @@ from torch import nn
 from dtlib.comm import AnyCommunicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.preconditions import around, check_first, group_and_communicator
+from dtlib.gradients.same_model import check_same_arguments
 from dtlib.gradients.shard_info import note
 from dtlib.parallel.expert.plain import MixtureOfExperts
 
@@ -15,8 +16,7 @@ from dtlib.parallel.expert.plain import MixtureOfExperts
 def _construct(original, self, width, experts, group: AnyCommunicator | None = None, top=1, capacity=None):
     (group, comm), experts = group_and_communicator(group), nn.ModuleList(experts)
     count = len(experts) * comm.size
-    if len(asked := set(comm.all_gather_object((width, len(experts), top, capacity)))) > 1:
-        raise DtlibError(f"Ranks pass different (width, experts, top, capacity), {asked}: pass the same on all ranks.")
+    check_same_arguments(comm, "MixtureOfExperts", width=width, experts=len(experts), top=top, capacity=capacity)
     if not 1 <= top <= min(2, count) or (capacity is not None and not capacity > 0):
         raise DtlibError(f"top={top} of {count} experts, capacity={capacity}: pass top=1 or 2, and capacity above 0.")
     original(self, width, experts, group, top, capacity)

@@ -16,9 +16,9 @@ from torch.nn import functional
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import clip_by_norm
-from dtlib.gradients.same_model import check_same_values
+from dtlib.gradients.same_model import check_same_arguments, check_same_values
 from dtlib.gradients.shard_info import info_of, note
-from dtlib.parallel.expert.plain import Rows
+from dtlib.parallel.expert.plain import through_experts
 
 
 class MixtureOfExperts(nn.Module):
@@ -62,8 +62,13 @@ class MixtureOfExperts(nn.Module):
         self.comm, self.data = as_communicator(comm), None if data is None else as_communicator(data)
         experts = list(experts)
         self.top, self.capacity, self.count = top, capacity, len(experts) * self.comm.size
-        shapes = tuple((name, tuple(p.shape)) for e in experts for name, p in e.named_parameters())
-        self._check(width, shapes, len(experts))
+        shapes = [[(name, tuple(p.shape)) for name, p in expert.named_parameters()] for expert in experts]
+        who = type(self).__name__
+        check_same_arguments(self.comm, who, width=width, experts=shapes, top=top, capacity=capacity)
+        if not experts or not 1 <= top <= min(2, self.count):
+            raise DtlibError(f"{who}(top={top}) of {self.count} experts: use 1, or 2 if count > 1.")
+        if capacity is not None and not capacity > 0:
+            raise DtlibError(f"{who}(capacity={capacity}): a number above 0, or None for all tokens.")
         if any(info_of(parameter).experts for expert in experts for parameter in expert.parameters()):
             raise DtlibError(
                 "MixtureOfExperts: these experts are already in a MixtureOfExperts, so their gradients would be "
@@ -85,19 +90,6 @@ class MixtureOfExperts(nn.Module):
                 self.data.broadcast(parameter.data)
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._average)
-
-    def _check(self, width, shapes, here) -> None:
-        asked = self.comm.all_gather_object((width, shapes, self.top, self.capacity))
-        for rank, others in enumerate(asked):
-            if others != asked[0]:
-                raise DtlibError(
-                    f"MixtureOfExperts: (width, experts, top, capacity) is {asked[0]} on rank 0 and {others} "
-                    f"on rank {rank}: pass the same on all ranks."
-                )
-        if here < 1 or not 1 <= self.top <= min(2, self.count):
-            raise DtlibError(f"MixtureOfExperts(top={self.top}) of {self.count} experts: use 1, or 2 if count > 1.")
-        if self.capacity is not None and not self.capacity > 0:
-            raise DtlibError(f"MixtureOfExperts(capacity={self.capacity}): a number above 0, or None for all tokens.")
 
     def _average(self, parameter) -> None:
         assert self.data is not None
@@ -129,7 +121,9 @@ class MixtureOfExperts(nn.Module):
             place = torch.arange(len(expert), device=x.device) - (counts.cumsum(0) - counts)[expert]
             token, weight, counts = token[place < places], weight[place < places], counts.clamp(max=places)
         self.dropped = len(expert) - len(token)
-        back = self._through_experts(tokens[token], counts) * weight[:, None].to(x.dtype)
+        back = through_experts(tokens[token], counts, self.experts.values(), self.comm.group) * weight[:, None].to(
+            x.dtype
+        )
         return torch.zeros_like(tokens).index_add(0, token, back).view_as(x)
 
     def _logits(self, tokens):
@@ -153,22 +147,6 @@ class MixtureOfExperts(nn.Module):
         self.choices = of_all.long()
         self.balance = self.count * (share * probabilities.sum(0)).sum() * factor
         self.z_loss = logits.logsumexp(-1).square().sum() * factor
-
-    def _through_experts(self, rows, counts):
-        """Send rows to their experts, apply the experts, and return the results in the same order.
-
-        Rows are sorted by expert; ``counts[e]`` rows are for expert e.
-        """
-        # The receive sizes depend on the other ranks' gates, so exchange counts first.
-        theirs = self.comm.all_to_all(torch.empty_like(counts), counts).view(self.comm.size, -1)  # [rank, expert]
-        sent, received = counts.view(self.comm.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
-        group = self.comm.group
-        arrived = Rows.apply(rows, group, sent, received).split(theirs.flatten().tolist())
-        done, here = list(arrived), len(self.experts)
-        # Call each expert once with the rows of all ranks, even if there are none: its parameters then get a gradient.
-        for e, expert in enumerate(self.experts.values()):
-            done[e::here] = expert(torch.cat(arrived[e::here])).split(theirs[:, e].tolist())
-        return Rows.apply(torch.cat(done), group, received, sent)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, comm: AnyCommunicator) -> float:

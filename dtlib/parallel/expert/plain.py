@@ -19,6 +19,7 @@ losses. This sum is divided by N once, and must not be averaged again.
 """
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,19 @@ class Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple:
         return Rows.apply(gradient, *ctx.rest), None, None, None
+
+
+def through_experts(rows: Tensor, counts: Tensor, experts: Collection, group: ProcessGroup | None = None) -> Tensor:
+    """Send rows (sorted by expert, ``counts[e]`` for expert e) to their experts; return the results in order."""
+    dist.all_to_all_single(theirs := torch.empty_like(counts), counts, group=group)
+    theirs = theirs.view(-1, len(experts))  # [rank, expert]
+    sent, received = counts.view_as(theirs).sum(1).tolist(), theirs.sum(1).tolist()
+    arrived = Rows.apply(rows, group, sent, received).split(theirs.flatten().tolist())
+    done, here = list(arrived), len(experts)
+    # Call each expert once with the rows of all ranks, even if there are none: its parameters then get a gradient.
+    for e, expert in enumerate(experts):
+        done[e::here] = expert(torch.cat(arrived[e::here])).split(theirs[:, e].tolist())
+    return Rows.apply(torch.cat(done), group, received, sent)
 
 
 class MixtureOfExperts(nn.Module):
@@ -71,7 +85,7 @@ class MixtureOfExperts(nn.Module):
         expert, token, weight = expert[order], order % len(x), weight[order]
         counts = expert.bincount(minlength=self.count)
         if self.capacity is None:
-            back = self.through_experts(x[token], counts)
+            back = through_experts(x[token], counts, self.experts, self.group)
         else:
             places = math.ceil(self.capacity * self.top * len(x) / self.count)
             # A choice's position in its expert's queue; positions beyond the capacity are dropped.
@@ -79,19 +93,8 @@ class MixtureOfExperts(nn.Module):
             kept = place < places
             token, weight, at = token[kept], weight[kept], (expert * places + place)[kept]
             rows = x.new_zeros(self.count * places, x.shape[1]).index_copy(0, at, x[token])
-            back = self.through_experts(rows, torch.full_like(counts, places))[at]
+            back = through_experts(rows, torch.full_like(counts, places), self.experts, self.group)[at]
         return torch.zeros_like(x).index_add(0, token, back * weight[:, None])
-
-    def through_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Send rows (sorted by expert, ``counts[e]`` for expert e) to their experts; return the results in order."""
-        dist.all_to_all_single(theirs := torch.empty_like(counts), counts, group=self.group)
-        theirs = theirs.view(self.size, -1)  # [rank, expert]
-        sent, received = counts.view(self.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
-        arrived = Rows.apply(rows, self.group, sent, received).split(theirs.flatten().tolist())
-        done, here = [None] * len(arrived), len(self.experts)
-        for e, expert in enumerate(self.experts):  # rows of all ranks
-            done[e::here] = expert(torch.cat(arrived[e::here])).split(theirs[:, e].tolist())
-        return Rows.apply(torch.cat(done), self.group, received, sent)
 
     def balance_of(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
         """Return E * sum over experts of (share of all ranks' choices) * (mean probability); 1 if all shares are equal.

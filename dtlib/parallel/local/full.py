@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError, number
-from dtlib.gradients.same_model import check_same_model, digest_of
+from dtlib.gradients.same_model import check_same_arguments, check_same_model, digest_of
 from dtlib.parallel.local.checks import check_optimizer
 
 
@@ -44,8 +44,7 @@ class DiLoCo:
         self.inner_optimizer, self.outer_optimizer, self.sync_every = inner_optimizer, outer_optimizer, sync_every
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         check_same_model(named, self.comm, self._who)
-        if len(everyones := set(self.comm.all_gather_object(sync_every))) > 1:
-            raise DtlibError(f"{self._who}: ranks pass sync_every={everyones}: pass the same on all ranks.")
+        check_same_arguments(self.comm, self._who, sync_every=sync_every)
         number(f"{self._who}(sync_every=...)", sync_every, least=1, whole=True)
         for optimizer in (inner_optimizer, outer_optimizer):
             check_optimizer(self._who, model, optimizer)
@@ -139,5 +138,4 @@ def _guard(local: DiLoCo) -> None:
 
     if optimizer in _guards:  # hook of an earlier object with this optimizer
         _guards.pop(optimizer).remove()
-    if hasattr(optimizer, "register_step_pre_hook"):
-        _guards[optimizer] = optimizer.register_step_pre_hook(refuse)
+    _guards[optimizer] = optimizer.register_step_pre_hook(refuse)

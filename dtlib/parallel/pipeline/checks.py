@@ -19,7 +19,7 @@ from dtlib.schedule import Action
 
 
 def about_stage(stage: nn.Module, loss_fn: Callable) -> tuple:
-    """Return the facts about this rank's stage that ``check_stages`` needs."""
+    """Return the facts about this rank's stage that ``check`` compares between ranks."""
     trained = any(parameter.requires_grad for parameter in stage.parameters())
     norms = [
         name
@@ -34,12 +34,25 @@ def about_stage(stage: nn.Module, loss_fn: Callable) -> tuple:
     return trained, norms, values, getattr(loss_fn, "reduction", options.get("reduction", "mean"))
 
 
-def check_stages(stages: list[tuple], microbatches: int) -> None:
-    """Refuse stages whose gradients would differ from those of the whole model.
+def check(comm: Communicator, batches: list, about: tuple, microbatches: int, schedule: str) -> None:
+    """Refuse, on every rank, arguments that plain.py does not support.
 
-    ``stages`` holds the result of ``about_stage`` of each rank.
+    Also refuse stages whose gradients would differ from those of the whole model. ``about`` is the result of
+    ``about_stage``.
     """
-    trained, norms, values, reductions = zip(*stages, strict=True)
+    samples = [None if batch is None else len(batch) for batch in batches]
+    notes = comm.all_gather_object((samples, microbatches, schedule, about))
+    count, wanted = notes[0][0][0], notes[-1][0][1]
+    if count != wanted or not count:
+        raise DtlibError(f"Rank 0 needs inputs, and the last rank as many targets: they have {count} and {wanted}.")
+    if any(note[1:3] != notes[0][1:3] for note in notes) or notes[0][2] not in plain.SCHEDULES:
+        raise DtlibError(
+            f"All ranks need the same schedule, one of {plain.SCHEDULES}, and the same number of micro-batches: this "
+            f"rank has {schedule!r} and {microbatches}."
+        )
+    if not all(isinstance(note[1], int) for note in notes) or microbatches < 1 or count % microbatches:
+        raise DtlibError(f"{count} samples do not divide into {microbatches} micro-batches: use Schedule1F1B.")
+    trained, norms, values, reductions = zip(*(note[3] for note in notes), strict=True)
     if idle := [rank for rank, any_trained in enumerate(trained) if not any_trained]:
         raise DtlibError(f"Stages {idle} have no parameter to train: give each stage one, or use PipelineStage.")
     if reductions[-1] != "mean":
@@ -59,23 +72,6 @@ def check_stages(stages: list[tuple], microbatches: int) -> None:
                     f"{name} of rank {rank} has the values of {its_name} of rank {first}: a tied layer needs the "
                     "gradients of both stages (use TiedLayerSpec), and other layers need different seeds."
                 )
-
-
-def check(comm: Communicator, batches: list, about: tuple, microbatches: int, schedule: str) -> None:
-    """Refuse, on every rank, arguments that plain.py does not support."""
-    samples = [None if batch is None else len(batch) for batch in batches]
-    notes = comm.all_gather_object((samples, microbatches, schedule, about))
-    count, wanted = notes[0][0][0], notes[-1][0][1]
-    if count != wanted or not count:
-        raise DtlibError(f"Rank 0 needs inputs, and the last rank as many targets: they have {count} and {wanted}.")
-    if any(note[1:3] != notes[0][1:3] for note in notes) or notes[0][2] not in plain.SCHEDULES:
-        raise DtlibError(
-            f"All ranks need the same schedule, one of {plain.SCHEDULES}, and the same number of micro-batches: this "
-            f"rank has {schedule!r} and {microbatches}."
-        )
-    if not all(isinstance(note[1], int) for note in notes) or microbatches < 1 or count % microbatches:
-        raise DtlibError(f"{count} samples do not divide into {microbatches} micro-batches: use Schedule1F1B.")
-    check_stages([note[3] for note in notes], microbatches)
 
 
 def _check_output(group, dest: int, tensor: object) -> None:

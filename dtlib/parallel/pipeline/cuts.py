@@ -3,6 +3,8 @@
 import copy
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -12,25 +14,19 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
     """Return cuts that make the most expensive stage as cheap as possible; every stage has at least one element.
 
-    best[s][i]: the lowest possible cost of the most expensive stage when the first i elements form s stages.
+    best(s, i): the lowest possible cost of the most expensive stage when the first i elements form s stages, and their
+    cuts.
     """
-    count = len(costs)
-    sums: list[float] = [0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    best = [[float("inf")] * (count + 1) for _ in range(stages + 1)]
-    cut = [[0] * (count + 1) for _ in range(stages + 1)]
-    best[0][0] = 0
-    for s in range(1, stages + 1):
-        for i in range(s, count + 1):
-            for j in range(s - 1, i):
-                worst = max(best[s - 1][j], sums[i] - sums[j])
-                if worst < best[s][i]:
-                    best[s][i], cut[s][i] = worst, j
-    cuts = [count]
-    for s in range(stages, 0, -1):
-        cuts.append(cut[s][cuts[-1]])
-    return cuts[::-1]
+    sums = [0, *accumulate(costs)]
+
+    @cache
+    def best(s: int, i: int) -> tuple[float, list[int]]:
+        if s == 0:
+            return (float("inf") if i else 0), [i]
+        worst, last = min((max(best(s - 1, j)[0], sums[i] - sums[j]), j) for j in range(s - 1, i))
+        return worst, [*best(s - 1, last)[1], i]
+
+    return best(stages, len(costs))[1]
 
 
 def parameters_of(spec: object) -> int:

@@ -11,23 +11,21 @@ of message is enough. Micro-batches may differ in shape, for example texts of di
 Then another header is sent. Otherwise the next receives are posted before the tensors are sent.
 """
 
+import pickle
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dtlib.comm import Communicator
+from dtlib.comm import Communicator, types
 from dtlib.comm.waiting import Operation
 from dtlib.errors import DtlibError
 
-HEADER = 64  # int64 numbers; enough for six tensors of six dimensions
-DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
-)  # fmt: skip
+HEADER = 512  # bytes; enough for thirty tensors
 TAGS = 3  # tags per edge: headers, activations, gradients
 
 
@@ -38,33 +36,25 @@ def kinds_of(tensors: Iterable[Tensor]) -> tuple:
 
 @lru_cache(maxsize=1024)  # most steps repeat the shapes of the last one
 def header_of(kinds: tuple, alike: int) -> torch.Tensor:
-    """Return the header for tensors of these kinds and the next ``alike`` micro-batches; int64 of length HEADER.
+    """Return the header for tensors of these kinds and the next ``alike`` micro-batches; uint8 of length HEADER.
 
     Raises:
-        DtlibError: for a dtype that cannot be sent, or for more tensors or dimensions than fit into a header.
+        DtlibError: for a dtype that cannot be sent, or for more tensors than fit into a header.
     """
-    if odd := next((dtype for dtype, *_ in kinds if dtype not in DTYPES), None):
-        raise DtlibError(f"A stage returned {odd}, but it may return {', '.join(str(d)[6:] for d in DTYPES)}.")
-    numbers = [alike, len(kinds)]
-    for dtype, takes_gradient, shape in kinds:
-        numbers += [DTYPES.index(dtype), int(takes_gradient), len(shape), *shape]
-    if len(numbers) > HEADER:
+    for dtype, *_ in kinds:
+        types.check_name(types.dtype_name(dtype), "The output of a stage")
+    content = pickle.dumps((kinds, alike))
+    if len(content) > HEADER:
         raise DtlibError(
-            f"A stage gives {len(kinds)} tensors of together {sum(len(shape) for *_, shape in kinds)} dimensions to "
-            f"the next one, and their header has room for {HEADER} numbers: join some of them, with torch.stack or cat."
+            f"A stage gives {len(kinds)} tensors to the next one, which do not fit into a header of {HEADER} bytes: "
+            "join some of them, with torch.stack or cat."
         )
-    return torch.tensor(numbers + [0] * (HEADER - len(numbers)))
+    return torch.frombuffer(bytearray(content.ljust(HEADER, b"\0")), dtype=torch.uint8)
 
 
 def read_header(header: torch.Tensor) -> tuple[tuple, int]:
     """Return the ``kinds`` and ``alike`` of a header."""
-    numbers = iter(header.tolist())
-    alike, count = next(numbers), next(numbers)
-    kinds = []
-    for _ in range(count):
-        dtype, takes_gradient, dimensions = DTYPES[next(numbers)], bool(next(numbers)), next(numbers)
-        kinds.append((dtype, takes_gradient, tuple(next(numbers) for _ in range(dimensions))))
-    return tuple(kinds), alike
+    return pickle.loads(header.numpy().tobytes())
 
 
 class Activations:
@@ -100,7 +90,7 @@ class Activations:
     def _next_header(self, wait: bool) -> bool:
         """Post the receive of the next header. Read the header and return True if it has arrived."""
         if self._header is None:
-            header = torch.zeros(HEADER, dtype=torch.int64)
+            header = torch.zeros(HEADER, dtype=torch.uint8)
             self._header = header, self.comm.recv(header, self.source, self.tag, async_op=True)
         header, handle = self._header
         if not wait and not handle.done():
@@ -171,10 +161,6 @@ class Place(NamedTuple):
             return None
         return Place(get_gradient_edge(tensor), tensor.shape, tensor.dtype, tensor.device)
 
-    def full(self, value: float) -> Tensor:
-        """Return a tensor like the sent one, filled with ``value``."""
-        return torch.full(self.shape, value, dtype=self.dtype, device=self.device)
-
     def empty(self) -> Tensor:
         """Return an uninitialised tensor like the sent one."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -211,8 +197,4 @@ def send_gradients(comm: Communicator, dest: int, edge: int, received: Sequence[
 
 def runs_of(kinds: list) -> list[int]:
     """For each element of a list, count the equal elements that directly follow it: [a, a, a, b] gives [2, 1, 0, 0]."""
-    alike = [0] * len(kinds)
-    for place in reversed(range(len(kinds) - 1)):
-        if kinds[place] == kinds[place + 1]:
-            alike[place] = alike[place + 1] + 1
-    return alike
+    return [left for _, equal in groupby(kinds) for left in reversed(range(len([*equal])))]

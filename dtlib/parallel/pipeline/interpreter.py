@@ -111,7 +111,11 @@ class _Schedule:
                 "flight: create a new one on all ranks, after dtlib.reset() if ranks still wait."
             )
         # Divide the inputs before anything is sent: an error here can be fixed while the other ranks still wait.
-        inputs = self._microbatches(args, kwargs) if any(stage.is_first for stage in self.stages) else None
+        inputs = None
+        if any(stage.is_first for stage in self.stages):
+            if not args and not kwargs:
+                raise DtlibError(f"{type(self).__name__}.step() on the first stage needs the inputs: step(x).")
+            inputs = self._cut((args, kwargs), "The inputs")
         try:
             return self._interpret(plan, inputs, target, losses, return_outputs)
         except BaseException as error:
@@ -134,7 +138,13 @@ class _Schedule:
                 running[coming.stage].post(coming.kind, coming.microbatch)
             stage = running[action.stage]
             in_flight -= stage.in_flight
-            self._perform(stage, action)
+            with recorder.phase(action, self.comm.world_rank):
+                if action.kind == "F":
+                    stage.forward(action.microbatch)
+                if action.kind in "BI":
+                    stage.backward(action.microbatch, later=action.kind == "I")
+                if action.kind in "BW":
+                    stage.weights_of(action.microbatch)
             in_flight += stage.in_flight
             stage.free_finished_sends()
             self.peak_in_flight = max(self.peak_in_flight, in_flight)
@@ -148,20 +158,6 @@ class _Schedule:
         if losses is not None:
             losses[:] = [last.losses[m] for m in sorted(last.losses)]
         return _joined([last.outputs[m] for m in sorted(last.outputs)]) if return_outputs else None
-
-    def _perform(self, stage: RunningStage, action) -> None:
-        with recorder.phase(action, self.comm.world_rank):
-            if action.kind == "F":
-                stage.forward(action.microbatch)
-            if action.kind in "BI":
-                stage.backward(action.microbatch, later=action.kind == "I")
-            if action.kind in "BW":
-                stage.weights_of(action.microbatch)
-
-    def _microbatches(self, args, kwargs) -> list:
-        if not args and not kwargs:
-            raise DtlibError(f"{type(self).__name__}.step() on the first stage needs the inputs: step(x).")
-        return self._cut((args, kwargs), "The inputs")
 
     def _targets(self, target):
         if target is None:
@@ -204,9 +200,7 @@ class _Schedule:
 class ScheduleGPipe(_Schedule):
     """Run all forward passes, then all backward passes. Y. Huang et al., "GPipe", NeurIPS 2019."""
 
-    @staticmethod
-    def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
-        return schedules.gpipe(ranks, microbatches)
+    order = staticmethod(lambda ranks, microbatches, stages: schedules.gpipe(ranks, microbatches))
 
 
 class Schedule1F1B(_Schedule):
@@ -215,17 +209,15 @@ class Schedule1F1B(_Schedule):
     D. Narayanan et al., SC 2021.
     """
 
-    @staticmethod
-    def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
-        return schedules.one_f_one_b(ranks, microbatches)
+    order = staticmethod(lambda ranks, microbatches, stages: schedules.one_f_one_b(ranks, microbatches))
 
 
 class ScheduleInterleaved1F1B(_Schedule):
     """1F1B with several stages per rank, which reduces the bubble. D. Narayanan et al., SC 2021, section 2.2."""
 
-    @staticmethod
-    def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
-        return schedules.interleaved(ranks, microbatches, stages // ranks)
+    order = staticmethod(
+        lambda ranks, microbatches, stages: schedules.interleaved(ranks, microbatches, stages // ranks)
+    )
 
 
 class ScheduleZeroBubbleH1(_Schedule):
@@ -235,9 +227,7 @@ class ScheduleZeroBubbleH1(_Schedule):
     parallelism or ZeRO), compute everything in the first half.
     """
 
-    @staticmethod
-    def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
-        return schedules.zero_bubble_h1(ranks, microbatches)
+    order = staticmethod(lambda ranks, microbatches, stages: schedules.zero_bubble_h1(ranks, microbatches))
 
 
 def _planned(actions: list) -> list[tuple]:

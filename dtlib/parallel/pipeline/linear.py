@@ -30,30 +30,23 @@ def defer_weight_gradients() -> Iterator[list[Callable]]:
     Each element is a function without arguments that adds the gradients of weight and bias.
     """
     halves: list[Callable] = []
-    with _deferring_to(halves.append):
+    with second_halves_to(halves.append):
         yield halves
 
 
 def weights_at_once() -> AbstractContextManager:
     """Return a context in which ``Linear`` does both halves immediately."""
-    return _deferring_to(lambda half: half())
-
-
-def weights_by_autograd() -> AbstractContextManager:
-    """Return a context in which ``Linear`` behaves like ``nn.Linear``, within one of the two contexts above.
-
-    A backward pass inside it, such as a recomputation by other code, may not want gradients of weights.
-    """
-    return _deferring_to(None)
+    return second_halves_to(lambda half: half())
 
 
 @contextmanager
-def _deferring_to(target):
-    _deferral_stack.append(target)
+def second_halves_to(taker: Callable | None) -> Iterator[None]:
+    """Pass second halves to ``taker`` in this context. With None, ``Linear`` behaves like ``nn.Linear``."""
+    _deferral_stack.append(taker)
     try:
         yield
     finally:
-        _deferral_stack.remove(target)
+        _deferral_stack.remove(taker)
 
 
 def defer(half: Callable) -> None:

@@ -1,10 +1,11 @@
 """A stage of a model on a rank, and its work for one micro-batch."""
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +14,7 @@ from dtlib.comm import AnyCommunicator, Communicator, as_communicator
 from dtlib.comm.waiting import Operation
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline.edges import Activations, Gradients, NextStage, Place, runs_of, send_gradients
-from dtlib.parallel.pipeline.linear import defer_weight_gradients, weights_at_once, weights_by_autograd
+from dtlib.parallel.pipeline.linear import defer_weight_gradients, second_halves_to, weights_at_once
 
 
 class PipelineStage:
@@ -38,18 +39,18 @@ class PipelineStage:
     def __init__(self, submodule: nn.Module, stage_index: int, num_stages: int, comm: AnyCommunicator,
                  device: torch.device | str | None = None):  # fmt: skip
         self.submodule, self.stage_index, self.num_stages = submodule, stage_index, num_stages
+        # The first stage takes the inputs, and the last one computes the loss.
+        self.is_first, self.is_last = stage_index == 0, stage_index == num_stages - 1
         self.comm = as_communicator(comm)
-        if not 0 <= stage_index < num_stages:
-            raise DtlibError(f"PipelineStage(stage_index={stage_index}): there are stages 0 to {num_stages - 1}.")
         if num_stages % self.comm.size:
             raise DtlibError(
                 f"PipelineStage(num_stages={num_stages}): stages cannot be divided equally among {self.comm.size} "
                 f"ranks: use a multiple of {self.comm.size}, or a communicator of fewer ranks, with comm.split()."
             )
-        if stage_index % self.comm.size != self.comm.rank:
+        if stage_index not in (here := range(self.comm.rank, num_stages, self.comm.size)):
             raise DtlibError(
-                f"Stage {stage_index} of {num_stages} belongs to rank {stage_index % self.comm.size} of "
-                f"{self.comm.size}, but this is rank {self.comm.rank}."
+                f"PipelineStage(stage_index={stage_index}): rank {self.comm.rank} of {self.comm.size} has stages "
+                f"{[*here]} of {num_stages}."
             )
         if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in submodule.modules()):
             raise DtlibError(
@@ -64,16 +65,6 @@ class PipelineStage:
             )
         parameter = next(submodule.parameters(), None)
         self.device = torch.device(device or (parameter.device if parameter is not None else "cpu"))
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first stage, which takes the inputs."""
-        return self.stage_index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the last stage, which computes the loss."""
-        return self.stage_index == self.num_stages - 1
 
 
 class RunningStage:
@@ -224,7 +215,7 @@ class RunningStage:
 
     def _receive_gradients(self, microbatch, sent):
         if self.stage.is_last:
-            return [place and place.full(self.weights[microbatch]) for place in sent]
+            return [place and place.empty().fill_(self.weights[microbatch]) for place in sent]
         if self._gradients:
             return self._gradients.take(microbatch, sent)
         return self.handed.pop((self.stage.stage_index, "B", microbatch))
@@ -259,43 +250,26 @@ def _recomputed(module, received, keywords):
     The recomputation uses the same inputs and buffers, which may have changed since, and does not update statistics
     again.
     """
-    before = [
-        (owner, name, buffer, buffer._version, buffer.detach().clone())
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-    restored = _RestoredBuffers([(owner, name, old) for owner, name, _, _, old in before])
+    before = {name: (buffer, buffer._version, buffer.detach().clone()) for name, buffer in module.named_buffers()}
+    passes = []
 
     def run(*received, **keywords):
+        passes.append(1)
         received, keywords = tree_map_only(torch.Tensor, torch.clone, (received, keywords))
-        return module(*received, **keywords)
+        if len(passes) == 1:
+            return module(*received, **keywords)
+        with second_halves_to(None):  # a recomputation by other code may not want gradients of weights
+            copies = {name: old.clone() for name, (*_, old) in before.items()}
+            return functional_call(module, copies, received, keywords)
 
-    output = checkpoint(run, *received, use_reentrant=False, context_fn=lambda: (nullcontext(), restored), **keywords)
-    restored.buffers = [
-        (owner, name, old)
-        for owner, name, buffer, version, old in before
+    output = checkpoint(run, *received, use_reentrant=False, **keywords)
+    for name, (buffer, version, _) in list(before.items()):
+        owner, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(owner)
         # torch's normalisation layers update their statistics without a change of the version counter.
-        if owner._buffers.get(name) is not buffer or buffer._version != version or isinstance(owner, _NormBase)
-    ]
+        if owner._buffers.get(attribute) is buffer and buffer._version == version and not isinstance(owner, _NormBase):
+            del before[name]  # unchanged, so the recomputation can use it
     return output
-
-
-class _RestoredBuffers:
-    """A context in which modules have copies of their earlier buffers; it can be entered several times."""
-
-    def __init__(self, buffers):
-        self.buffers, self._undo = buffers, ExitStack()
-
-    def __enter__(self):
-        self._undo = ExitStack()
-        self._undo.enter_context(weights_by_autograd())
-        for owner, name, old in self.buffers:
-            self._undo.callback(owner._buffers.__setitem__, name, owner._buffers[name])
-            owner._buffers[name] = old.clone()
-
-    def __exit__(self, *error):
-        self._undo.close()
 
 
 def _check_sent(sent, output, index: int) -> None:

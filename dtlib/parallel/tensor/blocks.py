@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
-from dtlib.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, check_same
+from dtlib.gradients.same_model import check_same_arguments
+from dtlib.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 
 
 class ParallelMLP(nn.Module):
@@ -74,34 +75,26 @@ class ParallelAttention(nn.Module):
     def from_attention(cls, attention: nn.MultiheadAttention, comm: AnyCommunicator,
                        causal: bool = False) -> "ParallelAttention":  # fmt: skip
         """Shard an existing self-attention; rank 0's values are used."""
-        if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
+        only_self = attention.in_proj_weight is not None and attention.bias_k is None and not attention.add_zero_attn
+        if not only_self or not attention.batch_first or attention.dropout:
             raise DtlibError(
-                "ParallelAttention supports only self-attention: build the nn.MultiheadAttention without kdim, vdim, "
-                "add_bias_kv and add_zero_attn."
+                "ParallelAttention is self-attention of (batch, tokens, width) without dropout: build the "
+                "nn.MultiheadAttention with batch_first=True and dropout=0, and without kdim, vdim, add_bias_kv and "
+                "add_zero_attn."
             )
-        if not attention.batch_first:
-            raise DtlibError(
-                "ParallelAttention needs (batch, tokens, width): build the nn.MultiheadAttention with batch_first=True."
-            )
-        if attention.dropout:
-            raise DtlibError("ParallelAttention has no dropout: build the nn.MultiheadAttention with dropout=0.")
         width, heads = attention.embed_dim, attention.num_heads
-
-        def whole():
-            in_proj = nn.Linear(width, 3 * width, bias=attention.in_proj_bias is not None, device="meta")
-            for name, rows in (("weight", attention.in_proj_weight), ("bias", attention.in_proj_bias)):
-                if rows is not None:
-                    setattr(in_proj, name, nn.Parameter(_by_heads(rows.detach(), heads), rows.requires_grad))
-            return in_proj, attention.out_proj
-
+        in_proj = nn.Linear(width, 3 * width, bias=attention.in_proj_bias is not None, device="meta")
+        for name, rows in (("weight", attention.in_proj_weight), ("bias", attention.in_proj_bias)):
+            if rows is not None:
+                setattr(in_proj, name, nn.Parameter(_by_heads(rows.detach(), heads), rows.requires_grad))
         made = cls.__new__(cls)
-        made._build(whole, width, heads, comm, causal)
+        made._build(lambda: (in_proj, attention.out_proj), width, heads, comm, causal)
         return made
 
     def _build(self, whole, width, heads, comm, causal) -> None:
         super().__init__()
         comm = as_communicator(comm)
-        check_same(comm, "ParallelAttention", width=width, heads=heads, causal=causal)
+        check_same_arguments(comm, "ParallelAttention", width=width, heads=heads, causal=causal)
         if heads < 1 or heads % comm.size:
             raise DtlibError(
                 f"ParallelAttention: {heads} heads cannot be divided equally among {comm.size} ranks: choose a "

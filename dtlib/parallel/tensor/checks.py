@@ -10,8 +10,10 @@ from torch import Tensor
 
 from dtlib.comm import AnyCommunicator, Communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.preconditions import around, check_first, check_input, group_and_communicator
+from dtlib.gradients.preconditions import around, check_first, group_and_communicator
+from dtlib.gradients.same_model import check_same_arguments
 from dtlib.gradients.shard_info import note
+from dtlib.parallel.tensor.layers import check_width
 from dtlib.parallel.tensor.plain import ColumnParallelLinear, RowParallelLinear
 
 
@@ -28,8 +30,7 @@ def _construct(original, self, in_features, out_features, group: AnyCommunicator
 
 def check_features(comm: Communicator, cut: int, whole: int) -> None:
     """Refuse, on every rank, a layer whose features cannot be divided into equal slices."""
-    if len(sizes := set(comm.all_gather_object((cut, whole)))) > 1:
-        raise DtlibError(f"Ranks create layers of sizes {sizes}: create the same on all ranks.")
+    check_same_arguments(comm, "The layer", features=(cut, whole))
     if cut % comm.size:
         raise DtlibError(f"{cut} features do not divide into {comm.size} equal slices: use the classes of layers.py.")
 
@@ -41,12 +42,10 @@ def check_same_input(comm: Communicator, x: Tensor) -> None:
         raise DtlibError("Ranks have different inputs: give all ranks of this communicator the same batch.")
 
 
-def _check_column_input(self, x: Tensor) -> None:
-    check_same_input(self.comm, x)
-    check_input(x, self.weight, "ColumnParallelLinear")
-
-
 around(ColumnParallelLinear, "__init__", _construct)
 around(RowParallelLinear, "__init__", _construct)
-check_first(ColumnParallelLinear, "forward", _check_column_input)
-check_first(RowParallelLinear, "forward", lambda self, x: check_input(x, self.weight, "RowParallelLinear"))
+for kind in (ColumnParallelLinear, RowParallelLinear):
+    takes = f"as {kind.__name__} takes"
+    check_first(kind, "forward", lambda self, x, takes=takes: check_width(x, self.weight.shape[1], takes))
+# This check communicates, so all ranks must reach it: it is added last, and called first.
+check_first(ColumnParallelLinear, "forward", lambda self, x: check_same_input(self.comm, x))

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dtlib.comm import AnyCommunicator, Communicator, as_communicator
+from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
+from dtlib.gradients.same_model import check_same_arguments
 from dtlib.gradients.shard_info import note
 from dtlib.parallel.tensor import functions
 
@@ -41,7 +42,7 @@ class ParallelLayer(nn.Module):
         parameters = dict(whole.named_parameters(recurse=False))
         self.whole_shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         dtypes = {name: str(parameter.dtype) for name, parameter in parameters.items()}
-        check_same(self.comm, type(self).__name__, shapes=self.whole_shapes, dtypes=dtypes)
+        check_same_arguments(self.comm, type(self).__name__, shapes=self.whole_shapes, dtypes=dtypes)
         count = getattr(whole, self.shared)
         if count < self.comm.size:
             raise DtlibError(
@@ -63,11 +64,12 @@ class ParallelLayer(nn.Module):
             self.register_parameter("bias", None)
 
     @classmethod
-    def _of(cls, whole: nn.Module, kind: type[nn.Module], comm: AnyCommunicator) -> Self:
-        """Shard an existing layer."""
+    def _of(cls, whole: nn.Module, kind: type[nn.Module], comm: AnyCommunicator, **options: bool) -> Self:
+        """Shard an existing layer, and set ``options``, attributes of the result."""
         check_plain(whole, kind, cls.__name__)
         made = cls.__new__(cls)
         ParallelLayer.__init__(made, whole, comm)
+        vars(made).update(options)
         return made
 
     def register_parameter(self, name: str, parameter: nn.Parameter | None) -> None:
@@ -109,9 +111,7 @@ class ColumnParallelLinear(ParallelLayer):
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: AnyCommunicator, gather_output: bool = True) -> Self:
         """Shard an existing layer. Rank 0's values are used, and ``linear`` is not changed."""
-        made = cls._of(linear, nn.Linear, comm)
-        made.gather_output = gather_output
-        return made
+        return cls._of(linear, nn.Linear, comm, gather_output=gather_output)
 
     def forward(self, x: Tensor) -> Tensor:
         check_width(x, self.in_features, f"in_features={self.in_features} of ColumnParallelLinear")
@@ -149,9 +149,7 @@ class RowParallelLinear(ParallelLayer):
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: AnyCommunicator, input_is_parallel: bool = False) -> Self:
         """Shard an existing layer. Rank 0's values are used, and ``linear`` is not changed."""
-        made = cls._of(linear, nn.Linear, comm)
-        made.input_is_parallel = input_is_parallel
-        return made
+        return cls._of(linear, nn.Linear, comm, input_is_parallel=input_is_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.input_is_parallel:
@@ -222,17 +220,6 @@ class VocabParallelEmbedding(ParallelLayer):
         elsewhere = (words < self.slice.start) | (words >= self.slice.stop)
         rows = functional.embedding((words - self.slice.start).masked_fill(elsewhere, 0), self.weight)
         return functions.reduce_from_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.comm)
-
-
-def check_same(comm: Communicator, caller: str, **arguments: object) -> None:
-    """Refuse, on every rank, arguments that differ between ranks."""
-    for rank, theirs in enumerate(everyones := comm.all_gather_object(arguments)):
-        for name, value in theirs.items():
-            if value != everyones[0][name]:
-                raise DtlibError(
-                    f"{caller} differs between ranks: {name} is {everyones[0][name]} on rank 0 and {value} on rank "
-                    f"{rank}. Build the same layer on all ranks."
-                )
 
 
 def check_plain(whole: nn.Module, kind: type[nn.Module], caller: str) -> None:

@@ -38,7 +38,7 @@ def check_output(output: object, caller: str) -> None:
         raise DtlibError(f"{caller}: a module returned {type(output).__name__}, but must return a single tensor.")
 
 
-def check_arguments(optimizer_class: object, stage: int, bucket_cap_mb: float | None, progress: str | None) -> None:
+def check_arguments(optimizer_class: object, stage: int, bucket_cap_mb: float | None) -> None:
     """Refuse arguments that ``ZeroOptimizer`` does not support."""
     check_elementwise(optimizer_class, "ZeroOptimizer")
     if stage not in (1, 2):
@@ -47,5 +47,3 @@ def check_arguments(optimizer_class: object, stage: int, bucket_cap_mb: float | 
         )
     if bucket_cap_mb is not None and bucket_cap_mb <= 0:
         raise DtlibError(f"ZeroOptimizer(bucket_cap_mb={bucket_cap_mb}): pass a size above 0, such as 25.")
-    if progress not in (None, "inline", "thread"):
-        raise DtlibError(f"ZeroOptimizer(progress={progress!r}): choose 'inline' or 'thread'.")

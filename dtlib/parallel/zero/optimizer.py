@@ -86,21 +86,28 @@ class ZeroOptimizer(optim.Optimizer):
     def __init__(self, params: Iterable, optimizer_class: type, comm: AnyCommunicator | None = None, stage: int = 1,
                  bucket_cap_mb: float | None = None, offload: bool = False, progress: str | None = None,
                  **defaults: object):  # fmt: skip
-        check_arguments(optimizer_class, stage, bucket_cap_mb, progress)
+        check_arguments(optimizer_class, stage, bucket_cap_mb)
         self.comm = as_communicator(init().comm if comm is None else comm)
         self.stage, self.batch_size, self.forwards = stage, None, 0
-        self._offload, self._wanted_progress = offload, progress
-        self._cap_mb = bucket_cap_mb
-        self._buckets: list[ShardedBucket] = []
         self._names: dict[nn.Parameter, str] = {}
-        self._shard_of: dict[nn.Parameter, tuple] = {}
         self._reduced = False  # True if gradients are averaged and step() can skip that
-        self.masters = MasterWeights([])
         # The base class needs default settings, so take those of an optimizer with a dummy parameter.
         super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
-        local = [self._shard_group(number) for number in range(len(self.param_groups))]
-        self.optim = optimizer_class(local, **defaults)
-        self._connect()
+        self._buckets = [
+            bucket for i, group in enumerate(self.param_groups) for bucket in self._shard_group(i, group, bucket_cap_mb)
+        ]
+        owned = {p: piece for bucket in self._buckets for p, piece in zip(bucket.parameters, bucket.owned, strict=True)}
+        if offload and not any(parameter.is_cuda for parameter in owned):
+            warnings.warn("offload: there is no GPU here, so states are in host memory anyway.", stacklevel=2)
+        self.masters = MasterWeights(owned.values(), "cpu" if offload else None, wholes=owned)
+        slices = [slice_ for bucket in self._buckets for slice_ in bucket.shards.slices]
+        self._shard_of = dict(zip(owned, zip(slices, owned.values(), self.masters.masters, strict=True), strict=True))
+        # Schedulers change ``param_groups`` of this optimizer; ``step()`` copies the settings to the local optimizer.
+        self.optim = optimizer_class([
+            {**_settings_of(group), "params": [self._shard_of[p][2] for p in group["params"] if p.requires_grad]}
+            for group in self.param_groups
+        ], **defaults)  # fmt: skip
+        self._connect(progress)
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group at construction; the constructor of torch's optimizers calls this."""
@@ -108,11 +115,10 @@ class ZeroOptimizer(optim.Optimizer):
             raise DtlibError("ZeroOptimizer flattens its groups at construction: create a new one with all groups.")
         super().add_param_group(param_group)
 
-    def _shard_group(self, number: int) -> dict:
-        """Flatten and shard one group; return the local optimizer's group."""
-        group = self.param_groups[number]
+    def _shard_group(self, number: int, group: dict, cap_mb: float | None) -> list[ShardedBucket]:
+        """Flatten and shard one group; return its buckets."""
         trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-        names = names_of(number, group)
+        self._names |= (names := names_of(number, group))
         check_same_model({names[parameter]: parameter for parameter in trained}, self.comm, "ZeroOptimizer")
         for parameter in group["params"]:
             if not parameter.requires_grad:
@@ -120,28 +126,15 @@ class ZeroOptimizer(optim.Optimizer):
         # Gradients become ready roughly in the reverse order of the forward pass. Stage 1 sends them all at the end, so
         # it does not need small buckets.
         order = trained[::-1]
-        cap = bucket_bytes(order, self._cap_mb) if self.stage == 2 else 2**63
+        cap = bucket_bytes(order, cap_mb) if self.stage == 2 else 2**63
         # A large gradient gets its own bucket, so that it is sent without a copy.
         indices = buckets_of(order, cap, cap, alone_from=cap / 2 if self.stage == 2 else cap)
         kind = WholeGradients if self.stage == 1 else ShardedBucket
-        buckets = [kind([order[i] for i in some], self.comm) for some in indices]
-        owned = {p: piece for bucket in buckets for p, piece in zip(bucket.parameters, bucket.owned, strict=True)}
-        on_gpu = any(parameter.is_cuda for parameter in trained)
-        if self._offload and not on_gpu:
-            warnings.warn("offload: there is no GPU here, so states are in host memory anyway.", stacklevel=3)
-        made = MasterWeights(owned.values(), "cpu" if self._offload and on_gpu else None, wholes=owned)
-        self.masters += made
-        slices = [slice_ for bucket in buckets for slice_ in bucket.shards.slices]
-        for parameter, slice_, master in zip(owned, slices, made.masters, strict=True):
-            self._shard_of[parameter] = slice_, owned[parameter], master
-        self._buckets += buckets
-        self._names |= names
-        # Schedulers change ``param_groups`` of this optimizer; ``step()`` copies the settings to the local optimizer.
-        return {**_settings_of(group), "params": [self._shard_of[parameter][2] for parameter in trained]}
+        return [kind([order[i] for i in some], self.comm) for some in indices]
 
-    def _connect(self) -> None:
+    def _connect(self, progress: str | None) -> None:
         """Register the autograd hooks that collect or send gradients."""
-        self.progress = progress_for(self.comm, self._shard_of, self._wanted_progress, "ZeroOptimizer")
+        self.progress = progress_for(self.comm, self._shard_of, progress, "ZeroOptimizer")
         self._reducer = Reducer(
             self._buckets, ReduceScatter(self.comm), self, self.progress, self._names, by_call=self.stage == 1,
             values=list(self._names),
@@ -191,11 +184,6 @@ class ZeroOptimizer(optim.Optimizer):
         for bucket in self._buckets:
             bucket.check(self._names)
 
-    def _has_pending_gradients(self) -> bool:
-        """Return whether gradients have arrived and wait for the step."""
-        waiting = any(not is_freed(parameter.grad) for parameter in self._shard_of)
-        return waiting or self._reduced or bool(self._reducer.passes)
-
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their joint 2-norm over the shards of all ranks is at most ``max_norm``.
 
@@ -211,9 +199,6 @@ class ZeroOptimizer(optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._forget_gradients()
-
-    def _forget_gradients(self) -> None:
         for tensor in [*self.masters.parameters, *self.masters.masters]:
             tensor.grad = None
         for parameter in self._shard_of:
@@ -237,7 +222,7 @@ class ZeroOptimizer(optim.Optimizer):
         _copy_settings(self.param_groups, self.optim.param_groups)  # a scheduler may have changed them
         self.optim.step()
         self.copy_to_parameters()
-        self._forget_gradients()
+        self.zero_grad()
         return loss
 
     def copy_to_parameters(self) -> None:
@@ -280,7 +265,7 @@ class ZeroOptimizer(optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Load this rank's shard."""
-        if self._has_pending_gradients():
+        if self._reduced or self._reducer.passes or any(not is_freed(parameter.grad) for parameter in self._shard_of):
             raise DtlibError("A state cannot be loaded while gradients are pending: call step() or zero_grad() first.")
         place = state_dict.get("rank"), state_dict.get("size")
         if place != (self.comm.rank, self.comm.size):

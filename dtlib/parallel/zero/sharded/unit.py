@@ -5,8 +5,6 @@ The life of a unit's parameters in one step: ``_before_forward`` gathers them an
 them, and ``Flat.finish`` stores this rank's shard of the average.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import is_dataclass
