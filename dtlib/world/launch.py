@@ -5,6 +5,7 @@ All code that starts ranks uses this module: ``dtlib pi``, the engines, the test
 
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -217,18 +218,17 @@ def start_zygote(*imports: str) -> subprocess.Popen | None:
     try:
         if forking.why_not(find_mpiexec()) or forking.launcher(find_mpiexec()):
             return None
-        folder = forking.new_folder()
-        with forking.listen(folder) as listener:
+        name = f"dtlib-zygote-{secrets.token_hex(16)}"
+        with forking.listen(name) as listener:
             zygote = subprocess.Popen(
-                ends_with_this_process(forking.command(folder, listener, imports)),
+                ends_with_this_process(forking.command(listener, imports)),
                 env={**os.environ, **rank_environment(1), "OMP_NUM_THREADS": "1"},  # otherwise numpy starts threads
                 cwd="/", pass_fds=[listener.fileno()], start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
-    # No mpiexec, no disk space, or a socket name that is too long: starting ranks will report it.
-    except (DtlibError, OSError):
+    except (DtlibError, OSError):  # no mpiexec, or no memory: starting ranks will report it
         return None
-    os.environ[forking.VARIABLE] = folder
+    os.environ[forking.VARIABLE] = name
     return zygote
 
 
@@ -242,7 +242,7 @@ def forked_ranks(*imports: str) -> Iterator[subprocess.Popen | None]:
         if zygote:
             end_processes([Process.of(zygote.pid)])
             zygote.wait()
-            shutil.rmtree(os.environ.pop(forking.VARIABLE), ignore_errors=True)  # if the zygote could not
+            del os.environ[forking.VARIABLE]
             os.environ.update({forking.VARIABLE: before} if before else {})
 
 

@@ -61,7 +61,7 @@ figures.picture({"two ranks, one micro-batch (EMULATED)": two})
 
 # %% tags=["statement"]
 # "At every moment one of the two waits."
-assert abs(found(r"two ranks, one micro-batch [\d.]+ ([\d.]+)%")[0] - 50) < 10
+assert abs(found(r"two ranks, one micro-batch \(EMULATED\) [\d.]+ ([\d.]+)%")[0] - 50) < 10
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # **At every moment one of the two waits.** Now the model fits, but no time is saved.
