@@ -103,19 +103,25 @@ class Group(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: c10d.AllreduceOptions | None = None) -> dist.Work:
         opts = opts or c10d.AllreduceOptions()
-        return self._each([partial(self._all_reduce, tensor, opts) for tensor in tensors])
+        if tensors[0].is_sparse:
+            return self._all_reduce_sparse(*tensors, opts)
+        for tensor in tensors:
+            warn_of_activations(tensor)
+        starts = [partial(self._alive().all_reduce, **self._to_reduce(tensor, opts)) for tensor in tensors]
+        return self._begin(opts, starts, tensors)
 
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Tensors, opts: c10d.BroadcastOptions | None = None) -> dist.Work:
         opts = opts or c10d.BroadcastOptions()
-        if tensors[0].requires_grad and self.rank() != opts.rootRank:
+        if self.rank() != opts.rootRank:
             warn_of_activations(tensors[0])
         starts = [partial(self._alive().broadcast, moved(tensor), opts.rootRank) for tensor in tensors]
         return self._begin(opts, starts, tensors)
 
     def reduce(self, tensors: Tensors, opts: c10d.ReduceOptions) -> dist.Work:
-        return self._each([partial(self._reduce, tensor, opts.rootRank, opts) for tensor in tensors])
+        reduce = partial(self._alive().reduce, root=opts.rootRank)
+        return self._begin(opts, [partial(reduce, **self._to_reduce(tensor, opts)) for tensor in tensors], tensors)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: c10d.AllgatherOptions | None = None
@@ -157,8 +163,11 @@ class Group(dist.ProcessGroup):
         self, outputs: Tensors, inputs: Tensors, opts: c10d.ReduceScatterOptions | None = None
     ) -> dist.Work:
         opts = opts or c10d.ReduceScatterOptions()
-        pairs = zip(outputs, inputs, strict=True)
-        return self._each([partial(self._reduce_scatter, output, input, opts) for output, input in pairs])
+        starts = [
+            partial(self._alive().reduce_scatter, dense(output), **self._to_reduce(input, opts, in_place=False))
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        return self._begin(opts, starts, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -265,8 +274,10 @@ class Group(dist.ProcessGroup):
         with torchs_errors():
             # A time limit of this call needs a handle, because `GroupWork` sets the limit on it.
             if opts is None or opts.asyncOp or limit is not None:
-                handles = [start(async_op=True) for start in starts]
-                return self._collected(GroupWork(handles, result, finish, limit))
+                work = GroupWork([start(async_op=True) for start in starts], result, finish, limit)
+                if self._together is not None:
+                    self._together.append(work)
+                return work
             for start in starts:
                 start()
             if finish is not None:
@@ -278,25 +289,12 @@ class Group(dist.ProcessGroup):
         works = [start() for start in starts]
         return works[0] if len(works) == 1 else joined(works)
 
-    def _collected(self, work):
-        if self._together is not None:
-            self._together.append(work)
-        return work
-
-    def _all_reduce(self, tensor, opts):
-        if tensor.is_sparse:
-            return self._all_reduce_sparse(tensor, opts)
-        if tensor.requires_grad:
-            warn_of_activations(tensor)
-        mine, name = self._to_reduce(tensor, opts)
-        return self._begin(opts, [partial(self._alive().all_reduce, mine, name)], [tensor])
-
     def _to_reduce(self, tensor, opts, in_place=True):
-        """Return the tensor to send, multiplied by the reduction's factor, and the name of the reduction."""
+        """Return arguments: the tensor to send, multiplied by the reduction's factor, and the reduction's name."""
         with torchs_errors():
             name = named(opts.reduceOp, tensor)
         mine, by = dense(tensor), factor(opts.reduceOp)
-        return (mine if by is None else mine.mul_(by) if in_place else mine * by), name
+        return {"tensor": mine if by is None else mine.mul_(by) if in_place else mine * by, "op": name}
 
     def _all_reduce_sparse(self, tensor, opts):
         """Add sparse tensors entry by entry; this waits for the other ranks. Other reductions are refused."""
@@ -314,22 +312,15 @@ class Group(dist.ProcessGroup):
             tensor.copy_(total)
         return GroupWork((), [tensor])
 
-    def _reduce(self, tensor, root, opts):
-        mine, name = self._to_reduce(tensor, opts)
-        return self._begin(opts, [partial(self._alive().reduce, mine, root, name)], [tensor])
-
-    def _reduce_scatter(self, output, input, opts):
-        mine, name = self._to_reduce(input, opts, in_place=False)
-        return self._begin(opts, [partial(self._alive().reduce_scatter, dense(output), mine, name)], [output])
-
     def _reduce_scatter_list(self, output, inputs, opts):
         if all(tensor.shape == output.shape for tensor in inputs):
-            return self._reduce_scatter(output, torch.stack([tensor.detach() for tensor in inputs]), opts)
+            return self.reduce_scatter_single(output, torch.stack([tensor.detach() for tensor in inputs]), opts)
         # The sizes differ: reduce each tensor to the rank that needs it.
         self._check_own(inputs, output)
         totals = [tensor.detach().clone() for tensor in inputs]
-        works = [self._reduce(total, root, opts) for root, total in enumerate(totals)]
-        return joined(works, [output], partial(output.detach().copy_, totals[self.rank()]))
+        reduce = self._alive().reduce
+        starts = [partial(reduce, root=root, **self._to_reduce(total, opts)) for root, total in enumerate(totals)]
+        return self._begin(opts, starts, [output], partial(output.detach().copy_, totals[self.rank()]))
 
     def _all_gather(self, outputs, input, opts):
         if all(output.shape == input.shape for output in outputs):
@@ -373,7 +364,7 @@ class Group(dist.ProcessGroup):
 
 def warn_of_activations(tensor: torch.Tensor) -> None:
     """Warn if a collective writes into a tensor of the autograd graph."""
-    if tensor.grad_fn is not None and torch.is_grad_enabled():
+    if tensor.requires_grad and tensor.grad_fn is not None and torch.is_grad_enabled():
         warnings.warn(
             "This collective changes a tensor in the graph of autograd without gradients, so backward() raises an "
             "error if it needs the old values. Pass tensor.detach().clone(), or call "
