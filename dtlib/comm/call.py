@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,16 +73,7 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Shaped(Protocol):
-    """A tensor of torch, of numpy, or of the stand-in for torch in the browser."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def dtype(self) -> object: ...
-
-
-def shape_and_type(tensor: Shaped) -> str:
+def shape_and_type(tensor: AnyTensor) -> str:
     """Return the shape and dtype as text: ``(4,) float32``."""
     return _shape_and_type(tensor.shape, dtype_name(tensor.dtype))
 

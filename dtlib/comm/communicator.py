@@ -416,7 +416,7 @@ class Communicator(ObjectOperations):
 
     def _incoming(self, tag: int) -> IncomingLink:
         """Return the receiving end of one message."""
-        return IncomingLink(self._link(tag))
+        return IncomingLink(self._mpi, self.rank, self.size, tag, self._buffers)
 
     def _side_link(self, tag: int) -> Link:
         """Return a link for dtlib's own messages, which are neither delayed nor counted."""

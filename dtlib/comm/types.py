@@ -13,6 +13,7 @@ GPU -> pinned host memory -> MPI -> pinned host memory -> GPU.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -79,8 +80,9 @@ class Payload:
         """Copy ``flat`` back into the tensor if it is a copy; return the tensor."""
         if self.memory is not None:
             self.memory[...] = self.flat.reshape(self.memory.shape)
-        if not isinstance(self.tensor, np.ndarray):
-            _tell_autograd(self.tensor)
+        if not isinstance(self.tensor, np.ndarray) and not self.tensor.is_inference():
+            # A backward pass that needs the old values must fail instead of being wrong.
+            sys.modules["torch"].autograd.graph.increment_version(self.tensor)
         return self.tensor
 
     def finisher(self, op: str, size: int) -> Callable[[], AnyTensor]:
@@ -97,19 +99,6 @@ class Payload:
             dtype: Any = self.tensor.dtype
             torch.from_numpy(self.flat).view(dtype).div_(size)
         return self.store()
-
-
-def _tell_autograd(tensor) -> None:
-    """Mark the tensor as modified, so that a backward pass that needs its old values fails instead of being wrong."""
-    if not tensor.is_inference():
-        _increment_version()(tensor)
-
-
-@cache
-def _increment_version():
-    from torch.autograd.graph import increment_version
-
-    return increment_version
 
 
 def check_name(name: str, operation: str) -> None:
@@ -175,7 +164,7 @@ def payload(tensor: AnyTensor, operation: str, writes: bool) -> Payload:
     if name not in ALLOWED:
         check_name(name, operation)
     if not is_array and not it.is_cpu:
-        return staged(it, name, operation)
+        return StagedPayload(it, name, operation)
     if is_array and isinstance(tensor, np.ma.MaskedArray):
         raise CommunicationError(f"{operation} does not support masks: pass array.filled(...).")
     memory = it.view(np.ndarray) if is_array else host_memory(it, name, operation)
@@ -204,22 +193,12 @@ def _overlaps_itself(memory: np.ndarray) -> bool:
     return False
 
 
-def staged(tensor: torch.Tensor, name: str, operation: str) -> StagedPayload:
-    """Return a tensor on a GPU as a copy in host memory.
+class StagedPayload(Payload):
+    """A copy of a GPU tensor in pinned host memory, the fastest source and target of GPU copies.
 
     Raises:
         CommunicationError: for tensors on other devices than CPU and CUDA.
     """
-    if tensor.device.type not in STAGED:
-        raise CommunicationError(
-            f"{operation} carries tensors on the CPU or a CUDA device and this one is on {tensor.device}: pass "
-            "tensor.cpu()."
-        )
-    return StagedPayload(tensor, name, operation)
-
-
-class StagedPayload(Payload):
-    """A copy of a GPU tensor in pinned host memory, the fastest source and target of GPU copies."""
 
     __slots__ = ("_host",)
     tensor: torch.Tensor
@@ -227,6 +206,11 @@ class StagedPayload(Payload):
     def __init__(self, tensor: torch.Tensor, name: str, operation: str):
         import torch
 
+        if tensor.device.type not in STAGED:
+            raise CommunicationError(
+                f"{operation} carries tensors on the CPU or a CUDA device and this one is on {tensor.device}: pass "
+                "tensor.cpu()."
+            )
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         with _transfers(tensor):
             self._host.copy_(tensor.detach(), non_blocking=True)

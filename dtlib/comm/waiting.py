@@ -159,20 +159,17 @@ def _empty(size: int) -> np.ndarray:
     return np.empty(size, dtype=np.uint8)
 
 
-class IncomingLink:
+class IncomingLink(Link):
     """The receiving end of one message; it knows the length of the message."""
 
-    def __init__(self, link: Link):
-        from mpi4py import MPI
-
-        self.messages = self.bytes = 0
-        self._link = link
-        self._mpi, self._status = MPI, MPI.Status()
-        self._too_long = False
+    _too_long = False
 
     def recv(self, array: np.ndarray, source: int) -> Request:
         """Start to receive into a contiguous array; return a request."""
-        self._arriving = self._link.recv(array, source)
+        from mpi4py import MPI
+
+        self._mpi, self._status = MPI, MPI.Status()
+        self._arriving = super().recv(array, source)
         return self._arriving
 
     def all_done(self, requests: list) -> bool:
@@ -184,10 +181,6 @@ class IncomingLink:
             if self._too_long:
                 return True
             raise
-
-    def give_up(self, requests: list) -> None:
-        """Cancel the receive if no message has matched it yet."""
-        self._link.give_up(requests)
 
     def length(self) -> int | None:
         """Return the bytes of the last message; None if it was longer than the array."""

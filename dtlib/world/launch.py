@@ -14,10 +14,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TypedDict, Unpack
 
 import psutil
 
@@ -246,18 +245,6 @@ def forked_ranks(*imports: str) -> Iterator[subprocess.Popen | None]:
             os.environ.update({forking.VARIABLE: before} if before else {})
 
 
-class Options(TypedDict, total=False):
-    """Options of ``subprocess.Popen``."""
-
-    env: dict[str, str]
-    stdin: int | IO | None
-    stdout: int | IO | None
-    stderr: int | IO | None
-    cwd: str | Path | None
-    text: bool
-    errors: str
-
-
 def mpiexec_error(text: str) -> str:
     """Return why ranks did not start: mpiexec's first line, and settings here that may be for another Open MPI."""
     lines = (line.strip() for line in text.splitlines())
@@ -274,10 +261,12 @@ def settings_of_mpi() -> str:
     return f" This environment sets {', '.join(found)}, perhaps for another Open MPI: unset it, and try again."
 
 
-def start_ranks(command: list[str], ranks: int, survive: bool = False, **popen: Unpack[Options]) -> subprocess.Popen:
+def start_ranks(
+    command: list[str], ranks: int, survive: bool = False, env: Mapping[str, str] = os.environ, **popen: object
+) -> subprocess.Popen:
     """Start ``command`` (a Python program's arguments) on ``ranks`` ranks; Ctrl-C reaches only this process.
 
-    With ``survive``, the other ranks live on when a rank dies.
+    With ``survive``, the other ranks live on when a rank dies. ``popen`` are options of ``subprocess.Popen``.
     """
     rank = [*python_of_a_rank(), *command]
     # A rank must not outlive mpiexec. The zygote ends forked ranks itself.
@@ -285,7 +274,7 @@ def start_ranks(command: list[str], ranks: int, survive: bool = False, **popen: 
         rank = ends_with(0, rank)
     return subprocess.Popen(  # type: ignore[call-overload]  # options from a dictionary
         ends_with_this_process([*mpiexec_command(ranks, survive), *rank]),
-        env={**os.environ, **rank_environment(ranks), **popen.pop("env", {})},
+        env={**os.environ, **rank_environment(ranks), **env},
         start_new_session=True,
         **popen,
     )

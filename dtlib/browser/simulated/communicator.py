@@ -187,7 +187,7 @@ class SimulatedCommunicator(ArgumentChecks):
     def send(self, tensor: Tensor, dest: int, tag: int = 0, async_op: bool = False) -> Started:
         self._check_rank(dest, "send", "dest")
         flat, call = _flat(tensor, "send"), self._call("send", tensor, (dest,), peer=dest, tag=tag)
-        link = self._link(("message", tag), (shape_and_type(tensor), call.where))
+        link = self._link(("message", tag), (shape_and_type(tensor), call.where))  # type: ignore[arg-type]  # it has a shape and a dtype
         return self._start(call, iter([[link.send(flat, dest)]]), link, lambda: tensor, async_op, self._queue.post)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0, async_op: bool = False) -> Started:
