@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from threading import RLock
 from typing import TYPE_CHECKING
 
@@ -49,11 +50,6 @@ class SlowLink(Link):
         # A list, not a generator: every request must be tested, because testing is what starts a message that is due.
         return all([request.Test() for request in requests])
 
-    def give_up(self, requests: list) -> None:
-        """Cancel receives without a message, and drop delayed messages."""
-        super().give_up([request for request in requests if not isinstance(request, _DelayedMessage)])
-        self._wire.forget([request for request in requests if isinstance(request, _DelayedMessage)])
-
 
 class Wire:
     """An emulated network card: ``latency`` in seconds per message, ``bandwidth`` in bytes per second.
@@ -88,12 +84,13 @@ class Wire:
         """Send the messages that are due."""
         with self._lock:
             while self._delayed and self._delayed[0].at <= time.monotonic():
-                self._delayed.pop(0).leave()
+                due = self._delayed.pop(0)
+                due.request = due.start()
 
-    def forget(self, messages: list) -> None:
-        """Drop delayed messages without sending them."""
-        with self._lock:
-            self._delayed = [message for message in self._delayed if message not in messages]
+    def forget(self, message: _DelayedMessage) -> None:
+        """Drop a message that is still delayed; do nothing if it was sent."""
+        with self._lock, suppress(ValueError):
+            self._delayed.remove(message)
 
 
 class _DelayedMessage:
@@ -102,16 +99,13 @@ class _DelayedMessage:
     def __init__(self, wire: Wire, at: float, start):
         self.at = at
         self._wire = wire
-        self._start = start
-        self._request: Request | None = None
+        self.start = start
+        self.request: Request | None = None
 
     def Cancel(self) -> None:
-        """Do nothing: ``Wire.forget`` drops delayed messages."""
-
-    def leave(self) -> None:
-        self._request = self._start()
+        self._wire.forget(self)
 
     def Test(self, status: MPI.Status | None = None) -> bool:
-        if self._request is None:
+        if self.request is None:
             self._wire.send_due()
-        return self._request is not None and self._request.Test()
+        return self.request is not None and self.request.Test()

@@ -62,8 +62,7 @@ def _room_in_memory() -> bool:
     folder = "/dev/shm"
     if not os.access(folder, os.W_OK):  # Open MPI uses another folder
         return True
-    state = os.statvfs(folder)
-    return state.f_bavail * state.f_frsize >= 2 * SEGMENT
+    return shutil.disk_usage(folder).free >= 2 * SEGMENT
 
 
 def use_loopback_for_groups() -> None:
