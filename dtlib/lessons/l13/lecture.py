@@ -181,7 +181,7 @@ def sums(hook, state):
             gradients(model.module, step)  # this rank's own
         for total, parameter, averaged in zip(error, model.parameters(), sent, strict=True):
             total += averaged - comm.all_reduce(parameter.grad.clone(), op="mean")
-    kept = [getattr(state, "kept", {}).get(p, torch.zeros_like(p)) for p in model.parameters()]
+    kept = [getattr(state, "residual", {}).get(p, torch.zeros_like(p)) for p in model.parameters()]
     whole = [e + comm.all_reduce(k.clone(), op="mean") for e, k in zip(error, kept, strict=True)]
     return [max(tensor.abs().max().item() for tensor in each) for each in (error, whole)]
 
