@@ -57,11 +57,11 @@ lab.predict("percentage-of-two", 50)
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 two = explorer.measure("GPipe", ranks=2, microbatches=1).simulation
-figures.picture({"two ranks, one micro-batch (EMULATED)": two})
+figures.picture({"two ranks, one batch (EMULATED)": two})
 
 # %% tags=["statement"]
 # "At every moment one of the two waits."
-assert abs(found(r"two ranks, one micro-batch \(EMULATED\) [\d.]+ ([\d.]+)%")[0] - 50) < 10
+assert abs(found(r"two ranks, one batch [\d.]+ ([\d.]+)%")[0] - 50) < 10
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # **At every moment one of the two waits.** Now the model fits, but no time is saved.
