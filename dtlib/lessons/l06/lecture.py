@@ -148,7 +148,7 @@ assert row("stage 1", "on each of 4 ranks")[-2:] == [12, 4]
 # %% [markdown] tags=["two-hours", "half-day"]
 # A ring all-reduce *is* a reduce_scatter followed by an all_gather, and stage 1 puts the optimizer's step between the
 # two. **Losses are equal, bytes almost equal, and each rank keeps a quarter of the optimizer states.** (Data
-# parallelism sends 560 bytes more: flags of used parameters, less ZeRO's padding.)
+# parallelism sends 560 bytes more, mostly flags of used parameters.)
 
 # %% [markdown] tags=["half-day"]
 # ## Stages 2 and 3
