@@ -250,7 +250,7 @@ assert row("communication", "mixed_adam")[1] < 0.1
 # %% [markdown] tags=["half-day"]
 # In each line with a formula, count and formula agree. The model states are 2 + 0.5 + 1 + 2 = 5.5 bytes per parameter.
 # *Padding* makes shards equal. *Peak* is the largest number of bytes at any time; it must fit. The bars end at the peak;
-# *other tensors* is everything but model states:
+# *other tensors* are not model states:
 
 # %% tags=["half-day"]
 held, sizes = lab.values("lines_of")[0], lab.values("sizes_of")[0]
