@@ -46,7 +46,8 @@ os.environ[forking.VARIABLE] = "off"
 starts()
 del os.environ[forking.VARIABLE]
 with launch.forked_ranks() as zygote:
-    print("zygote", zygote.pid, flush=True)
+    first = os.path.join(os.environ[forking.VARIABLE], forking.SOCKET)
+    print("zygote", zygote.pid, os.path.exists(first), flush=True)
     engines = starts()
     profile = engines.record.profile
     closed = (folder, *map(profile.joinpath, ("state", "log", "security")))
@@ -61,7 +62,7 @@ def machine(tmp_path_factory):
     """One host with two learners and a stranger; all that another user may have left in shared places is there."""
     with Hosts(tmp_path_factory.mktemp("machine")) as running:
         running.users = Users(running, "ada", "bob", "eve")
-        for name in ("ompi.1", "ompi.999999", f"dtlib-{running.users.ids['ada']}"):
+        for name in ("ompi.1", "ompi.999999", "dtlib-zygote-left", f"dtlib-{running.users.ids['ada']}"):
             (running.users.tmp / name).mkdir(mode=0o700)
         running.run("h1", ["sh", "-c", "umask 77; echo > /dev/shm/dtlib-board-left"])
         yield running
@@ -75,7 +76,7 @@ def test_what_root_has_left_in_shared_places_stops_no_start(machine):
     assert len(scripts) == 2 and all(line.count("3.0 ") == 2 for line in scripts), said
     parents = re.findall(r"ranks 0 and 1 \|\S* 3\.0 (\d+)", said)
     zygote = said.partition("zygote ")[2].split()
-    assert zygote[0] == parents[1] != parents[0] and zygote[0] in scripts[1], said
+    assert zygote[1] == "True" and zygote[0] == parents[1] != parents[0] and zygote[0] in scripts[1], said
     modes = json.loads(said.partition("modes ")[2])
     assert len(modes) == 4 and set(modes.values()) == {"0o700"}, modes
 

@@ -1,10 +1,12 @@
 """Ranks that are forked behave as those that are started one by one, and whatever goes wrong they are started so."""
 
 import ast
+import contextlib
 import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -207,11 +209,19 @@ def test_it_forks_with_one_thread_and_without_mpi():
 
 def test_a_socket_for_its_owner_alone():
     ours = the_zygote()
-    if os.getuid() != 0:
-        pytest.skip("only root can be somebody else")
-    ask = "import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
-    ask += f"s.connect(chr(0) + {os.environ[forking.VARIABLE]!r}); print(s.recv(8))"
-    assert run(["/usr/bin/env", "python3"], ask).stdout.strip() == "b''"  # another user may connect and is not heard
+    folder = Path(os.environ[forking.VARIABLE])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in folder.iterdir())
+    if os.getuid() == 0:  # although it may connect, another user is not heard
+        ask = "import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
+        ask += f"s.connect({str(folder / '0')!r}); print(s.recv(8))"
+        folder.chmod(0o755)
+        (folder / "0").chmod(0o666)
+        try:
+            assert run(["/usr/bin/env", "python3"], ask).stdout.strip() == "b''"
+        finally:
+            folder.chmod(0o700)
+            (folder / "0").chmod(0o600)
     assert the_zygote() == ours
 
 
@@ -220,36 +230,57 @@ def test_who_connects_and_goes_at_once_ends_nothing():
     serve = """if True:
         import sys
         from dtlib.world import forked, forking, zygote
-        ours = zygote.Zygote(forking.listen(sys.argv[1]), [])
+        ours = zygote.Zygote(sys.argv[1], forking.listen(sys.argv[1]), [])
         ours.loaded, ours.files, ours.state = True, [], zygote._state([])
         large = bytearray(200_000_000)  # so that a fork takes as long as with torch
         large[::4096] = b"x" * len(large[::4096])
         print("here", flush=True)
         forked.live(*ours.serve(), ours.pid)"""
-    name = f"dtlib-test-{os.getpid()}"
-    with subprocess.Popen([sys.executable, "-c", serve, name], stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
-        assert process.stdout.readline() == "here\n"
-        for _ in range(100):
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.connect(f"\0{name}")
-        assert run([str(compiled("launcher.c")), sys.executable], "print(1)", env={"DTLIB_ZYGOTE": name})
-        assert process.poll() is None
-        process.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", serve, folder]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+            assert process.stdout.readline() == "here\n"
+            for _ in range(100):
+                with socket.socket(socket.AF_UNIX) as connection:
+                    connection.connect(f"{folder}/0")
+            assert run([str(compiled("launcher.c")), sys.executable], "print(1)", env={"DTLIB_ZYGOTE": folder})
+            assert process.poll() is None
+            process.kill()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 def test_a_zygote_of_somebody_else_is_given_nothing():
-    name = f"dtlib-thief-{os.getpid()}"
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # into pytest's own nobody else can look
+        _thief_is_given_nothing(folder)
+
+
+def _thief_is_given_nothing(folder):
     serve = f"""if True:
         import os, socket, sys
-        listener = socket.socket(socket.AF_UNIX); os.setuid(65534); listener.bind(chr(0) + {name!r}); listener.listen()
+        os.chdir({folder!r}); os.chmod('.', 0o777)
+        listener = socket.socket(socket.AF_UNIX); os.setuid(65534); os.umask(0); listener.bind('0'); listener.listen()
         print('here', flush=True)
         connection, _ = listener.accept(); print(connection.recv(9), flush=True)"""
     with subprocess.Popen(["/usr/bin/env", "python3", "-c", serve], stdout=subprocess.PIPE, text=True) as thief:
         assert thief.stdout.readline() == "here\n"
         launcher = [str(compiled("launcher.c")), sys.executable]
-        ran = run(launcher, "print('started')", env={"DTLIB_ZYGOTE": name})
+        ran = run(launcher, "print('started')", env={"DTLIB_ZYGOTE": folder})
         assert ran.stdout == "started\n" and thief.stdout.readline() == "b''\n"
+
+
+def test_a_folder_that_a_killed_zygote_left_is_removed(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = Path(forking.new_folder())
+    forking.new_folder()
+    assert left.exists(), "it has no socket yet"
+    forking.listen(str(left)).close()
+    os.utime(left, (0, 0))
+    used = forking.new_folder()
+    assert not left.exists()
+    with contextlib.closing(forking.listen(used)):
+        os.utime(used, (0, 0))
+        forking.new_folder()
+        assert os.path.exists(used)
 
 
 @pytest.mark.nightly
@@ -266,6 +297,7 @@ def test_life_of_a_zygote(monkeypatch, tmp_path):
             return {each["parent"] for each in first} == {started.pid}
 
         wait_until(are_forked)
+        folder = Path(os.environ[forking.VARIABLE])
         assert first[0]["hash"] == first[1]["hash"]
         file = os.stat(zygote.__file__)
         os.utime(zygote.__file__)
@@ -284,6 +316,7 @@ def test_life_of_a_zygote(monkeypatch, tmp_path):
             os.kill(parent, signal.SIGKILL)
             assert process.wait(60) != 0 and f"with it process {rank}" in process.stderr.read()
         assert ranks_said([str(tmp_path / "report.py")], 1)[0]["parent"] != started.pid
+    assert not folder.exists()
 
 
 @pytest.mark.nightly
@@ -291,20 +324,22 @@ def test_five_hundred_starts_leave_nothing(monkeypatch):
     the_zygote()
     monkeypatch.delenv(forking.VARIABLE)
     with launch.forked_ranks() as started:
-        ours, python = psutil.Process(started.pid), launch.python_of_a_rank()
+        ours, folder, python = psutil.Process(started.pid), os.environ[forking.VARIABLE], launch.python_of_a_rank()
 
         def held():
-            return ours.num_fds(), len(ours.children()), ours.num_threads()
+            return ours.num_fds(), sorted(os.listdir(folder)), len(ours.children()), ours.num_threads()
 
         wait_until(lambda: any("numba" in each.path for each in ours.memory_maps()))  # it imports what it has put off
         assert run(python, "pass").returncode == 0  # which is heard after that
         wait_until(lambda: not ours.children())
         before = held()
+        assert before[1] == [forking.SOCKET]
         for _ in range(100):
             env = {**os.environ, **launch.rank_environment(1), "OMP_NUM_THREADS": "1"}
             five = [subprocess.Popen([*python, "-c", f"raise SystemExit({i})"], env=env) for i in range(5)]
             assert [each.wait(60) for each in five] == list(range(5))
         wait_until(lambda: held() == before)  # it closes a connection after the launcher has gone
+    assert not os.path.exists(folder)
 
 
 def test_a_session_of_another_user_is_passed_over(tmp_path):

@@ -1,8 +1,10 @@
 """Turn a forked process into one that looks freshly started, or end it so that its launcher starts one (zygote.py)."""
 
+import array
 import atexit
 import builtins
 import ctypes
+import fcntl
 import gc
 import glob
 import importlib
@@ -74,9 +76,7 @@ def _become(connection: socket.socket, launcher: int) -> list[str]:
             os._exit(0)
         _take_limits(launcher)
         connection.send(MESSAGE.pack(FORKED, os.getpid()))
-        data, streams, _, _ = socket.recv_fds(connection, 1, 3)
-        if data != b"g" or len(streams) != 3:
-            raise ValueError("this is not a launcher")
+        streams = _receive_streams(connection)
     except (OSError, ValueError):
         os._exit(0)
     connection.close()
@@ -88,7 +88,7 @@ def _become(connection: socket.socket, launcher: int) -> list[str]:
     set_by_imports = {name: value for name, value in os.environb.items() if old.get(name) != value}
     os.environ.clear()
     os.environb.update(set_by_imports | new)
-    _set_buffering()
+    _open_streams()
     _reseed()
     if not any("ipyparallel" in word for word in arguments[:2]):
         _forget_kernels()
@@ -97,6 +97,23 @@ def _become(connection: socket.socket, launcher: int) -> list[str]:
     tempfile.tempdir = None
     importlib.invalidate_caches()
     return arguments
+
+
+def _receive_streams(connection) -> list[int]:
+    handles = array.array("i")
+    data, control, _, _ = connection.recvmsg(1, socket.CMSG_SPACE(3 * handles.itemsize))
+    for _, _, body in control:
+        handles.frombytes(body)
+    if data != b"g" or len(handles) != 3:
+        raise ValueError("this is not a launcher")
+    # Move them above 0, 1 and 2, which they will replace.
+    return [_above_two(handle) for handle in handles]
+
+
+def _above_two(handle: int) -> int:
+    moved = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(handle)
+    return moved
 
 
 def _words(path: str) -> list[bytes]:
@@ -161,11 +178,19 @@ def _take_limits(launcher: int) -> None:
         os.umask(next(int(line.split()[1], 8) for line in file if line.startswith("Umask:")))
 
 
-def _set_buffering() -> None:
-    """Buffer the output as Python does: the zygote's streams began with /dev/null."""
-    for stream in (sys.stdout, sys.stderr):
-        by_line = stream is sys.stderr or stream.isatty() or bool(os.environ.get("PYTHONUNBUFFERED"))
-        stream.reconfigure(line_buffering=by_line)  # type: ignore[union-attr]  # a TextIOWrapper
+def _open_streams() -> None:
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = open(  # noqa: SIM115
+            number,
+            "w" if number else "r",
+            buffering=1 if number == 2 or os.isatty(number) else -1,
+            errors="backslashreplace" if number == 2 else None,
+            closefd=False,
+        )
+        if number and os.environ.get("PYTHONUNBUFFERED"):
+            stream.reconfigure(write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _forget_kernels() -> None:
@@ -270,7 +295,7 @@ def _finalize_mpi() -> None:
 
 
 def _flush() -> None:
-    for each in (sys.__stdout__, sys.__stderr__, *gc.get_objects()):  # gc has no objects of the zygote
+    for each in gc.get_objects():
         if type(each) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
             with suppress(OSError, ValueError):
                 each.flush()

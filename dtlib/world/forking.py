@@ -4,15 +4,18 @@
     (launch.py)               launcher.c  <--(its status)-- zygote.py
 
 If forking is impossible, ranks are silently started in the normal way, as on other systems. ``DTLIB_ZYGOTE`` names the
-zygote that a process and its children use; ``off`` disables forking. The name is that of a socket in Linux's abstract
-namespace: it has no file, so a killed zygote leaves nothing.
+folder of the zygote that a process and its children use; ``off`` disables forking.
 """
 
 import os
+import shutil
 import socket
 import struct
 import sys
+import tempfile
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from dtlib.errors import DtlibError
@@ -21,6 +24,9 @@ from dtlib.world.loopback import starts_only_local_ranks
 from dtlib.world.machine import gpu_names
 
 VARIABLE = "DTLIB_ZYGOTE"
+PREFIX = "dtlib-zygote-"
+SOCKET = "0"  # the socket's name in the zygote's folder; launcher.c uses the same
+BEGINS = 60  # seconds in which a new folder is not removed, even without a socket
 TITLE_BYTES = 4000  # bytes reserved in a zygote's arguments, for the titles that `ps` shows for its ranks
 
 
@@ -43,25 +49,52 @@ def why_not(mpiexec: str) -> str:
 
 def launcher(mpiexec: str) -> list[str]:
     """Return the start of a rank's command: the launcher if a zygote runs, otherwise an empty list."""
-    name = os.environ.get(VARIABLE)
-    if name and not why_not(mpiexec) and f"@{name}\n" in Path("/proc/net/unix").read_text(errors="replace"):
+    folder = os.environ.get(VARIABLE, "")
+    if folder and os.path.exists(os.path.join(folder, SOCKET)) and not why_not(mpiexec):
         return [str(compiled("launcher.c"))]
     return []
 
 
-def listen(name: str) -> socket.socket:
-    """Return the listening socket of a zygote. Any user may connect; the zygote serves only its own user."""
+def listen(folder: str) -> socket.socket:
+    """Return the listening socket of a zygote in this folder; only its owner may connect."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0{name}")
+    umask = os.umask(0o177)
+    try:
+        listener.bind(os.path.join(folder, SOCKET))
+    finally:
+        os.umask(umask)
     listener.listen(128)
     return listener
 
 
-def command(listener: socket.socket, imports: Iterable[str]) -> list[str]:
+def command(folder: str, listener: socket.socket, imports: Iterable[str]) -> list[str]:
     """Return the command of a zygote that listens on this socket and imports these extra modules."""
     start = "import sys; sys.path[0] = sys.argv[1]; from dtlib.world.zygote import main; main()"
     home = str(Path(__file__).parents[2])
-    return [sys.executable, "-c", start, home, str(listener.fileno()), " " * TITLE_BYTES, *imports]
+    return [sys.executable, "-c", start, home, folder, str(listener.fileno()), " " * TITLE_BYTES, *imports]
+
+
+def new_folder() -> str:
+    """Create a private folder for a zygote; remove folders of zygotes that were killed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            found = left.lstat()
+            begins = found.st_mtime > time.time() - BEGINS  # a zygote that starts and has no socket yet
+            if found.st_uid == os.getuid() and not begins and not _is_heard(left / SOCKET):
+                shutil.rmtree(left, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=PREFIX)
+
+
+def _is_heard(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(1)
+        try:
+            connection.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # busy
+            return True
+    return True
 
 
 def owner(connection: socket.socket) -> tuple[int, int]:

@@ -5,7 +5,6 @@ All code that starts ranks uses this module: ``dtlib pi``, the engines, the test
 
 import os
 import re
-import secrets
 import shutil
 import signal
 import socket
@@ -217,17 +216,18 @@ def start_zygote(*imports: str) -> subprocess.Popen | None:
     try:
         if forking.why_not(find_mpiexec()) or forking.launcher(find_mpiexec()):
             return None
-        name = f"dtlib-zygote-{secrets.token_hex(16)}"
-        with forking.listen(name) as listener:
+        folder = forking.new_folder()
+        with forking.listen(folder) as listener:
             zygote = subprocess.Popen(
-                ends_with_this_process(forking.command(listener, imports)),
+                ends_with_this_process(forking.command(folder, listener, imports)),
                 env={**os.environ, **rank_environment(1), "OMP_NUM_THREADS": "1"},  # otherwise numpy starts threads
                 cwd="/", pass_fds=[listener.fileno()], start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
-    except (DtlibError, OSError):  # no mpiexec, or no memory: starting ranks will report it
+    # No mpiexec, no disk space, or a socket name that is too long: starting ranks will report it.
+    except (DtlibError, OSError):
         return None
-    os.environ[forking.VARIABLE] = name
+    os.environ[forking.VARIABLE] = folder
     return zygote
 
 
@@ -241,7 +241,7 @@ def forked_ranks(*imports: str) -> Iterator[subprocess.Popen | None]:
         if zygote:
             end_processes([Process.of(zygote.pid)])
             zygote.wait()
-            del os.environ[forking.VARIABLE]
+            shutil.rmtree(os.environ.pop(forking.VARIABLE), ignore_errors=True)  # if the zygote could not
             os.environ.update({forking.VARIABLE: before} if before else {})
 
 

@@ -8,7 +8,6 @@
 #include <errno.h>
 #include <poll.h>
 #include <signal.h>
-#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -42,17 +41,15 @@ static void wait_at_most(int connection, int seconds) {
   setsockopt(connection, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
 }
 
-/* Connect to this user's zygote; return the connection, or -1. A leading zero byte marks an abstract name. */
-static int connect_to(const char *name) {
+/* Connect to this user's zygote in the folder; return the connection, or -1. */
+static int connect_to(const char *folder) {
   struct sockaddr_un where = {.sun_family = AF_UNIX};
   struct ucred other;
   socklen_t length = sizeof other;
-  if (strlen(name) >= sizeof where.sun_path) return -1;
-  memcpy(where.sun_path + 1, name, strlen(name));
-  socklen_t size = offsetof(struct sockaddr_un, sun_path) + 1 + strlen(name);
+  if ((size_t)snprintf(where.sun_path, sizeof where.sun_path, "%s/0", folder) >= sizeof where.sun_path) return -1;
   int connection = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   wait_at_most(connection, REPLY_SECONDS);
-  if (connect(connection, (struct sockaddr *)&where, size) == 0 &&
+  if (connect(connection, (struct sockaddr *)&where, sizeof where) == 0 &&
       getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &other, &length) == 0 && other.uid == getuid())
     return connection;
   close(connection);
@@ -84,19 +81,19 @@ static int status_of_rank(int connection, int process) {
 }
 
 int main(int count, char **arguments) {
-  const char *name = getenv("DTLIB_ZYGOTE");
+  const char *folder = getenv("DTLIB_ZYGOTE");
   Message said;
   if (count < 2) return 2;
-  int connection = name ? connect_to(name) : -1;
+  int connection = folder ? connect_to(folder) : -1;
   if (connection < 0 || !hear(connection, &said) || said.what != FORKED) goto plain;
 
   rank = said.value;
   int numbers[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP, SIGCONT};
   struct sigaction act = {.sa_handler = hand_on, .sa_flags = SA_RESTART};
   for (unsigned i = 0; i < sizeof numbers / sizeof *numbers; i++) sigaction(numbers[i], &act, NULL);
-  char title[16];
-  snprintf(title, sizeof title, "rank is %d", rank);
-  prctl(PR_SET_NAME, title);
+  char name[16];
+  snprintf(name, sizeof name, "rank is %d", rank);
+  prctl(PR_SET_NAME, name);
   send_streams(connection); /* if this fails, the rank ends, and the zygote sends its status below */
 
   int process = syscall(SYS_pidfd_open, rank, 0), status = status_of_rank(connection, process);

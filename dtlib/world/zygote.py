@@ -40,8 +40,8 @@ QUIET = 3.0  # idle seconds before LATE_IMPORTS is imported
 
 def main() -> None:
     """Run the zygote that ``forking.command`` describes; does not return."""
-    listener, _, *imports = sys.argv[2:]
-    zygote = Zygote(socket.socket(fileno=int(listener)), imports)
+    folder, listener, _, *imports = sys.argv[2:]
+    zygote = Zygote(folder, socket.socket(fileno=int(listener)), imports)
     signal.signal(signal.SIGTERM, zygote.end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     forked.set_title(["dtlib: ranks are forked from this process"])
@@ -56,10 +56,10 @@ def main() -> None:
 class Zygote:
     """The zygote's state, and its loop over launchers and ranks."""
 
-    def __init__(self, listener: socket.socket, imports: list[str]):
+    def __init__(self, folder: str, listener: socket.socket, imports: list[str]):
         self.pid = os.getpid()
-        self.listener, self.imports = listener, imports
-        self.ranks: dict[int, tuple] = {}  # handle that polls for the end of a rank -> process, its connection
+        self.folder, self.listener, self.imports = folder, listener, imports
+        self.ranks: dict = {}  # process -> connection to its launcher
         self.events = select.epoll()
         self.environment = forked.environment_of("self")  # imports change os.environ
         self.again = [sys.executable, *sys.orig_argv[1:]]
@@ -86,16 +86,24 @@ class Zygote:
 
     def serve(self) -> tuple[socket.socket, int]:
         """Fork a rank for each launcher; return only in the rank, with its launcher's connection and process id."""
+        # Python writes to `wakeup_writer` on every signal. So the end of a rank (SIGCHLD) wakes up the poll below.
+        wakeup_reader, wakeup_writer = socket.socketpair()
+        wakeup_writer.setblocking(False)
+        wakeup_reader.setblocking(False)
+        signal.set_wakeup_fd(wakeup_writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
         self.events.register(self.listener, select.EPOLLIN)
+        self.events.register(wakeup_reader, select.EPOLLIN)
         while True:
             waits = not self.loaded and not self.ranks  # importing would disturb ranks that measure time
             ready = self.events.poll(QUIET if waits else None)
             if not ready and waits:
                 self.load_late_imports()
             for handle, _ in ready:
-                if handle in self.ranks:
-                    self.report_ended_rank(handle)
-                    # The other events may belong to the connection that was closed just now.
+                if handle == wakeup_reader.fileno():
+                    wakeup_reader.recv(4096)
+                    self.report_ended_ranks()
+                    # The other events may belong to connections that were closed just now.
                     break
                 if handle != self.listener.fileno():
                     self.kill(handle)
@@ -107,15 +115,12 @@ class Zygote:
                         connection.close()
                         continue
                     if rank == 0:
-                        # In the rank: close all of the zygote's handles.
-                        for each in (self.events, self.listener, *(its for _, its in self.ranks.values())):
+                        # In the rank: close all of the zygote's sockets.
+                        signal.set_wakeup_fd(-1)
+                        for each in (self.events, self.listener, wakeup_reader, wakeup_writer, *self.ranks.values()):
                             each.close()
-                        for ended in self.ranks:
-                            os.close(ended)
                         return connection, launcher
-                    ends = os.pidfd_open(rank)  # becomes readable when the rank ends
-                    self.ranks[ends] = rank, connection
-                    self.events.register(ends, select.EPOLLIN)
+                    self.ranks[rank] = connection
                     # Poll only for the end of the connection; data on it are for the rank.
                     self.events.register(connection, select.EPOLLRDHUP)
 
@@ -123,6 +128,7 @@ class Zygote:
         """Accept a launcher of this user; return None if there is none, or if nothing may be forked now."""
         if _state(self.files) != self.state and not self.ranks:
             os.set_inheritable(self.listener.fileno(), True)
+            signal.set_wakeup_fd(-1)
             # Restart with the changed files. Launchers that connect meanwhile wait in the socket's queue.
             os.execve(sys.executable, self.again, self.environment)
         connection, _ = self.listener.accept()
@@ -133,30 +139,32 @@ class Zygote:
         connection.close()
         return None
 
-    def report_ended_rank(self, handle: int) -> None:
-        """Send the exit status of an ended rank to its launcher."""
-        rank, connection = self.ranks.pop(handle)
-        self.events.unregister(handle)  # closing is not enough, because a new fork has a copy of it
-        os.close(handle)
-        _, status = os.waitpid(rank, 0)
-        with connection:
-            with suppress(FileNotFoundError):  # the launcher ended first
-                self.events.unregister(connection)
-            with suppress(OSError):
-                connection.send(forked.MESSAGE.pack(forked.ENDED, status), socket.MSG_DONTWAIT)
+    def report_ended_ranks(self) -> None:
+        """Send the exit status of ended ranks to their launchers."""
+        for rank in list(self.ranks):
+            ended, status = os.waitpid(rank, os.WNOHANG)
+            if ended:
+                with self.ranks.pop(rank) as connection:
+                    with suppress(FileNotFoundError):  # the launcher ended first
+                        self.events.unregister(connection)
+                    with suppress(OSError):
+                        connection.send(forked.MESSAGE.pack(forked.ENDED, status), socket.MSG_DONTWAIT)
 
     def kill(self, handle: int) -> None:
         """Kill the rank whose launcher has ended, and the rank's children."""
         self.events.unregister(handle)
-        for rank, connection in self.ranks.values():
+        for rank, connection in self.ranks.items():
             if connection.fileno() == handle:
                 for end in (os.killpg, os.kill):  # before the rank has a process group, only kill works
                     with suppress(ProcessLookupError):
                         end(rank, signal.SIGKILL)
 
     def end(self, *_: object) -> None:
-        """End with all ranks; in a forked process do nothing."""
+        """End with all ranks and remove the files; in a forked process do nothing."""
         if os.getpid() == self.pid:
+            with suppress(OSError):
+                os.unlink(os.path.join(self.folder, forking.SOCKET))
+                os.rmdir(self.folder)
             os._exit(0)
 
 
