@@ -231,7 +231,7 @@ def test_a_message_of_another_length_is_refused(world, sent, received):
         world.comm.send(torch.ones(sent), 1)
     else:
         with pytest.raises(
-            CommunicationError, match=r"recv\(from rank 0\) of .*: .* arrived, .* bytes; .*same shape and dtype"
+            CommunicationError, match=r"recv\(from rank 0\) of .*: .* bytes, but .* arrived; .*same shape and dtype"
         ):
             world.comm.recv(torch.zeros(received), 0)
     dtlib.reset()
@@ -363,11 +363,11 @@ def test_what_cannot_be_carried_is_refused_before_anything_is_sent(world):
         (lambda: comm.all_to_all(ints, ints.clone(), [2], [1, 1])): r"output_split_sizes=\[2\] must be 2 numbers",
         (lambda: comm.all_to_all(ints, ints.clone(), [1, 1], [3, -1])): r"input_split_sizes=\[3, -1\]",
         (lambda: comm.all_to_all(ints, ints.clone(), [2, 0], [0, 2])): "differ: both",
+        (lambda: comm.all_to_all(torch.zeros(2, 3), torch.zeros(3, 2), [1, 1], [1, 2])): "needs rows of the same shape",
+        (lambda: comm.all_to_all(torch.tensor(1.0), torch.zeros(()), [1, 1], [1, 1])): "needs rows of the same shape",
         (
-            lambda: comm.all_to_all(torch.zeros(2, 3), torch.zeros(3, 2), [1, 1], [1, 2])
-        ): "which must have the same shape",
-        (lambda: comm.all_to_all(torch.tensor(1.0), torch.zeros(()), [1, 1], [1, 1])): "which must have the same shape",
-        (lambda: comm.all_to_all(torch.zeros(2), torch.zeros(2, dtype=torch.int64), [1, 1], [1, 1])): "tensor's dtype",
+            lambda: comm.all_to_all(torch.zeros(2), torch.zeros(2, dtype=torch.int64), [1, 1], [1, 1])
+        ): "needs equal dtypes",
         (lambda: comm.send(ints, dest=0, tag=2**20)): "tags are whole numbers",
     }.items():
         with pytest.raises(CommunicationError, match=words):

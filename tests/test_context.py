@@ -118,7 +118,7 @@ def test_what_lies_outside_of_the_contract_is_refused_on_every_rank(world):
         "'stripes'": lambda: ring_attention(x, x, x, comm, order="stripes"),
         "3 tokens of torch.float32 per rank": lambda: ring_attention(*[x[:, :, :3]] * 3, comm),
         "of torch.bfloat16": lambda: ring_attention(*[x.bfloat16()] * 3, comm),
-        "pass the same on all ranks": lambda: ulysses_attention(x, x, x, comm, causal=comm.rank > 0),
+        "pass the same everywhere": lambda: ulysses_attention(x, x, x, comm, causal=comm.rank > 0),
         "5 heads do not divide": lambda: ulysses_attention(*[x[:, :5]] * 3, comm),
     }.items():
         refuses(why, call)

@@ -263,7 +263,7 @@ def test_wrong_axes_and_means_are_refused(world):
     optimizer.step()  # of gradients that nobody has averaged
     refuses("parameters differ between ranks", model, model.split(x), model.positions(13))
     model = DataParallel(made(), both)
-    refuses("communicates in its forward", model.join().__enter__)
+    refuses("cannot run this model, which communicates", model.join().__enter__)
     model.batch_size = 3
     with pytest.raises(DtlibError, match="is not possible where ranks share sequences"):
         losses_of(

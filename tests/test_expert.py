@@ -153,7 +153,7 @@ def test_what_lies_outside_of_the_contract_is_refused_on_every_rank(world):
         "capacity=0": lambda: made(capacity=0),
         "experts is 1 on rank 0 and 2 on rank 1": lambda: made(experts=1 + comm.rank),
         "Pass the same": lambda: made(top=1 + (comm.rank > 0)),
-        "use equal numbers": lambda: made().double()(torch.ones(3 + comm.rank, WIDTH).double()),
+        "use equal ones": lambda: made().double()(torch.ones(3 + comm.rank, WIDTH).double()),
         r"Ranks have .*\{\(0, ": lambda: made().double()(torch.ones(0, WIDTH).double()),
     }.items():
         refuses(why, call)

@@ -178,7 +178,7 @@ def test_wrong_axes_and_norms_are_refused(world):
     refuses("the gate differ between ranks", block, x, mask)
     one = [expert_of(0)]
     for why, call in {
-        "top is 1, or 2": lambda: MixtureOfExperts(WIDTH, one, comm, top=3),
+        "use 1, or 2 if count > 1": lambda: MixtureOfExperts(WIDTH, one, comm, top=3),
         "capacity=0": lambda: MixtureOfExperts(WIDTH, one, comm, capacity=0),
         "is .* on rank 0 and": lambda: MixtureOfExperts(WIDTH, one * (1 + comm.rank), comm),
         "mask has shape": lambda: block.moe(x, mask[:2]),

@@ -120,7 +120,7 @@ def test_what_it_cannot_do_is_refused(world):
     words = "Layers 0 and 2 share the parameter weight, but are on stages 0 and 1, so each"
     refuses(words, PipelineModule, [linear, nn.Tanh(), linear], 2)
     several = PipelineModule([*specs, *specs], 4, stages_per_rank=2)
-    refuses("This rank has 2 stages: run stages", several, torch.zeros(1, 2))
+    refuses("This rank has 2 stages: pass stages", several, torch.zeros(1, 2))
     refuses("1 layers cannot be cut into 2 stages", PipelineModule, specs[:1], 2)
     refuses(r"stage_index=\d\): rank \d of 2 has stages \[\d\] of 2", PipelineStage, linear, 1 - world.rank, 2, comm)
     stage = PipelineStage(linear, world.rank, 2, comm)

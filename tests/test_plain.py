@@ -313,7 +313,7 @@ def test_zero_refuses_what_lies_outside_of_its_contract(world):
             model = net()
             refused(comm, why, act, kind(comm, model, adamw, linears(model), **ADAMW), model)
         model = net()
-        refused(comm, "element by element", kind, comm, model, torch.optim.LBFGS)
+        refused(comm, "may need whole parameters", kind, comm, model, torch.optim.LBFGS)
         refused(comm, "in 0 units", kind, comm, model, adamw, linears(model)[:2])
         refused(comm, "in 2 units", kind, comm, model, adamw, [model, model[0]])
         refused(comm, "one of float32 and float64", kind, comm, net().bfloat16(), adamw)
@@ -338,7 +338,7 @@ def test_zero_refuses_what_lies_outside_of_its_contract(world):
             return super().forward(x), x
 
     zero = Stage3(comm, pair := Pair(6, 6).double(), adamw)
-    refused(comm, "must return one tensor", pair, x)
+    refused(comm, "must return a single tensor", pair, x)
     assert zero.units
 
 

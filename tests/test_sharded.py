@@ -209,7 +209,7 @@ def test_whole_parameters_are_summoned_and_what_rank_0_changes_holds(world):
         assert difference(model, build("transformer")) == 0
         if world.rank == 0:
             model.load_state_dict(reference.state_dict())
-        refuses("leave that context first", model, batches("transformer", 1, 2)[0][0])
+        refuses("leave that context", model, batches("transformer", 1, 2)[0][0])
         assert model._unit._uses == 0, "a refused pass counts as one that has ended, and no later one frees the unit"
     assert difference_of_values(model, reference, world.comm) == 0
     data = batches("transformer", 2, 4 * world.size)

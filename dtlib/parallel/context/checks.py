@@ -39,7 +39,7 @@ def _ulysses_attention(original, q, k, v, group: AnyCommunicator | None = None, 
     group, comm = group_and_communicator(group)
     asked = set(_asked(comm, q, k, v, causal))
     if len(asked) > 1 or len({*next(iter(asked))[:3]}) > 1 or q.dim() != 4:
-        raise DtlibError(f"Ranks pass q, k, v, causal {asked}: pass equal, four-dimensional q, k, v on all ranks.")
+        raise DtlibError(f"Ranks pass q, k, v, causal {asked}: pass the same everywhere; q, k, v have four dimensions.")
     if q.shape[1] % comm.size:
         raise DtlibError(f"{q.shape[1]} heads do not divide into {comm.size} equal groups: use ring_attention.")
     return original(q, k, v, group, causal)

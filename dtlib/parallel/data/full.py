@@ -148,7 +148,8 @@ class DataParallel(nn.Module):
             raise DtlibError("join() weights gradients, but a communication hook does not: use only one of them.")
         for name, module in self.module.named_modules():
             if getattr(module, "communicates_in_forward", False):
-                raise DtlibError(f"join(): ranks without a batch cannot run {name}, which communicates.")
+                what = name or "this model"
+                raise DtlibError(f"join(): ranks without a batch cannot run {what}, which communicates.")
         self._join, batch_size = [1] * self.comm.size, self.batch_size
         try:
             yield

@@ -29,7 +29,9 @@ def _construct(original, self, width, experts, group: AnyCommunicator | None = N
 def _check_tokens(self, x) -> None:
     asked = set(self.comm.all_gather_object((len(x), self.gate.weight.sum().item())))
     if len(asked) > 1 or not len(x):
-        raise DtlibError(f"(tokens, sum of gate) differ: {asked}. Use equal numbers, and average gate gradients.")
+        raise DtlibError(
+            f"Ranks have (tokens, sum of gate) {asked}: use equal ones, above 0 tokens; average gate gradients."
+        )
 
 
 around(MixtureOfExperts, "__init__", _construct)
