@@ -283,7 +283,7 @@ def test_a_tour_that_is_interrupted_leaves_nothing(workshop_folder, seconds):
     )  # fmt: skip
     time.sleep(seconds)
     started = [p for p in psutil.process_iter(["cmdline"]) if _is_engine_of_tour(p)]
-    for _ in range(30):  # Python drops the signal where it meets a callback of its own, as in the middle of an import
+    for _ in range(300):  # Python drops the signal where it meets a callback of its own, as in the middle of an import
         with contextlib.suppress(subprocess.TimeoutExpired):
             os.killpg(tour.pid, signal.SIGINT)
             tour.wait(3)

@@ -35,7 +35,7 @@ from dataclasses import asdict
 from dtlib import schedule
 from dtlib.lessons.l03 import steps
 from dtlib.planner import DEVICES, MODELS, report
-from dtlib.planner.command import asked
+from dtlib.planner.command import plan_for
 from dtlib.theory import zero
 
 def schedules():
@@ -59,7 +59,7 @@ def memory():
 
 def plans():
     for gpus in (1, 8, 48):
-        found, tried = asked("llama3-8b", gpus, "h100")
+        found, tried = plan_for("llama3-8b", gpus, "h100")
         yield report.best_rows(found), report.map_rows(tried), [(e.seconds, e.memory.total, e.mfu) for e in tried]
 
 def collectives():

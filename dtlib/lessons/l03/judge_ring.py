@@ -45,7 +45,7 @@ def _judge_errors(cases) -> None:
     wrong("other-type", case["dtype"] == "float32", "no error with a tensor of float32",
           f"{got}, and with float64 it was right", "The tensor may have another type. Which line assumes one type?",
           "torch.empty_like(chunk) has the type of the chunk.")
-    wrong("other-type", "more arrived" in got and f") {case['dtype']}: more" not in got,
+    wrong("other-type", "more arrived" in got and f") {case['dtype']}: " not in got,
           f"a tensor of {case['dtype']} to receive into", got,
           "A message has the type of the tensor that was sent. Which type has the tensor that receives it?",
           "torch.empty_like(chunk) has the type of the chunk.")
