@@ -19,6 +19,7 @@ from dtlib.parallel.pipeline import (
     ScheduleZeroBubbleH1,
     TiedLayerSpec,
 )
+from dtlib.parallel.pipeline.stage import _recomputed
 from tests.cases import refuses
 from tests.models import OPTIMIZERS, apart
 from tests.ranks import on_ranks
@@ -537,3 +538,32 @@ def _apply(layer, x, weight, bias):
     from dtlib.parallel.pipeline.linear import _Linear
 
     return _Linear.apply(x, weight, bias)
+
+
+class ChangesBuffers(nn.Module):
+    """Two names of one buffer, of which each pass replaces one; a third that only large inputs change."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("mean", both := torch.ones(2))
+        self.register_buffer("before", both)
+        self.register_buffer("factor", torch.ones(2))
+
+    def forward(self, x):
+        self.before, self.mean = self.mean, self.mean + 1
+        if x.max() > 1:
+            self.factor = 3 * self.factor
+        return self.layer(x) * self.mean * self.before * self.factor
+
+
+def test_recomputed_passes_use_the_buffers_of_their_own_pass():
+    gradients = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        module = ChangesBuffers().double()
+        inputs = [torch.full((1, 2), float(i), dtype=torch.float64) for i in (1, 2, 3)]
+        outputs = [_recomputed(module, (x,), {}) if recomputed else module(x) for x in inputs]
+        sum(output.sum() for output in outputs).backward()
+        gradients.append(module.layer.weight.grad)
+    assert torch.equal(*gradients)

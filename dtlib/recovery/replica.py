@@ -122,7 +122,8 @@ class Replica:
 
 def _refuse_shards(model, optimizer) -> None:
     sharded = any(info_of(one).slice or hasattr(one, "placements") for one in model.parameters())
-    if sharded or hasattr(model, "stage_indices") or {"shard_of", "consolidate_state_dict"} & {*dir(optimizer)}:
+    sharded |= any(hasattr(optimizer, name) for name in ("shard_of", "consolidate_state_dict"))
+    if sharded or hasattr(model, "stage_indices"):
         raise DtlibError(
             "Replica needs the whole model and all states on every rank. With shards (ZeRO) and stages (pipelines), a "
             "rank that dies takes its part with it: save with dtlib.checkpoint, and start all ranks again from there "

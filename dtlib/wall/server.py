@@ -175,6 +175,9 @@ class Shown(Answers):
 class Site(Secured, web.StaticFileHandler):
     """The files of the page."""
 
+    def get_cache_time(self, *_: object) -> int:
+        return 0  # tornado would have files with ?v= cached for ten years
+
 
 class Connections:
     """Open connections, at most ``MOST_CONNECTIONS``.

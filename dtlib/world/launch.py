@@ -262,7 +262,7 @@ def settings_of_mpi() -> str:
 
 
 def start_ranks(
-    command: list[str], ranks: int, survive: bool = False, env: Mapping[str, str] = os.environ, **popen: object
+    command: list[str], ranks: int, survive: bool = False, env: Mapping[str, str] | None = None, **popen: object
 ) -> subprocess.Popen:
     """Start ``command`` (a Python program's arguments) on ``ranks`` ranks; Ctrl-C reaches only this process.
 
@@ -274,7 +274,7 @@ def start_ranks(
         rank = ends_with(0, rank)
     return subprocess.Popen(  # type: ignore[call-overload]  # options from a dictionary
         ends_with_this_process([*mpiexec_command(ranks, survive), *rank]),
-        env={**os.environ, **rank_environment(ranks), **env},
+        env={**os.environ, **rank_environment(ranks), **(env or {})},
         start_new_session=True,
         **popen,
     )

@@ -103,7 +103,9 @@ class Group(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: c10d.AllreduceOptions | None = None) -> dist.Work:
         opts = opts or c10d.AllreduceOptions()
-        if tensors[0].is_sparse:
+        if len(tensors) > 1 and any(tensor.is_sparse for tensor in tensors):
+            return self._each([partial(self.allreduce, [tensor], opts) for tensor in tensors])
+        if any(tensor.is_sparse for tensor in tensors):
             return self._all_reduce_sparse(*tensors, opts)
         for tensor in tensors:
             warn_of_activations(tensor)

@@ -116,7 +116,7 @@ class ContextParallel(nn.Module):
 
     def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return whole sequences in their original order on every rank, from each rank's tokens; without gradients."""
-        whole = torch.cat(self.comm.all_gather_object(x.detach().movedim(dim, 0).cpu()))
+        whole = torch.cat(self.comm.all_gather_object(x.detach().movedim(dim, 0).cpu().clone()))
         places = [positions_of(rank, self.comm.size, len(whole), self.order) for rank in range(self.comm.size)]
         return whole[torch.cat(places).argsort()].movedim(0, dim).to(x.device)
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dtlib.errors import DtlibError
+
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
     """Return cuts that make the most expensive stage as cheap as possible; every stage has at least one element.
@@ -17,6 +19,8 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
     best(s, i): the lowest possible cost of the most expensive stage when the first i elements form s stages, and their
     cuts.
     """
+    if len(costs) < stages:
+        raise DtlibError(f"{len(costs)} layers cannot be cut into {stages} stages: use fewer stages.")
     sums = [0, *accumulate(costs)]
 
     @cache

@@ -25,7 +25,7 @@ from dtlib.comm import Communicator, types
 from dtlib.comm.waiting import Operation
 from dtlib.errors import DtlibError
 
-HEADER = 512  # bytes; enough for thirty tensors
+HEADER = 512  # bytes; enough for sixteen tensors of four dimensions
 TAGS = 3  # tags per edge: headers, activations, gradients
 
 

@@ -217,8 +217,6 @@ class PipelineModule(nn.Module):
                     f"{self.num_stages + 1} rising numbers from 0 to {len(specs)}."
                 )
             return cuts
-        if len(specs) < self.num_stages:
-            raise DtlibError(f"{len(specs)} layers cannot be cut into {self.num_stages} stages: use fewer stages.")
         costs: Sequence[float]
         match method:
             case "uniform":

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -250,7 +249,8 @@ def _recomputed(module, received, keywords):
     The recomputation uses the same inputs and buffers, which may have changed since, and does not update statistics
     again.
     """
-    before = {name: (buffer, buffer._version, buffer.detach().clone()) for name, buffer in module.named_buffers()}
+    # All names of all buffers: this or a later micro-batch may change each.
+    before = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
     passes = []
 
     def run(*received, **keywords):
@@ -259,17 +259,10 @@ def _recomputed(module, received, keywords):
         if len(passes) == 1:
             return module(*received, **keywords)
         with second_halves_to(None):  # a recomputation by other code may not want gradients of weights
-            copies = {name: old.clone() for name, (*_, old) in before.items()}
-            return functional_call(module, copies, received, keywords)
+            copies = {name: old.clone() for name, old in before.items()}
+            return functional_call(module, copies, received, keywords, tie_weights=False)
 
-    output = checkpoint(run, *received, use_reentrant=False, **keywords)
-    for name, (buffer, version, _) in list(before.items()):
-        owner, _, attribute = name.rpartition(".")
-        owner = module.get_submodule(owner)
-        # torch's normalisation layers update their statistics without a change of the version counter.
-        if owner._buffers.get(attribute) is buffer and buffer._version == version and not isinstance(owner, _NormBase):
-            del before[name]  # unchanged, so the recomputation can use it
-    return output
+    return checkpoint(run, *received, use_reentrant=False, **keywords)
 
 
 def _check_sent(sent, output, index: int) -> None:
