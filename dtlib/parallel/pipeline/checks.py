@@ -37,7 +37,7 @@ def about_stage(stage: nn.Module, loss_fn: Callable) -> tuple:
 def check(comm: Communicator, batches: list, about: tuple, microbatches: int, schedule: str) -> None:
     """Refuse, on every rank, arguments that plain.py does not support.
 
-    Also refuse stages whose gradients would differ from those of the whole model. ``about`` is the result of
+    Also refuse stages with gradients unlike those of the whole model. ``about`` is the result of
     ``about_stage``.
     """
     samples = [None if batch is None else len(batch) for batch in batches]
