@@ -8,6 +8,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 
 # Of objects that torch makes: tensors, storages, modules, optimizers, groups, works, wrapped modules, graphs.
@@ -131,9 +133,7 @@ KNOWN = {
     "parallel/pipeline/interpreter.py": {"torch.utils._pytree": 1},
     "parallel/pipeline/linear.py": {"_backward_hooks": 1, "_post_accumulate_grad_hooks": 1},
     "parallel/pipeline/stage.py": {
-        "_buffers": 1,
-        "_version": 4,
-        "torch.nn.modules.batchnorm._NormBase": 1,
+        "_version": 2,
         "torch.ops.aten._unsafe_view": 1,
         "torch.utils._pytree": 1,
     },
@@ -166,8 +166,11 @@ KNOWN = {
 }
 
 
+@pytest.mark.lint
 def test_private_names_of_torch_are_those_that_are_listed():
-    assert {file: dict(names) for file, names in private_names(ROOT / "dtlib").items()} == KNOWN
+    found = private_names(ROOT / "dtlib")
+    changed = {file: found.get(file) for file in found.keys() | KNOWN.keys() if found.get(file) != KNOWN.get(file)}
+    assert not changed, "run python -m tests.test_private_names, and change KNOWN"
 
 
 if __name__ == "__main__":
