@@ -1,6 +1,7 @@
 import gc
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -10,7 +11,7 @@ import psutil
 import pytest
 
 from dtlib.lab.course import LEFT_BEHIND
-from dtlib.world.launch import forked_ranks
+from dtlib.world.launch import forked_ranks, start_ranks
 from dtlib.world.machine import gpu_names
 from tests.ranks import IMPORTS, end_worlds
 
@@ -58,7 +59,7 @@ def wants_ranks(session) -> bool:
     """Whether the tests of this process start so many that importing torch once for all of them is worth it."""
     if hasattr(session.config, "workerinput"):  # a worker of pytest-xdist: it has been done
         return False
-    names = ("on_ranks", "start_ranks", "lab", "recovery")
+    names = ("on_ranks", "start_ranks", "said_by_ranks", "lab", "recovery")
     return any(hasattr(item.module, name) for item in session.items for name in names)
 
 
@@ -99,9 +100,19 @@ def make_workshop(folder):
     return folder
 
 
-def wait_until(condition, seconds: float = 300) -> None:
-    """Until ``condition()`` holds."""
+def said_by_ranks(command, ranks: int, **popen) -> str:
+    """What a program prints on so many new ranks, all of which end well."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with start_ranks(command, ranks, **pipes, **popen) as started:
+        said, errors = started.communicate(timeout=120)
+    assert started.returncode == 0, said + errors
+    return said
+
+
+def wait_until(condition, seconds: float = 300) -> bool:
+    """Until ``condition()`` holds, which is returned as true."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"still not so after {seconds} s"
         time.sleep(0.05)
+    return True

@@ -322,14 +322,7 @@ class Mode(contextlib.ContextDecorator):
 
 
 PROPERTIES = kinds.SimpleNamespace(
-    uuid="GPU-fake",
-    name="Fake",
-    total_memory=2**30,
-    pci_domain_id=0,
-    pci_bus_id=0,
-    pci_device_id=0,
-    major=9,
-    minor=0,
+    uuid="GPU-fake", name="Fake", total_memory=2**30, pci_domain_id=0, pci_bus_id=0, pci_device_id=0, major=9, minor=0
 )
 STANDS_FOR = {
     "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1, "init": lambda: None,

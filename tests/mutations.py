@@ -113,17 +113,7 @@ def planted(tree: Path, number: int) -> str | None:
     path.write_text(text.replace(right, wrong))
     try:
         for selection in runs(tests):
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-xq",
-                "-m",
-                TIERS,
-                "-p",
-                "no:cacheprovider",
-                *selection,
-            ]
+            command = [sys.executable, "-m", "pytest", "-xq", "-m", TIERS, "-p", "no:cacheprovider", *selection]
             ran = subprocess.run(
                 command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True
             )

@@ -23,10 +23,7 @@ FLAGS = [
     *("--no-sandbox", "--no-first-run", "--disable-gpu", "--disable-quic", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
 ]
-ANSWERS = {
-    '"sum-for-eight", None': '"sum-for-eight", 28',
-    "# your line here": "world.comm.all_reduce(total)",
-}
+ANSWERS = {'"sum-for-eight", None': '"sum-for-eight", 28', "# your line here": "world.comm.all_reduce(total)"}
 FIRST_NOTEBOOK = "notebooks/lectures/00_start_here.ipynb"
 HANGS = "# press Stop"  # the cell in which ranks wait until somebody stops them
 KILLS = "signal.SIGKILL"  # the cell in which one dies
@@ -527,29 +524,7 @@ def test_torchs_ddp_is_stopped_and_goes_on(page, address, course_folder):
 LECTURES = [
     path.stem for path in sorted((ROOT / "notebooks" / "solutions").glob("*.ipynb")) if "exercises" not in path.stem
 ]
-LOOK = """async () => {
-    const wrong = [];
-    for (const [number, cell] of [...document.querySelectorAll('.jp-Notebook .jp-Cell')].entries()) {
-        for (const part of cell.querySelectorAll('.jp-OutputArea-output, .jp-OutputArea-output *')) {
-            const box = part.clientWidth > 0 && getComputedStyle(part).display !== 'inline';
-            if (box && part.scrollWidth > part.clientWidth + 1)
-                wrong.push(`cell ${number}: ${part.tagName} is ${part.scrollWidth} wide in ${part.clientWidth}`);
-        }
-        for (const image of cell.querySelectorAll('.jp-OutputArea-output img')) {
-            if (image.alt.length < 20) wrong.push(`cell ${number}: a figure without alternative text`);
-            const text = await (await fetch(image.src)).text();
-            const svg = new DOMParser().parseFromString(text, 'image/svg+xml').documentElement;
-            const scale = image.clientWidth / svg.viewBox.baseVal.width;
-            const labels = [...svg.querySelectorAll('text, tspan')].filter(label => label.style.fontSize);
-            if (!labels.length) wrong.push(`cell ${number}: a figure whose text cannot be measured`);
-            for (const label of labels) {
-                const size = parseFloat(label.style.fontSize) * scale;
-                if (size < 16) wrong.push(`cell ${number}: ${label.textContent} has ${size} pixels`);
-            }
-        }
-    }
-    return wrong;
-}"""
+LOOK = (ROOT / "tests" / "layout.js").read_text()
 
 
 # The notebook reaches to the side bar, all of its figures are decoded, and nothing has moved since the last look.
@@ -566,56 +541,7 @@ LAID_OUT = """width => {
 # Texts of our outputs that are hard to read: a ratio of luminances below 4.5 (WCAG 2.2, AA). Signs that stand beside
 # their word, such as the square of a rank, are none. ``figures`` are laid
 # out one by one, as what is behind a label counts.
-CONTRAST = """async figures => {
-    const parse = text => (text.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
-    const over = (top, below, see = 1) => below.map((part, i) => part + see * (top[3] ?? 1) * (top[i] - part));
-    const linear = part => (part /= 255) <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
-    const light = ([r, g, b]) => 0.05 + 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
-    const known = new Map(), low = new Set();
-    let looked = 0;
-    const look = (colour, ground, words, where) => {
-        const [a, b] = [light(colour), light(ground)].sort((a, b) => a - b);
-        if (!(b / a >= 4.5)) low.add(`${(b / a).toFixed(1)} ${where}: ${words.trim().slice(0, 40)}`);
-        looked += 1;
-    };
-    const seen = element => {  // what is behind its text, and how opaque that is
-        if (!element) return [[255, 255, 255], 1];
-        if (!known.has(element)) {
-            const [behind, opaque] = seen(element.parentElement), style = getComputedStyle(element);
-            known.set(element, [over(parse(style.backgroundColor), behind, opaque), opaque * style.opacity]);
-        }
-        return known.get(element);
-    };
-    for (const area of document.querySelectorAll('.jp-OutputArea-output, #jp-right-stack')) {
-        const texts = document.createTreeWalker(area, NodeFilter.SHOW_TEXT);
-        while (texts.nextNode()) {
-            const words = texts.currentNode.data, element = texts.currentNode.parentElement;
-            if (/^[\\s\\u25a0]*$/.test(words) || !element.getClientRects().length) continue;
-            const [ground, opaque] = seen(element), colour = parse(getComputedStyle(element).color);
-            look(over(colour, ground, opaque), ground, words, element.tagName + ' ' + element.className);
-        }
-    }
-    const place = document.body.appendChild(document.createElement('div'));
-    place.style = 'position: fixed; inset: 0; z-index: 99999; background: white';
-    for (const image of figures ? document.querySelectorAll('.jp-OutputArea-output img[src^="data:image/svg"]') : []) {
-        place.innerHTML = await (await fetch(image.src)).text();
-        place.firstElementChild.style = 'width: 100vw; height: 100vh';
-        for (const text of place.querySelectorAll('text')) {
-            const box = text.getBoundingClientRect();
-            let ground = [255, 255, 255];
-            for (const part of document.elementsFromPoint(box.x + box.width / 2, box.y + box.height / 2).reverse()) {
-                if (!place.contains(part) || !(part instanceof SVGGeometryElement)) continue;
-                const {fill, fillOpacity, opacity} = getComputedStyle(part);
-                if (fill.startsWith('rgb')) ground = over(parse(fill), ground, fillOpacity * opacity);
-            }
-            const {fill, fillOpacity, opacity} = getComputedStyle(text);
-            const colour = over(parse(fill), ground, fillOpacity * opacity);
-            look(colour, ground, text.textContent, 'figure ' + image.alt.slice(0, 40));
-        }
-    }
-    place.remove();
-    return [looked, [...low]];
-}"""
+CONTRAST = (ROOT / "tests" / "contrast.js").read_text()
 
 
 # The theme's style sheets are there, the page shows itself again, and no colour is on its way to another.

@@ -1,5 +1,6 @@
 import ast
 import dataclasses
+import itertools
 import json
 import re
 
@@ -15,16 +16,17 @@ from dtlib.lab.checks.verdict import Verdict
 from dtlib.lab.checks.verdict_view import html
 from dtlib.lab.lesson_files import module_of, notebooks
 from dtlib.lessons.l03.judge_hangs import HANGS
-from tests.cases import for_each
+from tests import test_hybrid_lesson, test_sequences_lesson
+from tests.cases import all_cases, for_each
 from tests.conftest import ROOT
 from tests.lessons.l03 import wrong_collectives
-from tests.lessons.l04 import wrong_buckets, wrong_byte_golf, wrong_data_parallel
+from tests.lessons.l04 import wrong_buckets, wrong_data_parallel
 from tests.lessons.l06 import wrong_leak, wrong_zero, wrong_zero2, wrong_zero3
 from tests.ranks import on_ranks
 from tests.test_large_batches import RIGHT_RATES
 from tests.test_pipeline_exercises import RIGHT as RIGHT_TO_LESSON_07
 from tests.test_pipeline_exercises import RIGHT_PUZZLES
-from tests.wrong_answers.cases import judged_soon
+from tests.wrong_answers.cases import handed_in, judged_soon
 
 
 def test_every_exercise_is_found_at_its_home_and_no_home_has_one_more():
@@ -158,16 +160,13 @@ def weighted_sum(comm, model, images, labels):
 def test_right_answers_pass(world):
     import torch
 
-    from tests.test_hybrid_lesson import RIGHT as RIGHT_TO_LESSON_08
-
     total = torch.tensor([world.rank])
     world.comm.all_reduce(total)
     answers = {"total": total, "count_my_points": count_right, "estimate_pi": estimate_right}
     answers |= {"ring_all_reduce": ring_by_split, "my_all_reduce": ring_by_split, "explained": EXPLAINED}
     answers |= {"golf": golf_right} | RIGHT_RATES | RIGHT_PUZZLES
-    with_own_tests = {*RIGHT_TO_LESSON_04, *RIGHT_TO_LESSON_06, "fit-it", *RIGHT_TO_LESSON_07, *RIGHT_TO_LESSON_08}
     for exercise, home in exercise_files().items():
-        if exercise not in with_own_tests and home.parent.name < "l09":  # later lessons have some, too
+        if exercise not in (*RIGHT, "fit-it") and home.parent.name < "l09":  # later lessons have some, too
             verdict = judge_on_this_rank(exercise, answers)
             alone = exercise == "noise-scale" and world.size == 1  # which says so
             assert verdict.mistake == ("one-rank" if alone else ""), verdict.text()
@@ -359,14 +358,6 @@ RIGHT_TO_LESSON_04 = {
 }  # fmt: skip
 
 
-@on_ranks(1, 3, 4, slow=(1, 4))
-def test_every_right_data_parallelism_passes(world):
-    for exercise, answers in RIGHT_TO_LESSON_04.items():
-        for answer in answers:
-            verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer})
-            assert verdict.passed, f"{answer.__name__}: {verdict.text()}"
-
-
 FIT = {"stage": 3, "ranks": 8, "gigabytes": 15}
 
 
@@ -479,12 +470,22 @@ RIGHT_TO_LESSON_06 = {
 }
 
 
+RIGHT = {
+    **RIGHT_TO_LESSON_04, **RIGHT_TO_LESSON_06, **RIGHT_TO_LESSON_07, **test_hybrid_lesson.RIGHT,
+    **test_sequences_lesson.RIGHT,
+}  # fmt: skip
+
+
+@on_ranks(1, 2, 3, 4, slow=(1, 2, 4))
+@for_each(exercise=RIGHT)
+def test_right_answers_in_other_words_pass(world, exercise):
+    for answer in RIGHT[exercise]:
+        verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: handed_in(answer)})
+        assert verdict.passed, f"{answer.__name__}: {verdict.text()}"
+
+
 @on_ranks(1, 3, 4, slow=(1, 4))
-def test_every_right_zero_passes(world):
-    for exercise, answers in RIGHT_TO_LESSON_06.items():
-        for answer in answers:
-            verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer})
-            assert verdict.passed, f"{answer.__name__}: {verdict.text()}"
+def test_a_fit_that_is_right_says_how_much_it_holds(world):
     verdict = judge_on_this_rank("fit-it", {"fit": FIT})
     assert "8 ranks at stage 3 hold 15 GB" in verdict.score and "105 ranks" in verdict.score
 
@@ -551,30 +552,6 @@ def test_memory_that_is_no_tensor_is_found_too():
         assert nbytes(found) == 1000 * 8 + 125 * 4 + 300 + 50 * 8 + 70, [len(one) for one in found]
 
 
-@pytest.fixture
-def cells_of_lesson_06(cells_with):
-    begins = {
-        "zero2-fix": ("def shard_gradients(", "all-reduced"), "sharded-adam": ("class ShardedAdam", "not-copied-back"),
-        "gather-on-demand": ("class OnDemand", "type"), "fit-it": ("fit = {", "type"),
-    }  # fmt: skip
-    return [
-        (exercise, cells_with(text, version, "06_zero")[0], mistake if version == "learner" else "")
-        for exercise, (text, mistake) in begins.items()
-        for version in ("learner", "solved")
-    ]
-
-
-@on_ranks(3)
-def test_the_stubs_of_lesson_06_are_wrong_and_their_solutions_right(world, cells_of_lesson_06):
-    import torch
-
-    for exercise, source, expected in cells_of_lesson_06:
-        names = {"torch": torch, "nn": torch.nn, "linear": torch.nn.functional.linear}
-        exec(source, names)
-        verdict = judged_soon(exercise, names, expected)
-        assert verdict.mistake == expected, verdict.text()
-
-
 @on_ranks(3)
 def test_byte_golf_tells_the_score(world):
     verdict = judge_on_this_rank("byte-golf", {"golf": golf_right})
@@ -601,55 +578,44 @@ def test_the_planted_hangs_are_those_of_the_notebook(number, cells_with):
     assert cells_with(f"def hang_{number}(", "learner") == [HANGS[number].source.strip("\n")]
 
 
-@pytest.fixture
-def rings(cells_with):
-    """The stubs and solutions of lesson 03: exercise, source, and the mistake to be recognised."""
-    return [
-        (exercise, cells_with(f"def {EXERCISES[exercise].name}(", version)[0], expected)
-        for exercise, mistake in (("ring-fix", "incomplete"), ("ring-build", "nothing-done"))
-        for version, expected in (("learner", mistake), ("solved", ""))
-    ]
-
-
-@on_ranks(3)
-def test_the_stubs_of_the_rings_are_wrong_and_their_solutions_right(world, rings):
-    import torch
-
-    for exercise, source, expected in rings:
-        names = {"torch": torch}
-        exec(source, names)
-        verdict = judged_soon(exercise, names, expected)
-        assert verdict.mistake == expected, verdict.text()
+STUBS = {  # of each set, exercise -> the mistake of its stub
+    "03_collectives": {"ring-fix": "incomplete", "ring-build": "nothing-done"},
+    "04_data_parallel": {"hook-fix": "parameter-reduced", "buckets-build": "not-broadcast", "byte-golf": "over-par"},
+    "06_zero": {
+        "zero2-fix": "all-reduced", "sharded-adam": "not-copied-back", "gather-on-demand": "type", "fit-it": "type",
+    },
+    "07_pipelines": {
+        "pipeline-fix": "averaged-twice", "gpipe-build": "no-forward", "1f1b-build": "no-forward",
+        "leak-fix": "output-held",
+    },
+    "08_tensor_and_hybrid": {"row-fix": "bias-once-a-rank", "mlp-build": "type", "step-build": "type"},
+}  # fmt: skip
 
 
 @pytest.fixture
-def cells_of_lesson_04(cells_with):
-    begins = {"hook-fix": "def average_with_hooks(", "buckets-build": "class My", "byte-golf": "def golf("}
-    return [
-        (exercise, cells_with(begins[exercise], *which)[0], expected)
-        for exercise, mistake in (
-            ("hook-fix", "parameter-reduced"), ("buckets-build", "not-broadcast"), ("byte-golf", "over-par")
-        )
-        for which, expected in ((("learner", LESSON_04), mistake), (("solved", LESSON_04), ""))
-    ]  # fmt: skip
-
-
-LESSON_04 = "04_data_parallel"
+def stubs_and_solutions(cells_with):
+    """Exercise, its cell behind the set's imports and what the set gives, and the mistake to be recognised."""
+    found = []
+    for lesson, version in itertools.product(STUBS, ("learner", "solved")):
+        cells = cells_with("", version, lesson)
+        lines = [line for cell in cells for line in cell.splitlines()]
+        given = [line for line in lines if re.match("(from|import) [^;]+$", line)]
+        given += [cell for cell in cells if "def in_turn(" in cell]
+        for exercise, mistake in STUBS[lesson].items():
+            begins = rf"(?m)^((def|class) {EXERCISES[exercise].name}\b|{EXERCISES[exercise].name} = )"
+            source = next(cell for cell in cells if re.search(begins, cell))
+            found.append((exercise, "\n".join([*given, source]), mistake if version == "learner" else ""))
+    return found
 
 
 @on_ranks(3)
-def test_the_stubs_of_lesson_04_are_wrong_and_their_solutions_right(world, cells_of_lesson_04):
-    import torch
-
-    for exercise, source, expected in cells_of_lesson_04:
-        names = {
-            "torch": torch,
-            "digits": wrong_byte_golf.digits,
-            "cross_entropy": torch.nn.functional.cross_entropy,
-        }
-        exec(source, names)
-        verdict = judged_soon(exercise, names, expected)
-        assert verdict.mistake == expected, verdict.text()
+def test_stubs_are_wrong_and_their_solutions_right(world, stubs_and_solutions):
+    with all_cases() as case:
+        for exercise, source, expected in stubs_and_solutions:
+            exec(source, names := {})
+            verdict = judged_soon(exercise, names, expected)
+            with case(exercise, expected):
+                assert verdict.mistake == expected and (verdict.passed or verdict.hints), verdict.text()
 
 
 @on_ranks(3)

@@ -398,9 +398,7 @@ def test_killed_at_random_moments_of_saving(tmp_path):
         confirmed.unlink(missing_ok=True)
         mpiexec = start_ranks(["-c", LOOP, str(path), str(confirmed), str(step)], 2, cwd=ROOT)
         try:
-            deadline = time.monotonic() + 60
-            while not confirmed.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(confirmed.exists)
             time.sleep(chance.uniform(0, 0.05))
         finally:
             for process in reversed(with_descendants(Process.of(mpiexec.pid))):
@@ -516,34 +514,25 @@ def swap(path):
     name.write_bytes(content.replace(mark, b"0" * len(mark)))
 
 
-def lose_elements(path):
-    index = json.loads((path / "index.json").read_text())
-    pieces = index["tensors"]["first.weight"]["roles"]["value"]["pieces"]
-    pieces.popitem()
-    edit(path, tensors=index["tensors"])
+def pieces(change):
+    """A damage: ``change(path, pieces)`` of the value of a weight, as the index has them."""
+
+    def damage(path):
+        tensors = folder.read_index(path)["tensors"]
+        change(path, tensors["first.weight"]["roles"]["value"]["pieces"])
+        edit(path, tensors=tensors)
+
+    return damage
 
 
-def rename_a_piece(path):
-    index = json.loads((path / "index.json").read_text())
-    pieces = index["tensors"]["first.weight"]["roles"]["value"]["pieces"]
+def rename_a_piece(path, pieces):
     name = next(iter(pieces))
     pieces[f"../{path.name}/{name}"] = pieces.pop(name)
-    edit(path, tensors=index["tensors"])
 
 
-def overlap(path):
-    index = json.loads((path / "index.json").read_text())
-    pieces = index["tensors"]["first.weight"]["roles"]["value"]["pieces"]
-    pieces[data_file(path).name] = "29:60"
-    edit(path, tensors=index["tensors"])
-
-
-def before_the_start(path):
-    index = json.loads((path / "index.json").read_text())
-    pieces = index["tensors"]["first.weight"]["roles"]["value"]["pieces"]
+def begin_before_the_start(path, pieces):
     first = min(pieces, key=lambda name: int(pieces[name].partition(":")[0]))
     pieces[first] = f"-1:{pieces[first].partition(':')[2]}"
-    edit(path, tensors=index["tensors"])
 
 
 def lose_a_state(path):
@@ -573,10 +562,10 @@ DAMAGES = {
     "truncated": (truncate, "bytes, but the index says"),
     "mangled": (mangle, "is damaged"),
     "of another checkpoint": (swap, "belongs to checkpoint 0000"),
-    "elements are missing": (lose_elements, "is incomplete"),
-    "elements twice": (overlap, "is incomplete"),
-    "a negative place": (before_the_start, "is incomplete"),
-    "a piece elsewhere": (rename_a_piece, "not among its files"),
+    "elements are missing": (pieces(lambda path, pieces: pieces.popitem()), "is incomplete"),
+    "elements twice": (pieces(lambda path, pieces: pieces.update({data_file(path).name: "29:60"})), "is incomplete"),
+    "a negative place": (pieces(begin_before_the_start), "is incomplete"),
+    "a piece elsewhere": (pieces(rename_a_piece), "not among its files"),
     "an extra that was none": (lambda path: edit(path, extra={"__tuple__": 3}), "is damaged"),
 }
 WHERE_LOADED = {  # exported without
@@ -587,27 +576,17 @@ WHERE_LOADED = {  # exported without
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_damaged_is_refused_on_all_ranks(world, damage, tmp_path):
+@pytest.mark.parametrize("damage", DAMAGES | WHERE_LOADED)
+def test_what_is_damaged_is_refused_on_all_ranks_and_changes_nothing(world, damage, tmp_path):
+    do, words = (DAMAGES | WHERE_LOADED)[damage]
     model = build("plain")
     save(tmp_path, model, plain_sgd(model), world.comm)
     if world.rank == 0:
-        DAMAGES[damage][0](tmp_path)
+        do(tmp_path)
     world.comm.barrier()
-    refused_and_unchanged(world, DAMAGES[damage][1], tmp_path, build("plain", seed=5), plain_sgd)
-    if world.rank == 0:
-        assert DAMAGES[damage][1] in refusal(checkpoint.export, tmp_path, tmp_path / "out")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("damage", WHERE_LOADED)
-def test_what_cannot_be_loaded_changes_nothing(world, damage, tmp_path):
-    model = build("plain")
-    save(tmp_path, model, plain_sgd(model), world.comm)
-    if world.rank == 0:
-        WHERE_LOADED[damage][0](tmp_path)
-    world.comm.barrier()
-    refused_and_unchanged(world, WHERE_LOADED[damage][1], tmp_path, build("plain", seed=5), plain_sgd)
+    refused_and_unchanged(world, words, tmp_path, build("plain", seed=5), plain_sgd)
+    if world.rank == 0 and damage in DAMAGES:
+        assert words in refusal(checkpoint.export, tmp_path, tmp_path / "out")
 
 
 @on_ranks(2)

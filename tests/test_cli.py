@@ -298,24 +298,6 @@ def _is_engine_of_tour(process) -> bool:
     return "profile_local_mpi" in line and tempfile.gettempdir() in line and "pytest" not in line
 
 
-SCRIPT = """
-import dtlib
-world = dtlib.init()
-if world.rank == 1:
-    raise RuntimeError("rank one has had enough")
-world.comm.barrier()
-"""
-
-
-def test_an_error_on_one_rank_of_a_script_ends_all(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    process = launch.start_ranks([str(script)], 3, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert "RuntimeError: rank one has had enough" in errors
-
-
 def test_a_closed_terminal_ends_what_has_asked_for_the_version_of_mpi():
     program = "import os, signal; from dtlib.world.launch import library_version; "
     program += "signal.signal(signal.SIGHUP, signal.SIG_DFL); library_version(); os.kill(os.getpid(), signal.SIGHUP)"

@@ -94,18 +94,6 @@ def test_gradients_are_views_of_the_buckets(world):
         assert not hasattr(bucket, "buffer")  # nothing but gradients keeps its memory
 
 
-@on_ranks(2, 3)
-def test_bfloat16_gradients_are_averaged_in_float32_at_each_hop(world):
-    ours = DataParallel(build("plain", torch.bfloat16), world.comm)
-    exact = build("plain")
-    exact.load_state_dict(ours.module.state_dict())
-    data = batches("plain", 1, 4 * world.size, torch.bfloat16)
-    loss_of(ours, slice_of(data[0], world.rank, world.size)).backward()
-    loss_of(exact, (data[0][0].double(), data[0][1])).backward()
-    # bfloat16 keeps 8 bits; the gradient itself is computed in it, with several roundings.
-    torch.testing.assert_close(ours.module.second.weight.grad.double(), exact.second.weight.grad, rtol=0.05, atol=0.01)
-
-
 @on_ranks(2)
 def test_evaluation_needs_no_other_rank_and_an_error_in_between_does_no_harm(world):
     model = DataParallel(build("convolutional"), world.comm)

@@ -35,6 +35,13 @@ def test_parity_on_a_fake_gpu(world, strategy):
                 assert error <= bound
 
 
+@pytest.mark.gpu
+@on_ranks(2, device="cuda")
+@pytest.mark.parametrize("strategy", ROWS)
+def test_parity_on_a_gpu(world, strategy):
+    test_parity_on_a_fake_gpu.body(world, strategy)
+
+
 @on_ranks(2, device="fake")
 def test_the_fake_gpu_has_a_gpus_rules(world):
     device, here = world.device, torch.ones(3)

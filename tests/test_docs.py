@@ -2,14 +2,12 @@
 
 import importlib.util
 import re
-import subprocess
 
 import pytest
 
 from dtlib import cli
-from dtlib.world.launch import start_ranks
 from tests.cases import for_each
-from tests.conftest import ROOT
+from tests.conftest import ROOT, said_by_ranks
 from tests.test_links import PAGES
 from tests.test_repository import tracked_texts
 from tools import addresses, book, reference
@@ -95,11 +93,7 @@ def test_each_folder_says_in_one_sentence_what_it_is_for():
 
 def output_of(block: str, ranks: int, folder) -> list[str]:
     (folder / "script.py").write_text(block.removeprefix("%%px\n"))
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with start_ranks(["script.py"], ranks, cwd=folder, text=True, **pipes) as started:
-        said, errors = started.communicate(timeout=120)
-    assert started.returncode == 0, errors
-    return said.splitlines()
+    return said_by_ranks(["script.py"], ranks, cwd=folder).splitlines()
 
 
 def test_the_first_cell_of_the_readme_prints_what_stands_below_it(tmp_path):

@@ -23,7 +23,7 @@ from dtlib.world import loopback
 from dtlib.world.machine import usable_cores
 from dtlib.world.processes import Process, listening
 from tests.cases import for_each
-from tests.conftest import ROOT, make_workshop
+from tests.conftest import ROOT, make_workshop, wait_until
 from tests.kernels import Notebook
 
 ENGINES = "from dtlib import lab; lab.engines({})"
@@ -85,15 +85,6 @@ def heard(ports, do) -> list[list[bytes]]:
         do()
         time.sleep(0.3)
         return [socket.recv_multipart() for socket in sockets if socket.poll(0)]
-
-
-def wait_until(condition, seconds=300) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def meanwhile(condition, do) -> None:

@@ -1,7 +1,6 @@
 """Horovod's operations against numpy, the words of every refusal, and a script that was written for Horovod."""
 
 import json
-import subprocess
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,8 +9,8 @@ import torch
 
 import dtlib.horovod as hvd
 from dtlib.horovod import basics
-from dtlib.world.launch import start_ranks
 from tests.cases import refuses
+from tests.conftest import said_by_ranks
 from tests.ranks import on_ranks
 
 
@@ -186,14 +185,7 @@ def test_parts_of_horovod_that_are_left_out_say_so():
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_script_for_horovod_trains(ranks):
-    process = start_ranks(["-m", "tests.horovod_script"], ranks, stdout=subprocess.PIPE, text=True)
-    try:
-        output, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0
-    told = json.loads(output.strip().splitlines()[-1])
+    told = json.loads(said_by_ranks(["-m", "tests.horovod_script"], ranks).strip().splitlines()[-1])
     assert told["ranks"] == ranks and told["agree"]
     assert told["losses"][-1] < 0.7 * told["losses"][0]
     assert told["accuracy"] > 0.8

@@ -15,10 +15,7 @@ TRIES = 3
 REPEATS = 12
 CASES = (("recursive_doubling", 4), ("recursive_doubling", 40_000), ("ring", 100_000), ("ring", 800_000))  # bytes
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())]
 
 
 def measure() -> None:

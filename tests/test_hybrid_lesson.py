@@ -1,20 +1,14 @@
 """Lesson 08: its exercises, and its figures."""
 
-import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, linear
 
-from dtlib.lab.checks.exercise import EXERCISES
-from dtlib.lab.checks.judging import judge_on_this_rank
 from dtlib.lessons.l08 import figures as hybrid
 from dtlib.parallel.replicator import Replicator
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from tests.cases import all_cases
 from tests.lessons.l08 import wrong_mlp, wrong_replicator, wrong_tensor
 from tests.ranks import on_ranks
-from tests.test_check import cells_with  # noqa: F401, a fixture
 
 # Right answers in other styles
 
@@ -132,42 +126,6 @@ RIGHT = {
     "mlp-build": (wrong_mlp.RightMLP, MLPOfTheLibrary, MLPOfSmallLayers),
     "step-build": (wrong_replicator.step_right, step_in_one_function, StepOfAClass, step_in_single_precision),
 }
-
-
-@on_ranks(1, 3, 4, slow=(1, 4))
-def test_every_right_answer_to_lesson_08_passes(world):
-    with all_cases() as case:
-        for exercise, answers in RIGHT.items():
-            for answer in answers:
-                verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer})
-                with case(exercise, answer.__name__):
-                    assert verdict.passed, verdict.text()
-
-
-@pytest.fixture
-def cells_of_lesson_08(cells_with):  # noqa: F811
-    begins = {
-        "row-fix": ("class RowParallel(", "bias-once-a-rank"), "mlp-build": ("class MyMLP(", "type"),
-        "step-build": ("def build_step(", "type"),
-    }  # fmt: skip
-    return [
-        (exercise, cells_with(text, version, "08_tensor_and_hybrid")[0], mistake if version == "learner" else "")
-        for exercise, (text, mistake) in begins.items()
-        for version in ("learner", "solved")
-    ]
-
-
-@on_ranks(3)
-def test_the_stubs_of_lesson_08_are_wrong_and_their_solutions_right(world, cells_of_lesson_08):
-    from dtlib.parallel.tensor import copy_to_ranks, reduce_from_ranks
-
-    for exercise, source, expected in cells_of_lesson_08:
-        names = {"torch": torch, "nn": nn, "linear": linear, "gelu": gelu, "cross_entropy": cross_entropy}
-        names |= {"copy_to_ranks": copy_to_ranks, "reduce_from_ranks": reduce_from_ranks, "dist": dist}
-        exec(source, names)
-        verdict = judge_on_this_rank(exercise, names)
-        assert verdict.mistake == expected, verdict.text()
-        assert verdict.passed or verdict.hints
 
 
 # Figures

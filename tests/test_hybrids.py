@@ -135,11 +135,7 @@ def test_what_a_pipeline_cannot_be_combined_with_is_refused(world):
     for model, settings, words in (
         (untied, config(3), "stage is 3, but a pipeline divides the parameters already"),
         (tied, config(1), "stage is 1, but tied layers of a pipeline need whole gradients"),
-        (
-            untied,
-            config(0, "1b1f"),
-            "pipeline.schedule is '1b1f': with runtime='dtlib' choose gpipe or 1f1b",
-        ),
+        (untied, config(0, "1b1f"), "pipeline.schedule is '1b1f': with runtime='dtlib' choose gpipe or 1f1b"),
         (untied, config(0, fp16={"enabled": True}), "use bf16"),
     ):
         refuses(words, dtlib.initialize, model=model, config=settings)

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import subprocess
 import tempfile
 import tomllib
 from functools import reduce
@@ -20,8 +19,7 @@ from dtlib.comm.communicator import Communicator
 from dtlib.errors import DtlibError
 from dtlib.lab.checks import judging
 from dtlib.lab.checks.exercise import EXERCISES
-from dtlib.world.launch import start_ranks
-from tests.conftest import ROOT
+from tests.conftest import ROOT, said_by_ranks
 from tests.ranks import on_ranks
 from tools import glossary, instructor
 
@@ -68,10 +66,7 @@ def test_a_file_that_has_no_exercise_is_refused_and_offers_no_solution(tmp_path,
 
 def test_a_model_of_one_file_trains_as_the_guide_says(tmp_path):
     (tmp_path / "my_model.py").write_text(LISTINGS["my_model.py"])
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with start_ranks(["my_model.py"], 2, cwd=tmp_path, text=True, **pipes) as ranks:
-        said, errors = ranks.communicate(timeout=120)
-    assert ranks.returncode == 0, errors
+    said = said_by_ranks(["my_model.py"], 2, cwd=tmp_path)
     assert said.count("loss ") == 1 and float(said.split()[1]) < 1
 
 

@@ -1,5 +1,4 @@
 import os
-import time
 
 import pytest
 
@@ -10,6 +9,7 @@ from dtlib.comm.watch.board import Board, BoardEntry, ClusterBoard
 from dtlib.comm.watch.call_counts import differing
 from dtlib.comm.watch.missing_ranks import describe, ended_ranks
 from tests.cases import for_each
+from tests.conftest import wait_until
 from tests.ranks import on_ranks
 
 ALL = (0, 1, 2)
@@ -147,9 +147,7 @@ def test_a_board_of_several_nodes_shows_all_ranks(world):
     store = shared_store(world.comm)
     mine = ClusterBoard(files[2 * node], world.rank, members, node, 2, store)
     mine.publish("waits", Call("barrier", None, world.rank, range(4), "world", 1 + world.rank))
-    deadline = time.monotonic() + 50
-    while len(mine.seen()) < 4 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: len(mine.seen()) == 4)
     assert {rank: entry.number for rank, entry in mine.seen().items()} == {rank: 1 + rank for rank in range(4)}
     world.comm.barrier()
     if world.rank % 2 == 0:

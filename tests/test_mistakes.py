@@ -100,12 +100,6 @@ def test_wrappers_over_the_wrong_axis(world):
 # A decision that each rank takes alone
 
 
-def torchs_clipping(world):
-    model = tensor_parallel(world)
-    model(X).square().mean().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-
 def by_rank(world, same, other):
     return other if world.rank == 1 else same
 
@@ -156,7 +150,6 @@ ALONE = {
     "fp16 with experts": ("fp16", lambda world: dtlib.initialize(
         model=nn.Sequential(MixtureOfExperts(6, [nn.Linear(6, 6)], world.comm)),
         config={**CONFIG, "fp16": {"enabled": True}}, comm=world.comm)),
-    "torch's clipping": ("clip_grad_norm_ of", torchs_clipping),
     "sync_every": ("sync_every",
                    lambda world: LocalSGD(world.comm, model := net(), sgd(model), by_rank(world, 4, 3))),
     "fraction": ("fraction", compressed),

@@ -75,26 +75,6 @@ def difference(reference, module) -> float:
     return max((apart(mine, theirs[name]) for name, mine in module.layers.named_parameters()), default=0.0)
 
 
-@pytest.mark.gpu
-@on_ranks(1, 2)
-def test_on_a_gpu(world):
-    data = [(x.to(world.device), y.to(world.device)) for x, y in batches(4 * world.size + 1)]
-    for name, kind in SCHEDULES.items():
-        chunks = 2 if name == "interleaved" else 1
-        specs = layers(2 * world.size * chunks + 1)
-        reference = trained_alone(specs, "sgd", [(x.cpu(), y.cpu()) for x, y in data], torch.float64, world.comm)
-        module = PipelineModule(specs, world.size * chunks, stages_per_rank=chunks).double().to(world.device)
-        schedule = kind(module.stages(), 2 * world.size, weighted_sum, recompute=True)
-        optimizer = OPTIMIZERS["sgd"](module)
-        for x, y in data:
-            last = world.size * chunks - 1 in module.stage_indices
-            schedule.step(*([x] if 0 in module.stage_indices else []), target=y if last else None)
-            module.reduce_tied_gradients()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert difference(reference.to(world.device), module) <= 1e-9  # its kernels may add in another order
-
-
 class Backwards(ScheduleGPipe):
     @staticmethod
     def order(ranks, microbatches, stages):

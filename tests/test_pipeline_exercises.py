@@ -1,19 +1,11 @@
 """The exercises of lesson 07 on ranks: right steps of a pipeline pass, wrong ones are rejected for their own reason."""
 
-import pytest
 from torch.autograd.graph import get_gradient_edge
 
 from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lab.checks.judging import judge_on_this_rank
-from dtlib.lab.lesson_files import notebooks
-from dtlib.parallel.pipeline import PipelineStage, ScheduleGPipe
-from tests.cases import for_each
 from tests.lessons.l07 import wrong_leak, wrong_pipelines, wrong_puzzle
 from tests.ranks import on_ranks
-
-
-def answer_of(thing):
-    return thing() if isinstance(thing, type) else thing
 
 
 class Gradients1By1(wrong_pipelines.Step):
@@ -298,56 +290,6 @@ RIGHT_PUZZLES = {
     "puzzle": wrong_puzzle.GPIPE, "puzzle_2": wrong_puzzle.ONE_F_ONE_B, "puzzle_3": wrong_puzzle.THREE,
     "puzzle_4": wrong_puzzle.HALVES,
 }  # fmt: skip
-
-
-@on_ranks(1, 3, 4, slow=(1, 4))
-@for_each(exercise=RIGHT)
-def test_every_right_pipeline_passes(world, exercise):
-    for answer in RIGHT[exercise]:
-        verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer_of(answer)})
-        assert verdict.passed, f"{answer.__name__}: {verdict.text()}"
-
-
-@pytest.fixture
-def cells():
-    """The stubs and solutions of the lesson: exercise, source, and the mistake to be recognised."""
-    from tests.books import made  # not on the ranks
-
-    found = []
-    for stub, exercise in (
-        ("averaged-twice", "pipeline-fix"),
-        ("no-forward", "gpipe-build"),
-        ("no-forward", "1f1b-build"),
-        ("output-held", "leak-fix"),
-    ):
-        for version, mistake in (("learner", stub), ("solved", "")):
-            book = made(notebooks()["07_pipelines_exercises"], version)
-            px = "%%px\n"
-            sources = [
-                cell.source.removeprefix(px)
-                for cell in book.cells
-                if cell.source.startswith(px) and "\ndef " in cell.source
-            ]
-            given = next(source for source in sources if "def in_turn(" in source)
-            begins = f"def {EXERCISES[exercise].name}("
-            found += [
-                (exercise, f"from torch import distributed as dist\n\n{given}\n\n{source}", mistake)
-                for source in sources
-                if begins in source
-            ]
-    assert len(found) == 8
-    return found
-
-
-@on_ranks(3)
-def test_the_stubs_are_wrong_and_their_solutions_right(world, cells):
-    import torch
-
-    for exercise, source, expected in cells:
-        names = {"torch": torch, "PipelineStage": PipelineStage, "ScheduleGPipe": ScheduleGPipe}
-        exec(source, names)
-        verdict = judge_on_this_rank(exercise, names)
-        assert verdict.mistake == expected, verdict.text()
 
 
 @on_ranks(3)

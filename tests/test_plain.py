@@ -38,11 +38,6 @@ def test_a_plain_core_is_read_in_ten_minutes(file):
     assert sum(bool(line.strip()) for line in lines) <= 100
 
 
-def test_every_strategy_that_is_taught_has_a_plain_core():
-    taught = ["compression", "context", "data", "expert", "local", "pipeline", "tensor", "zero"]
-    assert [file.parent.name for file in PLAIN if file.stem == "plain"] == taught
-
-
 def net():
     """Four layers of different sizes: (Linear, Tanh) four times."""
     return build("chain")

@@ -9,12 +9,7 @@ from dtlib.lab import server, source_view
 from dtlib.lab.lesson_files import notebooks
 from tests.conftest import ROOT
 
-LESSONS = {
-    "04_data_parallel": "data",
-    "06_zero": "zero",
-    "07_pipelines": "pipeline",
-    "08_tensor_and_hybrid": "tensor",
-}
+LESSONS = {"04_data_parallel": "data", "06_zero": "zero", "07_pipelines": "pipeline", "08_tensor_and_hybrid": "tensor"}
 
 
 @pytest.mark.parametrize("lesson, strategy", LESSONS.items())

@@ -304,11 +304,7 @@ def test_the_fault_lab_says_what_goes_on_and_when_to_kill():
 # Chance
 
 STEPS, LAST = 36, 28  # each step has 0.01 s of EMULATED computing: who is to die in step 28, or soon after, does
-KINDS = {
-    "shrink": ["kill"],
-    "memory": ["kill", "nan", "raise"],
-    "checkpoint": ["kill", "nan", "raise", "ask to end"],
-}
+KINDS = {"shrink": ["kill"], "memory": ["kill", "nan", "raise"], "checkpoint": ["kill", "nan", "raise", "ask to end"]}
 
 
 def random_fault(chance, kind: str, rank: int, step: int) -> dict:

@@ -384,15 +384,6 @@ def test_wrong_arguments_are_refused():
     refuses(r"inside step_fn: pass step_fn to replicator.run", replicator.map_reduce, torch.ones(1))
 
 
-@pytest.mark.gpu
-def test_on_a_gpu():
-    data = [(x.cuda(), y.cuda()) for x, y in batches_of("plain", 4, 8)]
-    alone, graph = build("plain").cuda(), build("plain").cuda()
-    expected = train_alone(alone, OPTIMIZERS["sgd"], centred, data, 2)
-    losses = train(Replicator(replicas=2), graph, OPTIMIZERS["sgd"], centred, data)
-    assert (losses.mean(1) - expected).abs().max() <= 1e-12
-
-
 def trained(replicator, model, freeze=None):
     """Losses of two runs, between which the first layer is frozen, or unfrozen, and its weight before and after."""
     optimizer = replicator.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1))

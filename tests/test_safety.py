@@ -19,6 +19,7 @@ from dtlib.errors import CommunicationError, WaitTimeout
 from dtlib.world.launch import mpiexec_command, start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
 from tests.cases import for_each
+from tests.conftest import wait_until
 from tests.ranks import on_ranks
 
 
@@ -276,8 +277,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    "size,order,terminal",
-    [(2, "dtlib,torch", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    "size,order,terminal", [(2, "dtlib,torch", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_an_error_in_a_program_with_a_process_group_of_torch_is_shown(tmp_path, order, size, terminal):
     script = tmp_path / "program.py"
@@ -300,9 +300,7 @@ def test_what_a_killed_mpiexec_leaves_behind_keeps_no_other_one_from_starting(tm
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ranks = start_ranks(["-c", "input()"], 1, stdin=subprocess.PIPE, env={"TMPDIR": str(tmp_path)})
     left = tmp_path / f"ompi.{ranks.pid}"
-    deadline = time.monotonic() + 60
-    while not list(left.glob("pmix.*.tool.*")) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: list(left.glob("pmix.*.tool.*")))
     everyone = with_descendants(Process.of(ranks.pid))
     mpiexec_command()
     assert left.exists(), "it is alive"

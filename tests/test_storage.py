@@ -1,6 +1,7 @@
 """Samples in files, and loaders that lose none of them: each exactly once an epoch, whoever reads and resumes."""
 
 import errno
+import functools
 import io
 import json
 import multiprocessing
@@ -14,10 +15,12 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from dtlib.errors import DtlibError
 from dtlib.storage import FORMATS, Cached, Loader, StorageError, cache, mlperf, open_samples, page_cache, stage, write
@@ -25,6 +28,7 @@ from dtlib.storage.formats import INDEX
 from dtlib.storage.order import order, slice_of_rank
 from dtlib.storage.preprocessing import RECORD, raw_samples, record_of
 from dtlib.storage.utilisation import EmulatedAccelerator, Utilisation, measure
+from tests.cases import for_each
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
 
@@ -404,51 +408,50 @@ def longer_number(path):
     path.write_bytes(data[:at] + b"xyz" + data[at:])
 
 
-def another_column(path):
-    from pyarrow import parquet
+def rewrites(change):
+    """A damage: ``change(table)`` in place of a Parquet file's table."""
 
-    table = parquet.read_table(path)
-    parquet.write_table(table.rename_columns(["nr", "data"]), path, row_group_size=8)
+    @functools.wraps(change)
+    def damage(path):
+        parquet.write_table(change(parquet.read_table(path)), path, row_group_size=8)
 
-
-def fewer_rows(path):
-    from pyarrow import parquet
-
-    parquet.write_table(parquet.read_table(path).slice(0, 9), path, row_group_size=8)
+    return damage
 
 
-def other_width(path):
-    import pyarrow as pa
-    from pyarrow import parquet
+@rewrites
+def another_column(table):
+    return table.rename_columns(["nr", "data"])
 
-    table = parquet.read_table(path)
+
+@rewrites
+def fewer_rows(table):
+    return table.slice(0, 9)
+
+
+@rewrites
+def other_width(table):
     wider = pa.array([value + b"x" for value in table["data"].to_pylist()], pa.binary(29))
-    parquet.write_table(table.set_column(1, "data", wider), path, row_group_size=8)
+    return table.set_column(1, "data", wider)
 
 
 def other_groups(path):
-    from pyarrow import parquet
-
     parquet.write_table(parquet.read_table(path), path, row_group_size=4)
 
 
-def null_number(path):
-    _null(path, "number", 3)
+@rewrites
+def null_number(table):
+    return _null(table, "number", 3)
 
 
-def null_array(path):
-    _null(path, "data", 11)
+@rewrites
+def null_array(table):
+    return _null(table, "data", 11)
 
 
-def _null(path, name, row):
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    table = parquet.read_table(path)
+def _null(table, name, row):
     values = [None if at == row else value for at, value in enumerate(table[name].to_pylist())]
     at = table.schema.get_field_index(name)
-    table = table.set_column(at, name, pa.array(values, table.schema.field(name).type))
-    parquet.write_table(table, path, row_group_size=8)
+    return table.set_column(at, name, pa.array(values, table.schema.field(name).type))
 
 
 def shorter_member(path):
@@ -552,37 +555,18 @@ def test_a_batch_that_failed_is_read_again(folder_of, workers):
     assert sorted(got) == list(range(SAMPLES))
 
 
-@pytest.mark.parametrize("name", ["../thesis.txt", "/etc/hosts", "..", "a/b", ""])
-def test_an_index_names_files_of_its_folder_alone(folder_of, tmp_path, name):
-    folder = folder_of("files")
-    index = json.loads((folder / INDEX).read_text())
-    (folder / INDEX).write_text(json.dumps({**index, "counts": {name: 1}}))
-    with pytest.raises(DtlibError, match=r"not made by dtlib\.storage\.write"):
-        stage(folder, tmp_path / "local")
-
-
 def test_what_is_no_ordinary_file_is_refused_at_once(folder_of, tmp_path):
     folder = folder_of("one-file")
-    (folder / "samples.bin").unlink()
-    os.mkfifo(folder / "samples.bin")
-    with pytest.raises(StorageError, match="no ordinary file"):
-        open_samples(folder).read([0])
-    (folder / "samples.bin").unlink()
-    (folder / "samples.bin").mkdir()
-    with pytest.raises(StorageError, match="no ordinary file"):
-        open_samples(folder).read([0])
+    for make in (os.mkfifo, Path.mkdir):
+        (folder / "samples.bin").unlink()
+        make(folder / "samples.bin")
+        for use in (lambda: open_samples(folder).read([0]), lambda: stage(folder, tmp_path / "local")):
+            with pytest.raises(StorageError, match="no ordinary file"):
+                use()
     (folder / INDEX).unlink()
     os.mkfifo(folder / INDEX)
     with pytest.raises(DtlibError, match=r"not made by dtlib\.storage\.write"):
         open_samples(folder)
-
-
-def test_staging_a_pipe_does_not_wait(folder_of, tmp_path):
-    folder = folder_of("one-file")
-    (folder / "samples.bin").unlink()
-    os.mkfifo(folder / "samples.bin")
-    with pytest.raises(StorageError, match="no ordinary file"):
-        stage(folder, tmp_path / "local")
 
 
 def test_files_of_others_stay(folder_of, tmp_path):
@@ -604,20 +588,20 @@ def test_what_could_not_be_written_to_its_end_does_not_stay(tmp_path):
     assert len(open_samples(write(tmp_path, numbered(20), NUMBERED, "shards", per_shard=8))) == 20
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"counts": {"a" * 300: 1}}, {"counts": {"\ud800": 1}}, {"counts": {"samples.bin": 10**30}},
-        {"row_group": 1e400}, {"row_group": True},
-    ],
-    ids=lambda change: f"{change!r:.30}",
-)  # fmt: skip
-def test_an_index_with_what_makes_no_sense_is_refused(folder_of, change):
-    folder = folder_of("one-file")
+@for_each(change=[
+    {"counts": {"a" * 300: 1}}, {"counts": {"\ud800": 1}}, {"counts": {"samples.bin": 10**30}},
+    {"row_group": 1e400}, {"row_group": True},
+    *({"counts": {name: 1}} for name in ("../thesis.txt", "/etc/hosts", "..", "a/b", "")),
+])  # fmt: skip
+def test_an_index_with_what_makes_no_sense_or_lies_elsewhere_is_refused(folder_of, tmp_path, change):
+    folder = tmp_path / "samples" / "files"
+    folder = folder if folder.exists() else folder_of("files")
     index = json.loads((folder / INDEX).read_text())
     (folder / INDEX).write_text(json.dumps({**index, **change}))
-    with pytest.raises(DtlibError, match=r"not made by dtlib\.storage\.write"):
-        open_samples(folder)
+    for use in (open_samples, lambda folder: stage(folder, tmp_path / "local")):
+        with pytest.raises(DtlibError, match=r"not made by dtlib\.storage\.write"):
+            use(folder)
+    (folder / INDEX).write_text(json.dumps(index))
 
 
 def test_numbers_that_make_no_sense_are_refused(folder_of, tmp_path):
@@ -707,19 +691,21 @@ def test_a_file_that_is_missing_while_staging_is_told_as_the_source(folder_of, t
     assert raised.value.file == str(folder / "shard-00001.bin")
 
 
+def written_anew(folder, value):
+    """Samples of the same folder, as many as the old ones and with other values, which are returned."""
+    rows = numbered(40)
+    rows["number"] += value
+    for path in folder.iterdir():
+        path.unlink()
+    write(folder, rows, NUMBERED, "shards", per_shard=PER_SHARD)
+    return list(range(value, value + 40))
+
+
 def test_staging_where_there_is_an_older_staging(folder_of, tmp_path, monkeypatch):
     """What finds no room leaves nothing that is taken for samples, and never what an older staging has left."""
     folder, local = folder_of("shards", 40), tmp_path / "local"
     assert stage(folder, local).bytes == sum(path.stat().st_size for path in folder.glob("*.bin"))
     assert stage(folder, local).bytes == 0, "it is there already"
-
-    def new(value):  # of the same folder: as long as the old ones, and with other values
-        rows = numbered(40)
-        rows["number"] += value
-        for path in folder.iterdir():
-            path.unlink()
-        write(folder, rows, NUMBERED, "shards", per_shard=PER_SHARD)
-        return list(range(value, value + 40))
 
     def no_room(source, target):
         if full and target.name != "shard-00000.bin":
@@ -729,7 +715,7 @@ def test_staging_where_there_is_an_older_staging(folder_of, tmp_path, monkeypatc
     copy_file = cache._copy_file
     monkeypatch.setattr(cache, "_copy_file", no_room)
     for value, full in ((1000, True), (2000, True), (3000, False), (4000, True), (5000, False)):
-        expected = new(value)
+        expected = written_anew(folder, value)
         if full:
             with pytest.raises(StorageError, match="no room"):
                 stage(folder, local)
@@ -758,11 +744,7 @@ def test_a_staged_folder_never_mixes_two_versions(folder_of, tmp_path, monkeypat
     def then_anew(source, target):
         count = copy_file(source, target)
         if target.name == "shard-00000.bin":
-            rows = numbered(40)
-            rows["number"] += 1000
-            for path in folder.iterdir():
-                path.unlink()
-            write(folder, rows, NUMBERED, "shards", per_shard=PER_SHARD)
+            written_anew(folder, 1000)
         return count
 
     monkeypatch.setattr(cache, "_copy_file", then_anew)

@@ -34,7 +34,7 @@ from dtlib.parallel.tensor.plain import ParallelMLP as PlainParallelMLP
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.theory.collectives import chosen_all_reduce, elements_sent
 from tests.cases import all_cases, refuses
-from tests.models import EXACT, OPTIMIZERS, apart, seeded
+from tests.models import EXACT, apart, seeded
 from tests.ranks import on_ranks
 
 WIDTH, HEADS, HIDDEN, WORDS, STEPS = 24, 12, 29, 11, 5  # heads divide by 2, 3 and 4; hidden features and words do not
@@ -477,18 +477,6 @@ def test_what_it_cannot_do_is_refused_on_every_rank(world):
     refuses("reduction='average'", entropy, logits, targets, comm, reduction="average")
     refuses(r"got \(2, 6\) and \(3,\)", entropy, logits, torch.zeros(3, dtype=torch.int64), comm)
     comm.barrier()  # nobody is left behind
-
-
-@pytest.mark.gpu
-@on_ranks(1, 2)
-def test_on_a_gpu(world):
-    data = [(x.to(world.device), y.to(world.device)) for x, y in texts()]
-    reference = seeded(Language).to(world.device)
-    ours = seeded(lambda: Language(world.comm)).to(world.device)
-    for model in (ours, reference):
-        train(model, OPTIMIZERS["sgd"](model), data)
-    # Kernels of a GPU may add in another order every time.
-    assert difference(ours, reference) <= 1e-9
 
 
 class Twice(nn.Linear):

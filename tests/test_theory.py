@@ -1,8 +1,5 @@
 """The formulas against what ranks really send."""
 
-import csv
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -14,6 +11,7 @@ from dtlib.theory.zero import GB, GIB, SCHEMES, fewest_ranks, zero_bytes, zero_w
 from tests.cases import for_each
 from tests.ranks import on_ranks
 from tests.zero_peak import zero_peak_bytes
+from tools.planner_fit import published
 
 CASES = [(operation, algorithm) for operation, names in theory.ALGORITHMS.items() for algorithm in names]
 COUNTS = (24, 0, 13, 2)  # elements of the whole; those that do not divide by the ranks only where they may
@@ -145,39 +143,23 @@ def test_what_has_no_formula_is_refused_with_what_has():
 # ZeRO
 
 
-def rows_of(file):
-    with open(Path(__file__).parents[1] / "data" / file) as opened:
-        return list(csv.DictReader(opened))
-
-
 def gigabytes(*arguments):
     return sum(zero_bytes(*arguments).values()) / GB
 
 
 def test_figure_1_of_the_paper():
-    published = [float(row["GB"]) for row in rows_of("zero_figure1_7p5B_Nd64.csv")]
-    assert published == [120, 31.4, 16.6, 1.9]
-    for stage, figure in enumerate(published):
+    figures = [float(row["GB"]) for row in published("zero_figure1_7p5B_Nd64")]
+    assert figures == [120, 31.4, 16.6, 1.9]
+    for stage, figure in enumerate(figures):
         assert round(gigabytes(7_500_000_000, 64, stage, "mixed_adam"), 1) == figure
 
 
-def test_table_1_of_the_paper():
-    rows = rows_of("zero_table1_model_state_memory_gb.csv")
-    assert len(rows) == 18
-    for row in rows:
-        for stage, column in enumerate(("Pos_GB", "Pos_g_GB", "Pos_g_p_GB"), start=1):
-            ours = gigabytes(int(float(row["params_billion"]) * 1e9), int(row["dp_degree"]), stage, "mixed_adam")
-            # The paper rounds some of its figures and cuts off others: 35.6 for 35.625, but 4046 for 4046.875.
-            digits = len(row[column].partition(".")[2])
-            assert abs(ours - float(row[column])) < 10**-digits, (row, stage, ours)
-
-
 def test_what_stages_send_as_in_section_7_of_the_paper():
-    published = {row["scheme"]: float(row["volume_in_units_of_P"]) for row in rows_of("zero_comm_volume.csv")}
+    volumes = {row["scheme"]: float(row["volume_in_units_of_P"]) for row in published("zero_comm_volume")}
     names = ("DP all-reduce", "ZeRO-1", "ZeRO-2", "ZeRO-3")
     parameters, ranks = 64 * 1000, 64
     for stage, name in enumerate(names):
-        assert zero_wire_elements(parameters, ranks, stage) == published[name] * parameters * (ranks - 1) / ranks
+        assert zero_wire_elements(parameters, ranks, stage) == volumes[name] * parameters * (ranks - 1) / ranks
     once = parameters * (ranks - 1) // ranks
     assert [zero_wire_elements(parameters, ranks, stage, 4) // once for stage in range(4)] == [2, 2, 5, 12]
     assert zero_wire_elements(parameters, ranks, 3, 4, reshard_after_forward=False) == 8 * once

@@ -128,11 +128,7 @@ def outcome_of(cases, backend, name, rank, size, place) -> str:
         case.rank, case.file_name = rank, str(place / "store")
         limit = distributed_test.CUSTOM_PG_TIMEOUT.get(name, distributed_test.default_pg_timeout)
         dist.init_process_group(
-            init_method=case.init_method,
-            backend=backend,
-            world_size=size,
-            rank=rank,
-            timeout=timedelta(seconds=limit),
+            init_method=case.init_method, backend=backend, world_size=size, rank=rank, timeout=timedelta(seconds=limit)
         )
         case._barrier()
         getattr(case, name)()

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -362,8 +361,7 @@ def test_killed_in_the_middle_and_started_again(tmp_path, runtime):
     arguments = ["vision", f"--config={config}", f"--save={save}", f"--runtime={runtime}"]
     command = ["-m", "dtlib", "train", *arguments, f"--log={log}"]
     ranks = start_ranks(command, 2, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (save / "latest").exists() and ranks.poll() is None:
-        time.sleep(0.02)
+    wait_until((save / "latest").exists)
     everyone = with_descendants(Process.of(ranks.pid))
     with suppress(ProcessLookupError):
         os.kill(ranks.pid, signal.SIGKILL)

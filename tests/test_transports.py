@@ -12,8 +12,8 @@ from dtlib.errors import CommunicationError, WaitTimeout
 from tests.cases import refuses
 from tests.conftest import wait_until
 from tests.ranks import on_ranks
+from tests.test_comm import SIZES, change_in_place, halves_of, refuse_what_nobody_carries, values_of
 
-SIZES = (1, 2, 3, 4)
 _group = None
 
 
@@ -30,10 +30,6 @@ def on_gloo(world):
         store = store or dist.TCPStore("127.0.0.1", port, None, False)
         _group = ProcessGroupCommunicator(make_group({"cpu": "gloo"}, store, world.rank, world.size), store=store)
     return _group
-
-
-def values_of(rank, count, dtype):
-    return (torch.arange(count) * 3 + rank + 1).to(dtype)
 
 
 @on_ranks(*SIZES, slow=(1, 4))
@@ -111,15 +107,7 @@ def moves(world, dtype, count):
 @on_ranks(2, 3)
 def test_what_is_not_contiguous_is_changed_in_place_on_a_process_group(world):
     comm = on_gloo(world)
-    table = torch.zeros(4, 6)
-    table[:, 2] = world.rank + 1
-    comm.all_reduce(table[:, 2])
-    expected = torch.zeros(4, 6)
-    expected[:, 2] = sum(range(1, world.size + 1))
-    assert torch.equal(table, expected)
-    every_other = np.zeros(8)[::2]
-    every_other += world.rank
-    assert comm.broadcast(every_other, root=1).tolist() == [1, 1, 1, 1]
+    change_in_place(comm)
     table = torch.zeros(world.size, 2, 2).transpose(0, 2)
     comm.all_gather(table, torch.full((4,), float(world.rank)))
     assert table.flatten().tolist() == [float(rank) for rank in range(world.size) for _ in range(4)]
@@ -163,12 +151,7 @@ def test_asynchronous_operations_on_a_process_group(world):
 @on_ranks(3, 4)
 def test_a_process_group_splits_and_carries_objects(world):
     comm = on_gloo(world)
-    half = comm.split(world.rank % 2, key=-world.rank)
-    members = [rank for rank in range(world.size) if rank % 2 == world.rank % 2][::-1]
-    assert (half.size, half.rank) == (len(members), members.index(world.rank))
-    assert half.all_reduce(torch.tensor(world.rank)).item() == sum(members)
-    assert half.all_gather_object({"rank": world.rank})[0] == {"rank": members[0]}
-    assert (comm.split(0 if world.rank else None) is None) == (world.rank == 0)
+    half = halves_of(comm)
     assert comm.broadcast_object("x" * 1000 * world.rank, root=2) == "x" * 2000
     for _ in range(5):
         comm.split(0)  # thrown away by some while others still connect
@@ -207,22 +190,10 @@ def test_a_process_group_records_the_bytes_of_the_ring(world):
 @on_ranks(2)
 def test_what_a_process_group_cannot_carry_is_refused_before_anything_is_sent(world):
     comm = on_gloo(world)
-    ints = torch.ones(2, dtype=torch.int64)
-    for call, words in {
-        (lambda: comm.all_reduce(ints, "average")): "no op 'average'",
-        (lambda: comm.all_reduce(ints, "mean")): "would round",
-        (lambda: comm.all_reduce(torch.ones(2, dtype=torch.bool))): "does not take bool",
-        (lambda: comm.broadcast(torch.ones(2, dtype=torch.complex64))): "does not support complex64",
-        (lambda: comm.all_reduce(ints, algorithm="ring")): "chooses its algorithm",
-        (lambda: comm.all_reduce(3)): "torch.tensor",
-        (lambda: comm.all_reduce(np.frombuffer(b"12345678", dtype=np.int64))): "read-only",
-        (lambda: comm.broadcast(ints, root=2)): "0 to 1",
-        (lambda: comm.send(ints, dest=-1)): "dest=-1",
-        (lambda: comm.all_gather(torch.zeros(3), torch.zeros(2))): "2 times as many elements",
-        (lambda: comm.all_to_all(torch.zeros(3), torch.zeros(3))): "2 equal chunks",
-        (lambda: comm.all_reduce(torch.ones(2, device="meta"))): "meta",
-    }.items():
-        refuses(words, call, error=CommunicationError)
+    refuse_what_nobody_carries(comm)
+    for words, given in {"chooses its algorithm": {"algorithm": "ring"}, "meta": {}}.items():
+        one = torch.ones(2, device="cpu" if given else "meta")
+        refuses(words, comm.all_reduce, one, error=CommunicationError, **given)
     comm.barrier()
 
 

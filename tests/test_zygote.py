@@ -19,7 +19,7 @@ from dtlib.world import forking, launch, zygote
 from dtlib.world.compiled import compiled
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, with_descendants
-from tests.conftest import wait_until
+from tests.conftest import said_by_ranks, wait_until
 
 ROOT = Path(__file__).parents[1]
 REPORT = """
@@ -62,10 +62,7 @@ ENDS = {
 
 
 def ranks_said(command, ranks, **popen):
-    with start_ranks(command, ranks, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen) as process:
-        out, said = process.communicate(timeout=100)
-    assert process.returncode == 0, said
-    return json.loads(out)
+    return json.loads(said_by_ranks(command, ranks, **popen))
 
 
 def the_zygote() -> psutil.Process:

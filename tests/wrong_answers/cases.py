@@ -52,9 +52,12 @@ class Case:
     def names(self, world) -> dict:
         """What the learner has defined on this rank."""
         answer = self.answer(world.comm) if self.by_comm else self.answer
-        if inspect.isclass(answer) and issubclass(answer, Step):
-            answer = answer()  # which is called with the arguments of a step
-        return {EXERCISES[self.exercise].name: answer}
+        return {EXERCISES[self.exercise].name: handed_in(answer)}
+
+
+def handed_in(answer):
+    """A class of steps of a pipeline is called with the arguments of a step, so what is judged is an object of it."""
+    return answer() if inspect.isclass(answer) and issubclass(answer, Step) else answer
 
 
 def _cases():
