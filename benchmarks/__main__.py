@@ -12,10 +12,9 @@ from benchmarks.compare import REPEATS
 from dtlib.errors import DtlibError
 from dtlib.world.launch import is_rank, run_ranks
 
+OTHERS = ("__main__", "bare_pipeline", "compare", "peers", "input_peers", "gpu_report", "machine_fit", "hub")
 NAMES = [
-    module.name.replace("_", "-")
-    for module in pkgutil.iter_modules(benchmarks.__path__)
-    if module.name not in ("__main__", "bare_pipeline", "compare", "peers", "input_peers", "gpu_report", "machine_fit")
+    module.name.replace("_", "-") for module in pkgutil.iter_modules(benchmarks.__path__) if module.name not in OTHERS
 ]
 
 

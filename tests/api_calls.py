@@ -1,4 +1,4 @@
-"""How often the course calls each API: python -m tests.api_calls
+"""How often cells of the course call each API.
 
 Calls are found by their syntax: ``dist.all_reduce(...)`` is torch.distributed's, ``comm.mpi.Reduce(...)`` mpi4py's, and
 ``comm.all_reduce(...)`` dtlib's.
@@ -53,17 +53,3 @@ def calls(codes: list[str]) -> Counter:
 def sources(kind: str) -> dict[str, Path]:
     """Of ``exercises`` or ``lectures``: name of the notebook, and its source."""
     return {name: path for name, path in notebooks().items() if name.endswith("exercises") == (kind == "exercises")}
-
-
-def main() -> None:
-    for title, kind, tag in (("solutions of exercises", "exercises", "solution"), ("lectures", "lectures", None)):
-        total = Counter()
-        for name, path in sources(kind).items():
-            counted = calls(cells(path, tag))
-            total += counted
-            print(f"{name:40}", dict(counted))
-        print(title, dict(total), "\n")
-
-
-if __name__ == "__main__":
-    main()

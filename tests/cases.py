@@ -8,6 +8,7 @@ import inspect
 import itertools
 import traceback
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -83,6 +84,16 @@ def all_cases():
     except Exception as error:
         raise AssertionError("\n".join([*failed, repr(error)])) from error
     assert not failed, f"{len(failed)} cases failed\n" + "\n".join(failed)
+
+
+def broken_modules(module, mistakes: dict):
+    """For each ``mistake: (right, wrong, what is kept)`` its name, the names of the module with it, and the last."""
+    source = Path(module.__file__).read_text()
+    for mistake, (right, wrong, kept) in mistakes.items():
+        assert source.count(right) == 1, right
+        broken = {"__name__": "broken"}
+        exec(compile(source.replace(right, wrong), mistake, "exec"), broken)
+        yield mistake, broken, kept
 
 
 def refuses(words: str, call, *arguments, error=DtlibError, **settings) -> None:

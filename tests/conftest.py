@@ -1,10 +1,11 @@
 import gc
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -107,6 +108,17 @@ def said_by_ranks(command, ranks: int, **popen) -> str:
         said, errors = started.communicate(timeout=120)
     assert started.returncode == 0, said + errors
     return said
+
+
+@contextmanager
+def files_of_at_most(count: int):
+    """Files of this process cannot grow beyond so many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def wait_until(condition, seconds: float = 300) -> bool:

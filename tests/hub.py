@@ -1,7 +1,4 @@
-"""A JupyterHub on the hosts of tests/hosts.py, and learners who use it as a browser would, but without one.
-
-``python -m tests.hub 6`` measures that many learners at once: what they cost from login to the first sum, and idle.
-"""
+"""A JupyterHub on the hosts of tests/hosts.py, and learners who use it as a browser would, but without one."""
 
 import ctypes
 import json
@@ -79,14 +76,8 @@ class Hub:
             assert text.count(before) == 1, before
             text = text.replace(before, after)
         (profiles / "site.toml").write_text(text)
-        told = {
-            "name": name,
-            "folder": str(profiles / "hub"),
-            "address": address,
-            "token": TOKEN,
-            "proxy": str(proxy()),
-        }
-        (self.folder / "config.py").write_text(CONFIGURATION.format(**told))
+        told = {"folder": str(profiles / "hub"), "address": address, "token": TOKEN, "proxy": str(proxy())}
+        (self.folder / "config.py").write_text(CONFIGURATION.format(name=name, **told))
         self.log = self.folder / "log"
         self.learners = []
 
@@ -246,72 +237,3 @@ def run_through(learner: Learner, notebook: str) -> list[str]:
         if learner.failed and not may_fail:
             failed.append(f"{learner.name}, {notebook}: {code[:80]!r}: {shown[-1500:]}")
     return failed
-
-
-def cost(processes) -> tuple[float, float]:
-    """CPU seconds so far, those of ended children too, and megabytes (10^6 bytes, PSS) of these processes."""
-    seconds = memory = 0.0
-    for pid in processes:
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-            memory += int(Path(f"/proc/{pid}/smaps_rollup").read_text().partition("Pss:")[2].split()[0]) * 1.024e-3
-        except (OSError, IndexError):
-            continue
-    return seconds, memory
-
-
-FIRST_SUM = "%%px\nimport dtlib, torch\nworld = dtlib.init()\nprint(world.comm.all_reduce(torch.tensor(world.rank)))"
-
-
-def measure(count: int, folder: Path, what: list[str]) -> None:
-    names = [f"learner{number}" for number in range(count)]
-    with hosts.Hosts(folder) as machine:
-        users = Users(machine, *names)
-        with Hub(machine, users, names) as hub, ThreadPoolExecutor(count) as together:
-            learners, began = [hub.learner(name) for name in names], time.monotonic()
-
-            def to_the_first_sum(learner):
-                learner.starts().opens()
-                server = time.monotonic() - began
-                learner.runs("from dtlib import lab; lab.engines(4)")
-                shown = learner.runs(FIRST_SUM)
-                passed = time.monotonic() - began
-                assert not learner.failed and "6" in shown, shown
-                return round(server, 1), round(passed, 1), round(cost(hub.processes(learner.name))[0], 1)
-
-            for each in zip(names, together.map(to_the_first_sum, learners), strict=True):
-                print("seconds to the server, to the first sum, CPU seconds:", *each, flush=True)
-            if "lessons" in what:
-                for notebook in ("00_start_here", "03_collectives"):
-                    began = time.monotonic()
-                    failed = [
-                        found for each in together.map(run_through, learners, [notebook] * count) for found in each
-                    ]
-                    print(notebook, f"{time.monotonic() - began:.0f} s, failed:", failed, flush=True)
-            if "idle" in what:
-                time.sleep(20)
-                for _ in range(5):
-                    before = {name: {pid: cost([pid])[0] for pid in hub.processes(name)} for name in names}
-                    time.sleep(60)
-                    for name in names:
-                        lines = hub.processes(name)
-                        spent = {pid: cost([pid])[0] - was for pid, was in before[name].items() if pid in lines}
-                        print(
-                            name, f"idle: {sum(spent.values()) / 0.6:.1f} % of a core,", f"{cost(lines)[1]:.0f} MB",
-                            flush=True,
-                        )  # fmt: skip
-                for pid in sorted(lines, key=lambda pid: -cost([pid])[1]):
-                    name = Path(f"/proc/{pid}/comm").read_text().strip()
-                    print(f"  {cost([pid])[1]:5.0f} MB {spent.get(pid, 0) / 0.6:5.2f} % {name:16}{lines[pid][:90]}")
-            for each in learners:
-                each.stops()
-        time.sleep(10)
-        print("left after the hub:", [line for name in names for line in hub.processes(name).values()], flush=True)
-
-
-if __name__ == "__main__":
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        measure(int(sys.argv[1]), Path(folder), sys.argv[2:] or ["idle", "lessons"])

@@ -52,11 +52,10 @@ def weights(sizes=SIZES, frozen=()):
 def prepare(stage, model, comm=None, scheme="adam", runtime="dtlib"):
     kind, settings = ("SGD", {"lr": 0.1, "momentum": 0.9}) if "sgd" in scheme else ("Adam", {"lr": 0.1})
     config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": kind, "params": settings},
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": kind, "params": settings},
         "bf16": {"enabled": scheme.startswith("mixed")},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": SMALL_BUCKET, "overlap_comm": False},
-    }
+    }  # fmt: skip
     engine, *_ = dtlib.initialize(model=model, config=config, runtime=runtime, comm=comm)
     return engine
 
@@ -202,14 +201,19 @@ def peak_of_each_phase(comm, stage, scheme):
 
 
 @on_ranks(2)
-def test_zero_optimizer_without_an_engine(world):
-    for stage in (1, 2):
+def test_classes_hold_as_much_without_an_engine(world):
+    for stage in (0, 1, 2):
         model = weights()
-        cap = SMALL_BUCKET * 4 / 2**20
-        optimizer = ZeroOptimizer(model.parameters(), torch.optim.Adam, world.comm, stage, bucket_cap_mb=cap)
+        if stage == 0:
+            model = DataParallel(model, world.comm)
+            optimizer = torch.optim.Adam(model.parameters())
+        else:
+            cap = {"bucket_cap_mb": SMALL_BUCKET * 4 / 2**20}
+            optimizer = ZeroOptimizer(model.parameters(), torch.optim.Adam, world.comm, stage, **cap)
         with dtlib.memory(model, optimizer) as m:
             model(torch.ones(1)).sum().backward()
             optimizer.step()
+            optimizer.zero_grad()
         check(m, stage, "adam", world.rank, 2)
 
 
@@ -259,17 +263,6 @@ def test_strategies_say_what_they_hold_on_this_rank(world):
     assert (m.parameters, m.padding) == ((4 * 501, 0), (4 * 500, 4))[world.rank]
     assert (m.master_weights, m.communication - scratch) == (0, 4 * 1002)
     loss.backward()
-
-
-@on_ranks(2)
-def test_data_parallel_without_an_engine(world):
-    model = DataParallel(weights(), world.comm)
-    optimizer = torch.optim.Adam(model.parameters())
-    with dtlib.memory(model, optimizer) as m:
-        model(torch.ones(1)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    check(m, 0, "adam", world.rank, 2)
 
 
 # Without ranks
@@ -501,11 +494,9 @@ def perceptron_of(width):
 def peak_of_a_step(world, model, x, y, stage, runtime):
     """Of the second, on this rank: all that has been allocated since before the engine was made."""
     config = {
-        "train_micro_batch_size_per_gpu": len(x),
-        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": len(x), "bf16": {"enabled": True}, "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4}},
-        "zero_optimization": {"stage": stage},
-    }
+    }  # fmt: skip
     with Live(*model.parameters()) as live:
         comm = world.comm.split(0) if runtime == "dtlib" else world.comm
         engine, *_ = dtlib.initialize(model=model, config=config, comm=comm, runtime=runtime)

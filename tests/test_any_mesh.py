@@ -25,12 +25,9 @@ from tests.ranks import on_ranks
 OWN = {"layers": 2, "hidden": 16, "heads": 4, "seq": 8, "test_samples": 6}
 SIZES = Model(2, 16, 4, 256, 8, tied=False)
 CONFIG = {
-    "workload": OWN,
-    "run": {"steps": 3, "float64": True},
-    "train_batch_size": 8,
-    "gradient_accumulation_steps": 2,
+    "workload": OWN, "run": {"steps": 3, "float64": True}, "train_batch_size": 8, "gradient_accumulation_steps": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.003, "eps": 1e-4}},
-}
+}  # fmt: skip
 EXPERTS = {**OWN, "experts": 4, "top": 2}
 MESHES = (
     {"tensor": 4}, {"tensor": 2}, {"tensor": 2, "zero": 1}, {"tensor": 2, "zero": 2}, {"tensor": 2, "zero": 3},

@@ -36,6 +36,11 @@ ADDRESS = re.compile(r"http://(?:localhost|127\.0\.0\.1):\d+/\S*token=\w+")
 SCREENSHOTS = os.environ.get("DTLIB_SCREENSHOTS")  # a folder that gets a picture after every cell
 
 
+def javascript(name: str) -> str:
+    """What a page is asked: tests/javascript/NAME.js."""
+    return (ROOT / "tests" / "javascript" / f"{name}.js").read_text()
+
+
 def missing() -> str:
     """Why there can be no browser here, or ''."""
     if CHROMIUM is None:
@@ -524,31 +529,21 @@ def test_torchs_ddp_is_stopped_and_goes_on(page, address, course_folder):
 LECTURES = [
     path.stem for path in sorted((ROOT / "notebooks" / "solutions").glob("*.ipynb")) if "exercises" not in path.stem
 ]
-LOOK = (ROOT / "tests" / "layout.js").read_text()
+LOOK = javascript("layout")
 
 
 # The notebook reaches to the side bar, all of its figures are decoded, and nothing has moved since the last look.
-LAID_OUT = """width => {
-    const boxes = [...document.querySelectorAll('.jp-NotebookPanel, .jp-OutputArea-output, .jp-OutputArea-output *')];
-    const sizes = boxes.map(each => [each.clientWidth, each.scrollWidth, each.clientHeight].join()).join(' ');
-    const before = window.sizesBefore, {right} = boxes[0].getBoundingClientRect();
-    window.sizesBefore = sizes;
-    const figures = [...document.querySelectorAll('.jp-OutputArea-output img')];
-    return width - 50 < right && right <= width && figures.every(each => each.naturalWidth) && sizes === before;
-}"""
+LAID_OUT = javascript("laid_out")
 
 
 # Texts of our outputs that are hard to read: a ratio of luminances below 4.5 (WCAG 2.2, AA). Signs that stand beside
 # their word, such as the square of a rank, are none. ``figures`` are laid
 # out one by one, as what is behind a label counts.
-CONTRAST = (ROOT / "tests" / "contrast.js").read_text()
+CONTRAST = javascript("contrast")
 
 
 # The theme's style sheets are there, the page shows itself again, and no colour is on its way to another.
-THEMED = """light => document.body.dataset.jpThemeLight === light
-    && `${getComputedStyle(document.body).getPropertyValue('--jp-layout-color0').trim() === 'white'}` === light
-    && document.querySelector('#main').getClientRects().length > 0
-    && !document.getAnimations().some(each => each instanceof CSSTransition)"""
+THEMED = javascript("themed")
 
 
 def assert_contrast(page, figures: bool = False) -> None:
@@ -562,12 +557,7 @@ def assert_contrast(page, figures: bool = False) -> None:
 
 
 # A kernel that has started writes its language into the notebook, which would ask whether to save that.
-INSTEAD = """async file => {
-    for (const each of jupyterapp.shell.widgets('main')) if (each.context) each.context.model.dirty = false;
-    await jupyterapp.commands.execute('application:close-all');
-    await jupyterapp.serviceManager.sessions.shutdownAll();
-    await jupyterapp.commands.execute('docmanager:open', {path: file});
-}"""
+INSTEAD = javascript("open_instead")
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,13 @@ import json
 import re
 
 import pytest
+import torch
 
 from dtlib import pi
 from dtlib.errors import DtlibError
 from dtlib.lab import lesson_files
+from dtlib.lab.checks import judging
+from dtlib.lab.checks.answer_memory import Snapshot, nbytes
 from dtlib.lab.checks.exercise import EXERCISES, Wrong, exercise_files, rows
 from dtlib.lab.checks.judging import judge_on_this_rank
 from dtlib.lab.checks.solutions import source_of
@@ -17,7 +20,7 @@ from dtlib.lab.checks.verdict_view import html
 from dtlib.lab.lesson_files import module_of, notebooks
 from dtlib.lessons.l03.judge_hangs import HANGS
 from tests import test_hybrid_lesson, test_sequences_lesson
-from tests.cases import all_cases, for_each
+from tests.cases import all_cases, for_each, refuses
 from tests.conftest import ROOT
 from tests.lessons.l03 import wrong_collectives
 from tests.lessons.l04 import wrong_buckets, wrong_data_parallel
@@ -42,9 +45,6 @@ def test_every_exercise_is_found_at_its_home_and_no_home_has_one_more():
 @on_ranks(2)
 def test_a_judge_that_fails_is_told_on_all_ranks(world):
     """Rank 0 alone judges; whoever waits for its verdict hears of it."""
-    from dtlib.errors import DtlibError
-    from dtlib.lab.checks import judging
-
     exercise = dataclasses.replace(EXERCISES["first-sum"], judge=lambda observations: 1 / 0)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DtlibError, match="ZeroDivisionError: division by zero"):
         patch.setattr(judging, "EXERCISES", {"first-sum": exercise})
@@ -124,8 +124,6 @@ def count_right_with_own_kernel(points, comm):
 
 
 def estimate_right(points, comm):
-    import torch
-
     inside = torch.tensor([pi.count_compiled(*pi.slice_of(points, comm.rank, comm.size))])
     return 4 * comm.all_reduce(inside).item() / points
 
@@ -135,8 +133,6 @@ EXPLAINED = {number: hang.culprits[0] for number, hang in HANGS.items()}
 
 def ring_by_split(comm, tensor):
     """The ring of the lecture."""
-    import torch
-
     return wrong_collectives.ring(comm, tensor, torch.tensor_split(tensor, comm.size))
 
 
@@ -149,8 +145,6 @@ def weighted_mean(comm, model, images, labels):
 
 
 def weighted_sum(comm, model, images, labels):
-    import torch
-
     scores = model(images).log_softmax(1)
     total = comm.all_reduce(torch.tensor([float(len(images))]), op="mean")
     return -scores[torch.arange(len(labels)), labels].sum() / total
@@ -158,25 +152,23 @@ def weighted_sum(comm, model, images, labels):
 
 @on_ranks(1, 3, 4, slow=(1, 4))
 def test_right_answers_pass(world):
-    import torch
-
     total = torch.tensor([world.rank])
     world.comm.all_reduce(total)
     answers = {"total": total, "count_my_points": count_right, "estimate_pi": estimate_right}
     answers |= {"ring_all_reduce": ring_by_split, "my_all_reduce": ring_by_split, "explained": EXPLAINED}
-    answers |= {"golf": golf_right} | RIGHT_RATES | RIGHT_PUZZLES
+    answers |= {"golf": golf_right, "fit": FIT} | RIGHT_RATES | RIGHT_PUZZLES
     for exercise, home in exercise_files().items():
-        if exercise not in (*RIGHT, "fit-it") and home.parent.name < "l09":  # later lessons have some, too
+        if exercise not in RIGHT and home.parent.name < "l09":  # later lessons have some, too
             verdict = judge_on_this_rank(exercise, answers)
             alone = exercise == "noise-scale" and world.size == 1  # which says so
             assert verdict.mistake == ("one-rank" if alone else ""), verdict.text()
     assert judge_on_this_rank("pi-streams", {"count_my_points": count_right_with_own_kernel}).passed
+    score = judge_on_this_rank("fit-it", answers).score
+    assert "8 ranks at stage 3 hold 15 GB" in score and "105 ranks" in score
 
 
 def ring_to_the_left(comm, tensor):
     """The other way round, chunks as torch.chunk makes them (fewer than ranks, if it so happens), numpy's views."""
-    import torch
-
     length = -(-len(tensor) // comm.size)
     chunks = [tensor[length * p : length * (p + 1)].numpy() for p in range(comm.size)]
     to, source = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
@@ -192,8 +184,6 @@ def ring_to_the_left(comm, tensor):
 
 
 def ring_with_padding(comm, tensor):
-    import torch
-
     length = -(-len(tensor) // comm.size)
     padded = torch.zeros(length * comm.size, dtype=tensor.dtype)
     padded[: len(tensor)] = tensor
@@ -209,8 +199,6 @@ def ring_with_a_long_last_chunk(comm, tensor):
 
 def ring_without_empty_messages(comm, tensor):
     """Even ranks send first, odd ones receive first (the last of an odd number waits a little), and blocks only."""
-    import torch
-
     chunks = torch.tensor_split(tensor, comm.size)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for step in range(2 * (comm.size - 1)):
@@ -318,8 +306,6 @@ class SamplesTravelAlong(wrong_buckets.Right):
         return samples
 
     def reduce(self, flat):
-        import torch
-
         longer = torch.cat([flat, torch.tensor([float(self.samples)], dtype=flat.dtype)])
         self.comm.all_reduce(longer)
         flat.copy_(longer[:-1] / longer[-1])
@@ -337,8 +323,6 @@ class WeightOfATensor(wrong_buckets.Right):
     """Whole numbers divided are a float32 in torch."""
 
     def weight(self, samples):
-        import torch
-
         return samples / self.comm.all_reduce(torch.tensor([samples]))
 
 
@@ -351,10 +335,8 @@ def golf_right(comm, x, y):
 RIGHT_TO_LESSON_04 = {
     "weight-the-batch": [weighted_mean, weighted_sum],
     "hook-fix": (hooks_right, hooks_that_divide_afterwards, hooks_that_return_the_average),
-    "buckets-build": (
-        wrong_buckets.Right, BucketsInForwardOrder, BucketsOfTheLibrary, SamplesTravelAlong, MeanOfScaled,
-        WeightOfATensor,
-    ),
+    "buckets-build": (wrong_buckets.Right, BucketsInForwardOrder, BucketsOfTheLibrary, SamplesTravelAlong,
+                      MeanOfScaled, WeightOfATensor),
 }  # fmt: skip
 
 
@@ -394,8 +376,6 @@ class AdamWithCopies(wrong_zero.Right):
         pass
 
     def gather(self):
-        import torch
-
         flat = torch.empty(self.length * self.comm.size, dtype=self.own.dtype)
         for rank in range(self.comm.size):
             self.shard(flat, rank).copy_(self.own.detach() if rank == self.comm.rank else self.shard(flat, rank))
@@ -417,8 +397,6 @@ class LayerInTwoShards(wrong_zero3.RightLayer):
     """Weight and bias are sharded and gathered one by one."""
 
     def __init__(self, comm, layer):
-        import torch
-
         self.comm, self.shapes, self.own = comm, [layer.weight.shape, layer.bias.shape], []
         for tensor in (layer.weight.detach().flatten(), layer.bias.detach()):
             length = -(-len(tensor) // comm.size)
@@ -426,8 +404,6 @@ class LayerInTwoShards(wrong_zero3.RightLayer):
             self.own.append(wrong_zero2.shard_of(padded, comm.rank, length).clone())
 
     def __call__(self, x):
-        import torch
-
         whole = []
         for shape, own in zip(self.shapes, self.own, strict=True):
             gathered = self.comm.all_gather(torch.empty(len(own) * self.comm.size, dtype=own.dtype), own)
@@ -484,18 +460,8 @@ def test_right_answers_in_other_words_pass(world, exercise):
         assert verdict.passed, f"{answer.__name__}: {verdict.text()}"
 
 
-@on_ranks(1, 3, 4, slow=(1, 4))
-def test_a_fit_that_is_right_says_how_much_it_holds(world):
-    verdict = judge_on_this_rank("fit-it", {"fit": FIT})
-    assert "8 ranks at stage 3 hold 15 GB" in verdict.score and "105 ranks" in verdict.score
-
-
 def test_memory_is_found_wherever_it_is_kept():
     """On a function, in a closure, behind a view, as a gradient, and in a tensor that was there before."""
-    import torch
-
-    from dtlib.lab.checks.answer_memory import Snapshot, nbytes
-
     old, untouched, weight = torch.zeros(100), torch.zeros(1000), torch.nn.Parameter(torch.zeros(10))
     untouched.add_(1)
     another = torch.nn.Parameter(torch.zeros(1))
@@ -541,10 +507,6 @@ class KeepsNoTensors:
 
 
 def test_memory_that_is_no_tensor_is_found_too():
-    import torch
-
-    from dtlib.lab.checks.answer_memory import Snapshot, nbytes
-
     for _ in range(2):  # what the first one has left on the class is not new
         with Snapshot(KeepsNoTensors) as before:
             kept = KeepsNoTensors(torch.zeros(125))
@@ -623,8 +585,6 @@ def test_each_planted_hang_ends_and_names_its_culprit(world):
     import contextlib
     import io
 
-    import torch
-
     from dtlib.lessons.l03.judge_hangs import watch
 
     for number, hang in HANGS.items():
@@ -691,8 +651,6 @@ def test_a_verdict_says_in_words_and_with_a_sign_how_it_went():
 
 
 def test_another_answer_begins_with_the_first_hint(capsys):
-    from dtlib.lab.checks import judging
-
     judging._tries.pop("pi-streams", None)
     judging._failed.pop("pi-streams", None)
     hints, offers = [], []
@@ -718,15 +676,11 @@ def test_every_exercise_has_a_solution_to_show():
         source = source_of(name)
         assert re.search(rf"\b{exercise.name}\b", source) and "lab.check" not in source, name
         assert json.dumps(source)[1:-1] not in learners, f"{name} is solved in a learner's notebook"
-    with pytest.raises(DtlibError, match="There is no exercise 'ring'"):
-        source_of("ring")
-    with pytest.raises(DtlibError, match="There is no exercise 'ring-biuld': did you mean 'ring-build'"):
-        source_of("ring-biuld")
+    refuses("There is no exercise 'ring'", source_of, "ring")
+    refuses("There is no exercise 'ring-biuld': did you mean 'ring-build'", source_of, "ring-biuld")
 
 
 def test_an_answer_is_known_by_its_code_or_value():
-    import torch
-
     from dtlib.lab.checks.judging import fingerprint
 
     def one(x):
@@ -763,8 +717,6 @@ def test_a_name_of_lab_with_a_slip_is_suggested():
 ])  # fmt: skip
 def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):
     import linecache
-
-    import torch
 
     from dtlib.lab.checks.judging import explain_error
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,7 +25,7 @@ from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer
 from dtlib.parallel.zero.sharded import fully_shard
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, with_descendants
-from tests.conftest import wait_until
+from tests.conftest import files_of_at_most, wait_until
 from tests.models import batches, build, loss_of, slice_of
 from tests.ranks import on_ranks
 
@@ -420,20 +420,13 @@ def test_killed_at_random_moments_of_saving(tmp_path):
 @on_ranks(3)
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_full_disk_on_one_rank_is_one_sentence_on_all(world, full, tmp_path):
-    import resource
-
     model = nn.Linear(20, 20)
     fill(model, 1)
     save(tmp_path, model, comm=world.comm)
     files = set(os.listdir(tmp_path))
     world.comm.barrier()  # before another rank writes again
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if world.rank == full:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # bytes a file
-    try:
+    with files_of_at_most(100) if world.rank == full else nullcontext():
         said = refusal(save, tmp_path, model, comm=world.comm)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert f"rank{full}-" in said and "File too large" in said
     assert len(set(world.comm.all_gather_object(said))) == 1
     fill(model, 2)

@@ -20,7 +20,7 @@ from dtlib.lab import doctor
 from dtlib.tour import STOPS
 from dtlib.world import launch
 from dtlib.world.machine import gpu_names
-from tests.cases import for_each
+from tests.cases import for_each, refuses
 
 SENTENCES = {
     "--points=0": "--points is 0: give a whole number from 1 to 1,000,000,000,000,000: more would take weeks",
@@ -171,8 +171,7 @@ def test_gpu_kernel_without_a_gpu(run_here):
 def test_nothing_beside_this_python_or_on_path(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(launch.DtlibError, match="No mpiexec beside"):
-        launch.find_mpiexec()
+    refuses("No mpiexec beside", launch.find_mpiexec, error=launch.DtlibError)
 
 
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2, 5))])

@@ -11,11 +11,11 @@ import pytest
 from traitlets.config import PyFileConfigLoader
 
 from dtlib import lab
-from dtlib.errors import DtlibError
 from dtlib.lab import doctor
 from dtlib.lab.engines import starting, workshop
 from dtlib.world import launch
 from dtlib.world.allocation import Allocation, allocation
+from tests.cases import refuses
 from tests.conftest import ROOT
 
 PROFILES = ROOT / "cluster_profiles"
@@ -88,18 +88,15 @@ def test_profiles_start_ranks_where_they_should(no_job, tmp_path):
     for name, value in SLURM.items():
         no_job.setenv(name, value)
     assert "salloc" not in command("profile_slurm")
-    with pytest.raises(DtlibError, match="inside a PBS job alone"):
-        command("profile_pbs")
+    refuses("inside a PBS job alone", command, "profile_pbs")
     no_job.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
     assert f"--hostfile {tmp_path / 'nodes'} --prtemca plm_ssh_agent ssh" in command("profile_pbs")
-    with pytest.raises(DtlibError, match="needs machines"):
-        command("profile_ssh")
+    refuses("needs machines", command, "profile_ssh")
     no_job.setattr(tomllib, "loads", lambda text: POLARIS)
     no_job.setenv("DTLIB_CONTROLLER_IP", "127.0.0.1")
     assert "--host n1:4,n2:4 --prtemca plm_ssh_agent ssh --mca btl_tcp_if_include hsn0" in command("profile_ssh")
     no_job.delenv("DTLIB_CONTROLLER_IP")
-    with pytest.raises(DtlibError, match="interface = 'hsn0' in site"):
-        command("profile_ssh")
+    refuses("interface = 'hsn0' in site", command, "profile_ssh")
     no_job.undo()
     for profile in ("profile_slurm", "profile_pbs", "profile_ssh"):
         told = PyFileConfigLoader("ipcontroller_config.py", str(PROFILES / profile)).load_config().IPController
@@ -113,8 +110,7 @@ def test_profiles_start_ranks_where_they_should(no_job, tmp_path):
 def test_the_profile_for_gpus(no_job):
     with no_job.context() as inner:
         inner.setattr("dtlib.world.machine.gpu_names", list)
-        with pytest.raises(DtlibError, match="finds no NVIDIA GPU"):
-            config_of("profile_gpus")
+        refuses("finds no NVIDIA GPU", config_of, "profile_gpus")
         inner.setattr("dtlib.world.machine.gpu_names", lambda: ["a", "b"])
         inner.setattr("dtlib.world.machine.usable_cores", lambda: 8)
         command = config_of("profile_gpus").MPILauncher.mpi_cmd
@@ -160,8 +156,7 @@ def test_pi_in_plain_mpi4py_as_a_notebook_starts_it(capsys, tmp_path):
     lab.mpiexec(script, ranks=2)
     assert re.fullmatch(r"pi = 3\.14\d+ by 2 ranks\n", capsys.readouterr().out)
     (tmp_path / "fails.py").write_text("raise SystemExit('no points')")
-    with pytest.raises(DtlibError, match=r"fails\.py on 2 ranks ended with status 1"):
-        lab.mpiexec(tmp_path / "fails.py", ranks=2)
+    refuses(r"fails\.py on 2 ranks ended with status 1", lab.mpiexec, tmp_path / "fails.py", ranks=2)
     assert "no points" in capsys.readouterr().out
 
 

@@ -256,12 +256,8 @@ def test_unused_parameters_numbers_that_are_none_and_refusals(world):
         return bucket.buffer()
 
     model = DataParallel(net(), comm)
-    refused(
-        "hook is top_k_hook on rank 0 and .*another on rank 1",
-        model.register_comm_hook,
-        None,
-        another if world.rank else top_k_hook,
-    )
+    words = "hook is top_k_hook on rank 0 and .*another on rank 1"
+    refused(words, model.register_comm_hook, None, another if world.rank else top_k_hook)
     model.register_comm_hook(None, another)
     refused("returned Tensor", model(x).backward, cotangent)
     for state, value in ((TopKState, 0), (EightBitState, 0), (PowerSGDState, 0)):

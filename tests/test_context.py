@@ -2,15 +2,14 @@
 """Ring attention and Ulysses beside their values (test_parity.py): bytes, refusals, and mistakes that are noticed."""
 
 import math
-from pathlib import Path
 
 import torch
 
 import dtlib
 from dtlib.parallel.context import plain
-from dtlib.parallel.context.plain import CHUNKS, merge, my_tokens, ring_attention
+from dtlib.parallel.context.plain import CHUNKS, my_tokens, ring_attention
 from dtlib.parallel.context.plain_ulysses import ulysses_attention
-from tests.cases import refuses
+from tests.cases import broken_modules, refuses
 from tests.models import EXACT
 from tests.models import apart as absolute
 from tests.ranks import on_ranks
@@ -94,18 +93,6 @@ def of_step(events, comm, order, step) -> float:
     return sum(0.5 if query == key else 1.0 for query, key in looks if key in here)
 
 
-def test_two_blocks_merged_are_the_softmax_of_both():
-    torch.manual_seed(0)
-    for scale in (1.0, 1e4):
-        scores, values = torch.randn(3, 7).double() * scale, torch.randn(7, 2).double()
-        parts = (scores[:, :2], values[:2]), (scores[:, 2:], values[2:])
-        first, second = ((s.softmax(-1) @ v, s.logsumexp(-1)) for s, v in parts)
-        out, lse = merge(*first, *second)
-        assert apart(out, scores.softmax(-1) @ values) <= EXACT and apart(lse, scores.logsumexp(-1)) <= EXACT
-        nothing = torch.zeros(3, 2).double(), torch.full((3,), -torch.inf).double()
-        assert all(torch.equal(*pair) for pair in zip(merge(*nothing, *first), first, strict=True))
-
-
 @on_ranks(2, 3)
 def test_what_lies_outside_of_the_contract_is_refused_on_every_rank(world):
     comm, x = world.comm, torch.ones(1, 6, 4, 2)
@@ -163,11 +150,7 @@ MISTAKES = {
 
 @on_ranks(3)
 def test_every_planted_mistake_is_noticed_most_of_them_with_a_perfect_output(world):
-    source = Path(plain.__file__).read_text()
-    for mistake, (right, wrong, kept) in MISTAKES.items():
-        assert source.count(right) == 1, right
-        broken = {"__name__": "broken"}
-        exec(compile(source.replace(right, wrong), mistake, "exec"), broken)
+    for mistake, broken, kept in broken_modules(plain, MISTAKES):
         found = worst_of(broken, world.comm.split(0))
         everyones = world.comm.all_gather_object(found)
         worst = {name: max(one.get(name, math.inf) for one in everyones) for name in NAMES}

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from dtlib.cli import main
-from dtlib.errors import DtlibError
 from dtlib.lab import course, server
 from tests.books import made
-from tests.cases import for_each
+from tests.cases import for_each, refuses
 from tests.conftest import ROOT
 from tools import navigation
 from tools import notebooks as build
@@ -62,11 +61,9 @@ def test_a_course_laid_out_in_an_empty_folder_keeps_what_the_learner_did(tmp_pat
 def test_a_course_is_not_laid_out_between_other_things(tmp_path, monkeypatch):
     (tmp_path / "thesis.tex").write_text("")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DtlibError, match="contains other files"):
-        course.open_folder()
+    refuses("contains other files", course.open_folder)
     (tmp_path / "thesis.tex").rename(tmp_path / "data")  # a file where a folder must go
-    with pytest.raises(DtlibError, match="cannot be written"):
-        course.copy_files(tmp_path)
+    refuses("cannot be written", course.copy_files, tmp_path)
 
 
 @pytest.mark.parametrize("laid_out", [False, True], ids=["new", "laid out"])
@@ -264,5 +261,4 @@ def test_a_notebook_gives_itself_anew(tmp_path, monkeypatch, capsys):
     assert (tmp_path / LECTURE).read_bytes() == (ROOT / LECTURE).read_bytes() and solved.read_text() == "mine too"
     for name, words in (("", "belongs in a notebook"), ("my.ipynb", "There is no lesson 'my")):
         monkeypatch.setenv("JPY_SESSION_NAME", name)
-        with pytest.raises(DtlibError, match=words):
-            lab.fresh()
+        refuses(words, lab.fresh)

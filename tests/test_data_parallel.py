@@ -85,16 +85,6 @@ def test_a_parameter_that_only_some_ranks_use_counts_as_zero_on_the_others(world
 
 
 @on_ranks(2)
-def test_gradients_are_views_of_the_buckets(world):
-    model = DataParallel(build("plain"), world.comm)
-    loss_of(model, batches("plain", 1, 4)[0]).backward()
-    for bucket in model.buckets:
-        gradients = [parameter.grad for parameter in bucket.parameters if parameter.grad is not None]
-        assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == bool(gradients)
-        assert not hasattr(bucket, "buffer")  # nothing but gradients keeps its memory
-
-
-@on_ranks(2)
 def test_evaluation_needs_no_other_rank_and_an_error_in_between_does_no_harm(world):
     model = DataParallel(build("convolutional"), world.comm)
     batch = batches("convolutional", 1, 4)[0]

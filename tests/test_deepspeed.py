@@ -95,19 +95,21 @@ def python_with(pin: str, *more: str) -> str:
     return str(python)
 
 
+def on_two_ranks(python: str, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, **rank_environment(2), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    environment["PATH"] = f"{Path(python).parent}:{environment['PATH']}"  # where ninja is
+    pipes = {"capture_output": True, "text": True, "errors": "replace", "timeout": COMPILES}
+    return subprocess.run([*mpiexec_command(2), python, *arguments], env=environment, **pipes)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * COMPILES)
 def test_all_stages_have_the_losses_of_ours(tmp_path):
     python, out = python_with_deepspeed(), tmp_path / "out.json"
     (tmp_path / "program.py").write_text(PROGRAM)
     arguments = [str(tmp_path / "program.py"), str(out), str(tmp_path / "save"), json.dumps(TINY)]
-    environment = {**os.environ, **rank_environment(2), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    environment["PATH"] = f"{Path(python).parent}:{environment['PATH']}"  # where ninja is
     for attempt in (1, 2):
-        ran = subprocess.run(
-            [*mpiexec_command(2), python, *arguments],
-            env=environment, capture_output=True, text=True, errors="replace", timeout=COMPILES,
-        )  # fmt: skip
+        ran = on_two_ranks(python, *arguments)
         if ran.returncode == 0:
             break
         said = (ran.stdout + ran.stderr)[-3000:]
@@ -130,12 +132,7 @@ def test_all_stages_have_the_losses_of_ours(tmp_path):
 @pytest.mark.timeout(2 * COMPILES)
 def test_lesson_10_stores_what_deepspeed_sends_and_holds(tmp_path):
     python = python_with_deepspeed()
-    environment = {**os.environ, **rank_environment(2), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    environment["PATH"] = f"{Path(python).parent}:{environment['PATH']}"
-    ran = subprocess.run(
-        [*mpiexec_command(2), python, "-m", "dtlib.lessons.l10.stage3", "dtlib", "deepspeed", "tuned"],
-        env=environment, capture_output=True, text=True, errors="replace", timeout=COMPILES,
-    )  # fmt: skip
+    ran = on_two_ranks(python, "-m", "dtlib.lessons.l10.stage3", "dtlib", "deepspeed", "tuned")
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-3000:]
     ours, *theirs = (json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{"))
     assert ours["sent"] == pytest.approx(1.5 * 4 * stage3.PARAMETERS, rel=1e-4)

@@ -14,6 +14,7 @@ import pytest
 import zmq
 from ipyparallel.controller.heartmonitor import HeartMonitor
 
+from dtlib import lab
 from dtlib.lab import course
 from dtlib.lab.engines import heartbeats, keeper, panel, start_queue, starting
 from dtlib.lab.engines.rank_table import RankTable
@@ -22,7 +23,7 @@ from dtlib.lab.server import SETTINGS
 from dtlib.world import loopback
 from dtlib.world.machine import usable_cores
 from dtlib.world.processes import Process, listening
-from tests.cases import for_each
+from tests.cases import for_each, refuses
 from tests.conftest import ROOT, make_workshop, wait_until
 from tests.kernels import Notebook
 
@@ -480,14 +481,10 @@ def test_a_kernel_that_is_killed_while_engines_start_leaves_nothing(notebooks, w
 
 @pytest.mark.slow
 def test_an_mpiexec_that_fails_leaves_nothing(workshop_folder, monkeypatch):
-    from dtlib import lab
-    from dtlib.errors import DtlibError
-
     monkeypatch.chdir(workshop_folder)
     config = workshop_folder / course.PROFILE / "ipcluster_config.py"
     config.write_text(config.read_text() + "\nc.MPILauncher.mpi_cmd = ['/bin/false']\n")
-    with pytest.raises(DtlibError, match=r"had started|did not start|ended immediately after their start"):
-        lab.engines(2)
+    refuses(r"had started|did not start|ended immediately after their start", lab.engines, 2)
     assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
 
 
@@ -514,11 +511,7 @@ def test_what_a_killed_keeper_left_is_removed_by_the_next(tmp_path, monkeypatch)
 
 
 def test_a_profile_that_is_none(tmp_path):
-    from dtlib import lab
-    from dtlib.errors import DtlibError
-
-    with pytest.raises(DtlibError, match="is not an ipyparallel profile"):
-        lab.engines(2, profile=tmp_path)
+    refuses("is not an ipyparallel profile", lab.engines, 2, profile=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -565,29 +558,18 @@ def test_more_ranks_than_a_machine_carries_are_warned_of(monkeypatch):
 
 @for_each(n=[0, -1, 1000, "four", 2.5, True])
 def test_a_number_of_ranks_that_makes_no_sense(n):
-    from dtlib import lab
-    from dtlib.errors import DtlibError
-
-    with pytest.raises(DtlibError, match=r"n of lab.engines\(n\) is .*: give a whole number from 1 to 64"):
-        lab.engines(n)
+    refuses(r"n of lab.engines\(n\) is .*: give a whole number from 1 to 64", lab.engines, n)
 
 
 def test_a_profile_that_cannot_be_written(workshop_folder, monkeypatch):
-    from dtlib import lab
-    from dtlib.errors import DtlibError
-
     monkeypatch.chdir(workshop_folder)
     # A file where a folder must go stops root too, which a missing permission does not.
     (workshop_folder / course.PROFILE / "state").write_text("")
-    with pytest.raises(DtlibError, match=r"cannot be written .*chmod"):
-        lab.engines(2)
+    refuses(r"cannot be written .*chmod", lab.engines, 2)
 
 
 @pytest.mark.parametrize("where", ["folder", "notebook", "keeper"])
 def test_a_keeper_that_does_not_start(workshop_folder, monkeypatch, where):
-    from dtlib import lab
-    from dtlib.errors import DtlibError
-
     if where == "folder":
         workshop_folder = workshop_folder.rename(workshop_folder.with_name("for $5"))
         expected = r"cannot run in .*for \$5.* rename that folder"
@@ -600,8 +582,7 @@ def test_a_keeper_that_does_not_start(workshop_folder, monkeypatch, where):
         (workshop_folder / "dtlib").mkdir()
         (workshop_folder / "dtlib" / "__init__.py").write_text("raise ImportError('half a package')")
         expected = r"ended immediately \(.*half a package\): fix this.*keeper.log"
-    with pytest.raises(DtlibError, match=expected):
-        lab.engines(2)
+    refuses(expected, lab.engines, 2)
     assert not processes_of(workshop_folder)
 
 
@@ -616,14 +597,11 @@ def test_a_keeper_whose_notebook_s_child_dies_before_it_is_on_record(workshop_fo
 
 
 def test_another_mpi_is_refused_before_anything_starts(workshop_folder, monkeypatch, tmp_path):
-    from dtlib import lab
-    from dtlib.errors import DtlibError
     from tests.test_cli import fake_mpiexec
 
     monkeypatch.chdir(workshop_folder)
     monkeypatch.setenv("DTLIB_MPIEXEC", fake_mpiexec(tmp_path, "mpirun (Open MPI) 4.1.4"))
-    with pytest.raises(DtlibError, match=r"starts Open MPI 4.1.4, but mpi4py uses Open MPI"):
-        lab.engines(2)
+    refuses(r"starts Open MPI 4.1.4, but mpi4py uses Open MPI", lab.engines, 2)
     assert not processes_of(workshop_folder)
 
 
@@ -634,7 +612,6 @@ def test_outside_a_workshop_the_package_s_own_is_used(monkeypatch, tmp_path):
 
 def test_the_call_keeps_its_name_beside_the_room_of_that_name():
     import dtlib.lab.engines.workshop  # noqa: F401
-    from dtlib import lab
 
     assert [callable(lab.engines) for _ in range(2)] == [True, True]
     assert lab.engines.__module__ == "dtlib.lab.engines.engine_set"

@@ -3,7 +3,6 @@
 
 import math
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 import dtlib
 from dtlib.parallel.expert import plain
 from dtlib.parallel.expert.plain import MixtureOfExperts
-from tests.cases import refuses
+from tests.cases import broken_modules, refuses
 from tests.models import EXACT, apart
 from tests.ranks import on_ranks
 
@@ -71,14 +70,8 @@ def alone(ranks, name):
     out = torch.stack(outputs)
     balance = len(gate) * (choices / choices.sum() * probabilities.mean((0, 1))).sum()
     ((out * cotangent).sum() / ranks + WEIGHT * balance).backward()
-    return (
-        out.detach(),
-        x.grad,
-        gate.grad,
-        [[torch.zeros_like(p) if p.grad is None else p.grad for p in e.parameters()] for e in experts],
-        balance.detach(),
-        choices,
-    )
+    of_experts = [[torch.zeros_like(p) if p.grad is None else p.grad for p in e.parameters()] for e in experts]
+    return out.detach(), x.grad, gate.grad, of_experts, balance.detach(), choices
 
 
 def errors_of(kind, comm, name) -> dict[str, float]:
@@ -195,11 +188,7 @@ MISTAKES = {
 
 @on_ranks(3)
 def test_every_planted_mistake_is_noticed_half_of_them_with_a_perfect_output(world):
-    source = Path(plain.__file__).read_text()
-    for mistake, (right, wrong, kept) in MISTAKES.items():
-        assert source.count(right) == 1, right
-        broken = {"__name__": "broken"}
-        exec(compile(source.replace(right, wrong), mistake, "exec"), broken)
+    for mistake, broken, kept in broken_modules(plain, MISTAKES):
 
         def made(width, experts, comm, *rest, kind=broken["MixtureOfExperts"]):
             return kind(width, experts, comm.group, *rest)

@@ -12,6 +12,7 @@ import dtlib
 from dtlib.comm import as_communicator
 from dtlib.errors import CommunicationError, WaitTimeout
 from tests.api_calls import calls, cells, sources
+from tests.cases import refuses
 from tests.ranks import on_ranks
 
 
@@ -125,8 +126,7 @@ def test_waits_of_mpi4py_end(world):
         comm = world.comm.split(0)
         comm.time_limit = 0.5
         if comm.rank == 0:
-            with pytest.raises(WaitTimeout, match="rank 1"):
-                call(comm.mpi)
+            refuses("rank 1", call, comm.mpi, error=WaitTimeout)
         world.comm.barrier()
     comm = world.comm.split(0)
     comm.verify = True

@@ -2,12 +2,12 @@
 
 import pytest
 
-from dtlib.errors import DtlibError
 from dtlib.lab import course
 from dtlib.lab.tables import WIDEST
 from dtlib.lessons.l03 import detective
 from dtlib.lessons.l07 import duel, explorer
 from dtlib.schedule import one_f_one_b, zero_bubble_h1
+from tests.cases import refuses
 from tests.ranks import on_ranks
 
 
@@ -34,8 +34,7 @@ def test_a_case_from_its_beginning_to_its_end(capsys, monkeypatch):
     assert max(map(len, shown.splitlines())) <= WIDEST and shown.count("(its trace is lost)") == 10
     assert detective.Case("ada lovelace").bug == case.bug
     rank, line, _ = case.bug
-    with pytest.raises(DtlibError, match="There is no rank 16"):
-        case.ask(16)
+    refuses("There is no rank 16", case.ask, 16)
     case.ask(rank)
     case.ask(rank, 1)
     case.ask(rank, 99)
@@ -79,8 +78,7 @@ def test_lines_are_printed_pasted_and_ranked(capsys):
     dear = duel.rank(lines, message=1.0)
     of_1f1b = [explorer.simulate("1F1B", 4, 8, message=message).makespan for message in (0.0, 1.0)]
     assert of_1f1b[0] < dear.makespan <= of_1f1b[1]
-    with pytest.raises(DtlibError, match="No order takes part"):
-        duel.rank("Joe: F0")
+    refuses("No order takes part", duel.rank, "Joe: F0")
 
 
 @on_ranks(2)

@@ -27,12 +27,8 @@ def config(stage, schedule="1f1b", accumulate=4, **others):
 
 
 def plain_layers():
-    return [
-        LayerSpec(nn.Linear, 6, 8),
-        LayerSpec(nn.LayerNorm, 8),
-        LayerSpec(nn.Linear, 8, 8),
-        LayerSpec(nn.Linear, 8, 3),
-    ]
+    kinds = (nn.Linear, 6, 8), (nn.LayerNorm, 8), (nn.Linear, 8, 8), (nn.Linear, 8, 3)
+    return [LayerSpec(*kind) for kind in kinds]
 
 
 def data_of(steps, tied):

@@ -16,9 +16,9 @@ import dtlib.theory.scaling
 import dtlib.theory.zero
 from dtlib import lab, schedule, theory  # noqa: F401  the cheat sheet's formulas use the last two
 from dtlib.comm.communicator import Communicator
-from dtlib.errors import DtlibError
 from dtlib.lab.checks import judging
 from dtlib.lab.checks.exercise import EXERCISES
+from tests.cases import refuses
 from tests.conftest import ROOT, said_by_ranks
 from tests.ranks import on_ranks
 from tools import glossary, instructor
@@ -52,8 +52,7 @@ def test_a_file_that_has_no_exercise_is_refused_and_offers_no_solution(tmp_path,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.py").write_text("x = 1")
     for name, sentence in (("none.py", "put the exercise in the"), ("empty.py", "EXERCISE = Exercise(")):
-        with pytest.raises(DtlibError, match=re.escape(sentence)):
-            judging.check(name)
+        refuses(re.escape(sentence), judging.check, name)
     own = LISTINGS["largest.py"].replace("any_size=True", "needs_ranks=False").replace("comm.rank", "0")
     (tmp_path / "here.py").write_text(
         own.replace("def observe(answer, comm):", "def observe(answer, comm):\n    comm = None")

@@ -12,10 +12,12 @@ import urllib.request
 
 import psutil
 import pytest
+from torch import distributed as dist
 
 from dtlib.errors import CommunicationError, DtlibError
 from dtlib.world import compiled, launch, loopback
 from dtlib.world.processes import Process, end_processes, listening, with_descendants
+from tests.cases import refuses
 from tests.ranks import on_ranks
 
 JOIN = """
@@ -79,8 +81,6 @@ def test_ranks_under_somebody_s_own_mpiexec(tmp_path, monkeypatch, chosen):
 
 @on_ranks(2)
 def test_stores_and_groups(world):
-    from torch import distributed as dist
-
     from dtlib.comm.torch.group_work import make_group
     from dtlib.comm.torch.store import shared_store
 
@@ -101,8 +101,6 @@ def test_stores_and_groups(world):
 @on_ranks(2, 3)
 def test_a_store_of_several_machines(world):
     """Ranks that cannot open one file meet at an address that all of them reach, whatever machines are called."""
-    from torch import distributed as dist
-
     from dtlib.comm.torch import store
 
     reach, addresses, known = store._reach, store._addresses, os.environ.pop("GLOO_SOCKET_IFNAME", None)
@@ -221,27 +219,22 @@ def test_without_the_library_ranks_start_all_the_same(monkeypatch, tmp_path, loo
     spaced = tmp_path / "with space"
     monkeypatch.setenv("XDG_CACHE_HOME", str(spaced))
     monkeypatch.setattr(compiled.tempfile, "gettempdir", lambda: str(spaced))
-    with pytest.raises(DtlibError, match="set XDG_CACHE_HOME to a folder without spaces"):
-        loopback.library()
+    refuses("set XDG_CACHE_HOME to a folder without spaces", loopback.library)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DtlibError, match="no C compiler"):
-        loopback.library()
+    refuses("no C compiler", loopback.library)
     compiler = tmp_path / "cc"
     compiler.write_text("#!/bin/sh\necho 'no header' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    with pytest.raises(DtlibError, match=r"does not compile loopback.c \(no header\)"):
-        loopback.library()
+    refuses(r"does not compile loopback.c \(no header\)", loopback.library)
     assert loopback.closed("/bin/mpiexec") == ["/bin/mpiexec"]
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo broken > "$2"\n')
-    with pytest.raises(DtlibError, match="cannot be loaded"):
-        loopback.library()
+    refuses("cannot be loaded", loopback.library)
     folder = tmp_path / "cache" / "dtlib"
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)  # anybody could put a library there
-    with pytest.raises(DtlibError, match="there is no private folder for it"):
-        loopback.library()
+    refuses("there is no private folder for it", loopback.library)
 
 
 def test_a_program_that_ends_with_its_parent(tmp_path):
@@ -314,8 +307,7 @@ def test_jupyterlab_and_its_kernels(workshop_folder, monkeypatch):
         note = json.loads(told[0].read_text())
         found = imported.read_text()
         assert " jsonschema._format\n" in found and " rfc3987_syntax.syntax_helpers\n" not in found
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(f"{note['url']}api/kernels", data=b"{}")
+        refuses("403", urllib.request.urlopen, f"{note['url']}api/kernels", error=urllib.error.HTTPError, data=b"{}")
         headers = {"Authorization": f"token {note['token']}"}
         asked = urllib.request.Request(f"{note['url']}api/kernels", data=b'{"name": "python3"}', headers=headers)
         kernel = json.load(urllib.request.urlopen(asked))["id"]

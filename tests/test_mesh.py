@@ -4,6 +4,7 @@ import torch
 from dtlib.comm import solo
 from dtlib.errors import DtlibError
 from dtlib.world.mesh import coordinates_of, rank_of, shape_of
+from tests.cases import refuses
 from tests.ranks import on_ranks
 
 
@@ -31,23 +32,17 @@ def test_three_axes(world):
     assert repr(mesh) == (
         f"Mesh(data=2, pipe=2, tensor=1; this rank is data={world.rank // 2}, pipe={world.rank % 2}, tensor=0)"
     )
-    with pytest.raises(DtlibError, match="no axis 'model': choose one of data, pipe, tensor"):
-        mesh["model"]
+    refuses("no axis 'model': choose one of data, pipe, tensor", lambda: mesh["model"])
 
 
 @on_ranks(1, 2, 3, 4)
 def test_axes_that_do_not_fit_are_refused_on_every_rank(world):
-    with pytest.raises(DtlibError, match=rf"data=5.* does not fit {world.size} ranks, because its numbers give 5"):
-        world.mesh(data=5)
-    with pytest.raises(DtlibError, match=rf"does not fit {world.size} ranks, because its numbers give 7"):
-        world.mesh(data=-1, tensor=7)
-    with pytest.raises(DtlibError, match=r"mesh\(\) has no axes"):
-        world.mesh()
+    refuses(rf"data=5.* does not fit {world.size} ranks, because its numbers give 5", world.mesh, data=5)
+    refuses(rf"does not fit {world.size} ranks, because its numbers give 7", world.mesh, data=-1, tensor=7)
+    refuses(r"mesh\(\) has no axes", world.mesh)
     for wrong in (0, -2, 1.0, "2", True, None):
-        with pytest.raises(DtlibError, match="data must be a whole number"):
-            world.mesh(data=wrong)
-    with pytest.raises(DtlibError, match="only one axis can be -1"):
-        world.mesh(data=-1, tensor=-1)
+        refuses("data must be a whole number", world.mesh, data=wrong)
+    refuses("only one axis can be -1", world.mesh, data=-1, tensor=-1)
     if world.size > 1:
         for axes in ({"data": world.size, "tensor": 1}, {"tensor": 1, "data": world.size}):
             with pytest.raises(DtlibError, match=r"Rank 0 creates a mesh of .* and rank 1 one of .*: pass the same"):
@@ -67,5 +62,4 @@ def test_the_grid_is_that_of_torch():
 def test_solo_cannot_make_a_mesh():
     from dtlib.world.mesh import Mesh
 
-    with pytest.raises(DtlibError, match="solo has none"):
-        Mesh(solo(0, 4), {"data": 4})
+    refuses("solo has none", lambda: Mesh(solo(0, 4), {"data": 4}))

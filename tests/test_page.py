@@ -23,8 +23,9 @@ from dtlib.errors import DtlibError
 from dtlib.lab.checks.questions import quizzes
 from dtlib.lessons.l03 import steps
 from dtlib.theory import collectives
+from tests.cases import refuses
 from tests.conftest import ROOT
-from tests.test_browser import SECONDS, browser, new_page  # noqa: F401
+from tests.test_browser import SECONDS, browser, javascript, new_page  # noqa: F401
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -121,13 +122,6 @@ def test_rooms_need_the_files_of_the_page_alone_and_no_package(own_files):
     assert json.loads(without_packages(own_files, narrow() + DRAW_ALL)) == here
 
 
-@pytest.mark.slow
-def test_figures_hold_with_32_bits(own_files):
-    wide = {}
-    exec(FIGURES, wide)
-    assert without_packages(own_files, f"{narrow()}{FIGURES}print(figures)").strip() == wide["figures"]
-
-
 @pytest.mark.parametrize("operation,algorithm", steps.COLLECTIVES)
 def test_collectives_take_the_rounds_and_messages_of_the_formulas(operation, algorithm):
     for size in range(1, 10):
@@ -206,8 +200,7 @@ def test_a_missing_npm_is_one_sentence(tmp_path):
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith("dtlib browser: npm is missing") and done.stderr.count("\n") == 1
     (tmp_path / f"pyodide-{build.PYODIDE}.tgz").write_bytes(b"something else")
-    with pytest.raises(DtlibError, match="as it was published"):
-        build.write(tmp_path / "page")
+    refuses("as it was published", build.write, tmp_path / "page")
 
 
 def test_a_folder_with_anything_else_stays_as_it_is(tmp_path, monkeypatch):
@@ -217,8 +210,7 @@ def test_a_folder_with_anything_else_stays_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "thesis" / "index.html").write_text("my own page")
     (tmp_path / "single.html").write_text("my own page")
     for name in (".", "", "thesis", "../" + tmp_path.name, "single", "thesis/index.html"):
-        with pytest.raises(DtlibError, match="is not changed"):
-            build.write(Path(name))
+        refuses("is not changed", build.write, Path(name))
     assert (tmp_path / "thesis" / "index.html").read_text() == (tmp_path / "single.html").read_text() == "my own page"
 
 
@@ -299,13 +291,7 @@ def test_every_room_shows_what_it_shows_here_in_light_and_dark_and_on_a_phone(si
     screenshots = os.environ.get("DTLIB_SCREENSHOTS")
     for name in pages.NAMES:
         go(site, name)
-        same = """([name, html]) => {
-            const made = document.createElement("div");
-            const shown = document.querySelector(`#${name} .answer`).cloneNode(true);
-            made.innerHTML = html;
-            shown.querySelectorAll("figure > button").forEach(button => button.remove());
-            return made.innerHTML == shown.innerHTML }"""
-        assert site.evaluate(same, [name, pages.answer(name, {})]), name
+        assert site.evaluate(javascript("same_answer"), [name, pages.answer(name, {})]), name
         grounds = set()
         for width, scheme in ((1280, "light"), (1280, "dark"), (390, "light")):
             site.set_viewport_size({"width": width, "height": 900})
@@ -323,15 +309,7 @@ def test_the_page_computes_what_cpython_computes(browser, addresses):  # noqa: F
     exec(FIGURES, here)
     page = new_page(browser)
     page.goto(addresses["folder"])
-    there = page.evaluate(
-        """async program => {
-            const {loadPyodide} = await import(new URL("pyodide/pyodide.mjs", location.href).href);
-            const python = await loadPyodide();
-            python.unpackArchive(await (await fetch("dtlib.zip")).arrayBuffer(), "zip");
-            python.runPython(program);
-            return python.globals.get("figures") }""",
-        FIGURES,
-    )
+    there = page.evaluate(javascript("run_in_pyodide"), FIGURES)
     page.close()
     same(json.loads(there), json.loads(here["figures"]))
 

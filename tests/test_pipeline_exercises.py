@@ -1,5 +1,6 @@
 """The exercises of lesson 07 on ranks: right steps of a pipeline pass, wrong ones are rejected for their own reason."""
 
+import torch
 from torch.autograd.graph import get_gradient_edge
 
 from dtlib.lab.checks.exercise import EXERCISES
@@ -12,8 +13,6 @@ class Gradients1By1(wrong_pipelines.Step):
     """torch.autograd.grad instead of backward, fresh tensors instead of those that came, tensors instead of numbers."""
 
     def forward(self, m):
-        import torch
-
         x = self.inputs[m].clone()
         if not self.first:
             x = self.comm.recv(x, self.comm.rank - 1).requires_grad_()
@@ -23,8 +22,6 @@ class Gradients1By1(wrong_pipelines.Step):
         self.loss = torch.as_tensor(self.loss)
 
     def backward(self, m):
-        import torch
-
         x, output = self.outputs[m]
         gradient, wanted = None, [*self.stage.parameters()] + [x] * (not self.first)
         if self.last:
@@ -80,8 +77,6 @@ class HeadersFirst(wrong_pipelines.Step):
     """Shapes travel before activations, as in the library; outputs are kept to the end."""
 
     def forward(self, m):
-        import torch
-
         shape = torch.zeros(2, dtype=torch.int64)
         if not self.first:
             self.comm.recv(shape, self.comm.rank - 1, tag=1)
@@ -107,8 +102,6 @@ class GraphsTravelToo(wrong_pipelines.Step):
             self.send(self.outputs[m], self.comm.rank + 1, m)
 
     def backward(self, m):
-        import torch
-
         if self.last:
             return super().backward(m)
         gradient = self.comm.recv(torch.empty_like(self.outputs[m]), self.comm.rank + 1)
@@ -159,8 +152,6 @@ class ComputesAgain(wrong_pipelines.Step):
     """Keeps inputs alone, and computes each forward pass once more before it goes backward."""
 
     def forward(self, m):
-        import torch
-
         with torch.no_grad():
             super().forward(m)
 
@@ -173,8 +164,6 @@ class WeightsOfATensor(wrong_pipelines.Step):
     """Whole numbers divided are a float32 in torch."""
 
     def weight(self, m):
-        import torch
-
         samples = torch.tensor([len(x) for x in self.inputs])
         return (samples[m] / samples.sum()).item()
 
@@ -230,8 +219,6 @@ class KeepsPlacesInTheGraph(wrong_leak.Repair):
         self.kept[m] = x, get_gradient_edge(y)
 
     def backward(self, m):
-        import torch
-
         x, edge = self.take(m)
         gradient = None if self.last else self.comm.recv(torch.empty_like(self.like), self.comm.rank + 1)
         torch.autograd.backward(edge, gradient)

@@ -11,6 +11,7 @@ from dtlib.cli import main
 from dtlib.planner import DEVICES, MODELS, Plan, PlanError, configs, estimate, report
 from dtlib.planner.command import fixed_of, model_of, plan_for
 from dtlib.planner.model import GIB
+from tests.cases import refuses
 from tests.conftest import ROOT
 
 LLAMA = MODELS["llama3-8b"]
@@ -140,12 +141,10 @@ def test_a_model_from_a_file(tmp_path):
     assert model_of(str(path), seq=16).seq == 16
     for text in ("[1]", "[" * 100_000, "no JSON"):
         path.write_text(text)
-        with pytest.raises(PlanError, match="is not a config of a model"):
-            model_of(str(path))
+        refuses("is not a config of a model", lambda: model_of(str(path)), error=PlanError)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(PlanError, match="is not a config of a model"):
-        model_of(str(path))
+    refuses("is not a config of a model", lambda: model_of(str(path)), error=PlanError)
     for wrong in ([64], -1, 1.5, True, 10**400):
         with pytest.raises(PlanError, match="vocab is"):
             model_of({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": wrong, "n_positions": 32})

@@ -26,6 +26,7 @@ from dtlib.planner.memory import layer_activations
 from dtlib.planner.model import GIB
 from dtlib.planner.time import parts, work
 from dtlib.theory.zero import GB, zero_bytes
+from tests.cases import refuses
 from tools import planner as page
 from tools import planner_fit as fits
 
@@ -66,14 +67,8 @@ def test_parameters_of_megatrons_tables():
         model = Model(int(row["layers"]), int(row["hidden_size"]), int(row["attention_heads"]), 51200, 2048)
         assert rounds_to(model.parameters / 1e9, row["params_billion"]), row
     for row in fits.published("megatron_core_h100_weak_scaling"):
-        model = Model(
-            int(row["layers"]),
-            int(row["hidden_size"]),
-            int(row["attention_heads"]),
-            int(row["vocab"]),
-            4096,
-            tied=False,
-        )
+        sizes = (int(row[name]) for name in ("layers", "hidden_size", "attention_heads", "vocab"))
+        model = Model(*sizes, 4096, tied=False)
         rotary = model.parameters - model.seq * model.hidden  # no parameters of positions
         # The name of the largest is 0.007 % above what rounds to it.
         assert rounds_to(rotary / 1e9 * (1 + 1e-4 * (row["model"] == "462B")), row["model"].removesuffix("B")), row
@@ -311,10 +306,8 @@ def test_what_cannot_be_is_refused_with_its_numbers(change, says):
 
 
 def test_a_model_that_cannot_be_is_refused():
-    with pytest.raises(PlanError, match="hidden is 4096, and 33 heads"):
-        Model(32, 4096, 33, 32000, 4096)
-    with pytest.raises(PlanError, match="layers is 0"):
-        Model(0, 4096, 32, 32000, 4096)
+    refuses("hidden is 4096, and 33 heads", Model, 32, 4096, 33, 32000, 4096, error=PlanError)
+    refuses("layers is 0", Model, 0, 4096, 32, 32000, 4096, error=PlanError)
 
 
 def test_why_it_does_not_fit_and_what_would():
@@ -373,13 +366,9 @@ def test_a_config_of_transformers():
     }  # fmt: skip
     assert from_transformers(llama) == replace(MODELS["llama3-8b"], name="llama")
     gpt = {
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "vocab_size": 50257,
-        "n_positions": 1024,
+        "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024,
         "activation_function": "gelu_new",
-    }
+    }  # fmt: skip
     assert from_transformers(gpt).parameters / 1e6 == pytest.approx(124.4, abs=0.1)
     with pytest.raises(PlanError, match="no hidden_size nor n_embd"):
         from_transformers({"num_attention_heads": 4, "num_hidden_layers": 2})
@@ -407,8 +396,7 @@ def test_heads_wider_than_hidden_gated_gelu_and_many_experts():
     assert found == pytest.approx([8.54, 32.8, 30.5], rel=0.005)
     assert from_transformers(experts).active == 8
     for key in ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size"):
-        with pytest.raises(PlanError, match=f"has {key}, which the planner does not know"):
-            from_transformers({**qwen, key: 512})
+        refuses(f"has {key}, which the planner does not know", from_transformers, {**qwen, key: 512}, error=PlanError)
 
 
 def test_the_parts_of_memory_by_hand():

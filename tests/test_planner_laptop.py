@@ -11,6 +11,7 @@ import dtlib
 from benchmarks.machine_fit import COEFFICIENTS, MESHES, RANKS, WIDTHS, amounts, engine_of, fitted, show, stages_of
 from dtlib.planner import Plan, PlanError
 from dtlib.planner.exact import of_rank
+from tests.cases import refuses
 from tests.ranks import on_ranks
 
 PREDICTED = Path(__file__).with_name("laptop_plans.json")
@@ -82,10 +83,8 @@ def test_measured_here_with_its_error(capfd):
 
 
 def test_what_the_engine_cannot_do_is_refused():
-    with pytest.raises(PlanError, match="dtlib's engine has a data and a pipe axis"):
-        of_rank([[[1]]], [], Plan(tensor=2), 0)
-    with pytest.raises(PlanError, match="1 stages with 0 boundaries for pipe 2"):
-        of_rank([[[1]]], [], Plan(pipe=2, batch=2), 0)
+    refuses("dtlib's engine has a data and a pipe axis", of_rank, [[[1]]], [], Plan(tensor=2), 0, error=PlanError)
+    refuses("1 stages with 0 boundaries for pipe 2", of_rank, [[[1]]], [], Plan(pipe=2, batch=2), 0, error=PlanError)
 
 
 if __name__ == "__main__":

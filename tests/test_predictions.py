@@ -13,7 +13,7 @@ from dtlib.lab.checks.exercise import Prediction
 from dtlib.lab.checks.predictions import assigns, measured_names, predict, require_all_right
 from dtlib.lab.lesson_files import notebooks
 from tests.books import made, stored
-from tests.cases import for_each
+from tests.cases import for_each, refuses
 from tests.conftest import ROOT
 from tools import notebooks as build
 
@@ -117,11 +117,9 @@ def test_an_outcome_has_a_sign_and_a_colour_where_there_is_a_page(monkeypatch):
 
 
 def test_a_name_that_no_lesson_has_and_a_cell_on_the_ranks_are_refused(shell, monkeypatch):
-    with pytest.raises(DtlibError, match="There is no prediction 'roundz': did you mean 'rounds'"):
-        predict("roundz", 1)
+    refuses("There is no prediction 'roundz': did you mean 'rounds'", predict, "roundz", 1)
     monkeypatch.setattr(predictions, "in_engine", lambda: True)
-    with pytest.raises(DtlibError, match="without %%px"):
-        predict("ten", 10)
+    refuses("without %%px", predict, "ten", 10)
 
 
 def test_a_guess_is_compared_below_the_cell_that_brings_the_figure(shell, capsys, monkeypatch):
@@ -129,15 +127,13 @@ def test_a_guess_is_compared_below_the_cell_that_brings_the_figure(shell, capsys
     said = lambda: capsys.readouterr().out  # noqa: E731
     shell.run("predict('count', 5)")
     assert said() == "Noted: 5. The next run shows whether you are right.\n"
-    with pytest.raises(DtlibError, match="count: not compared with any run"):
-        require_all_right()
+    refuses("count: not compared with any run", require_all_right)
     shell.run("%%px\ndef f():\n    found = [1]\nprint(found)")  # another's name, and a use of it
     shell.run("%%px\nfound = [1]", success=False)
     assert said() == ""
     shell.run("%%px\nfound, other = [1], 2")  # of the ranks
     assert said() == "You predicted 5, and it came out as 3: not right. One a rank.\n"
-    with pytest.raises(DtlibError, match="count: 5 was predicted, and it is 3"):
-        require_all_right()
+    refuses("count: 5 was predicted, and it is 3", require_all_right)
     shell.run("%%px\nfound = [1]")
     assert said() == "", "a guess is compared once"
     shell.run("predict('count', 2)")
@@ -161,8 +157,7 @@ def test_without_a_guess_a_run_reveals_nothing(shell, capsys):
     assert capsys.readouterr().out.count("Predict first: replace None by your guess, and run this cell again.") == 1
     shell.run("found = [1, 1, 1]")
     assert capsys.readouterr().out == ""
-    with pytest.raises(DtlibError, match="count: no guess; ten: no guess"):
-        require_all_right()
+    refuses("count: no guess; ten: no guess", require_all_right)
 
 
 def test_the_next_cell_asks_for_a_guess_once(shell, capsys, monkeypatch):
@@ -313,8 +308,7 @@ def test_the_build_refuses_what_was_not_predicted_and_what_its_output_does_not_b
     def tagged(source, tag):
         return nbformat.v4.new_code_cell(source, metadata={"tags": [tag]})
 
-    with pytest.raises(CellExecutionError, match="Not as predicted: sum-for-eight"):
-        built(27)
+    refuses("Not as predicted: sum-for-eight", built, 27, error=CellExecutionError)
     statement = '# "28 times"\nassert found(r"came out as (\\d+): right") == [29]'
     with pytest.raises(DtlibError, match="the prose does not say: 28 times") as refused:
         built(28, tagged("assert lab", "claim"), tagged(statement, "statement"))

@@ -15,7 +15,7 @@ from dtlib.lab.checks.verdict import Verdict
 from dtlib.lab.lesson_files import notebooks
 from dtlib.lab.tables import WIDEST
 from dtlib.lessons.l07.judge_puzzle import EXERCISES as PUZZLES
-from tests.cases import for_each
+from tests.cases import for_each, refuses
 from tests.conftest import ROOT
 
 QUIZZES = questions.quizzes()
@@ -122,15 +122,13 @@ def test_text_shows_the_questions_and_a_choice_is_explained(capsys):
     ("03", "abcxa", "'x' in 'abcxa' is not an answer: write one of abcd, or -"), ("03", "", "has 0 answers"),
 ])  # fmt: skip
 def test_what_is_no_answer_is_refused(name, answers, words):
-    with pytest.raises(DtlibError, match=re.escape(words)):
-        quiz.quiz(name, answers)
+    refuses(re.escape(words), quiz.quiz, name, answers)
     assert not quiz._first
 
 
 def test_a_cell_on_the_ranks_is_refused(monkeypatch):
     monkeypatch.setattr(quiz, "in_engine", lambda: True)
-    with pytest.raises(DtlibError, match="without %%px"):
-        quiz.quiz("03")
+    refuses("without %%px", quiz.quiz, "03")
 
 
 def test_buttons_say_the_same_as_text():
@@ -168,8 +166,7 @@ def test_progress_and_scores_of_a_learner(learners_folder, capsys):
     (learners_folder / "aside").rename(learners_folder / course.RECORD)
     progress.scores()
     assert "No score yet" in capsys.readouterr().out
-    with pytest.raises(DtlibError, match="There is no result"):
-        lab.certificate()
+    refuses("There is no result", lab.certificate)
     progress.progress()
     assert "Next: predict 'sum-for-eight', in lectures/00_start_here.ipynb." in capsys.readouterr().out
 

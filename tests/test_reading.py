@@ -12,6 +12,14 @@ from tests.conftest import ROOT
 LESSONS = {"04_data_parallel": "data", "06_zero": "zero", "07_pipelines": "pipeline", "08_tensor_and_hybrid": "tensor"}
 
 
+@pytest.fixture
+def shown(monkeypatch):
+    """What is displayed: of each its text and its HTML."""
+    displayed = []
+    monkeypatch.setattr(source_view, "display", lambda data, raw: displayed.append(data))
+    return displayed
+
+
 @pytest.mark.parametrize("lesson, strategy", LESSONS.items())
 def test_a_lesson_shows_its_plain_core_whole_and_in_order(lesson, strategy):
     plain = (ROOT / "dtlib" / "parallel" / strategy / "plain.py").read_text()
@@ -28,16 +36,14 @@ def _names(thing, in_parts):
 
 
 @pytest.mark.parametrize("strategy", LESSONS.values())
-def test_what_is_shown_is_what_runs(strategy, monkeypatch):
-    shown = []
-    monkeypatch.setattr(source_view, "display", lambda data, raw: shown.append(data["text/plain"]))
+def test_what_is_shown_is_what_runs(strategy, shown):
     plain = importlib.import_module(f"dtlib.parallel.{strategy}.plain")
     classes = [thing for thing in vars(plain).values() if inspect.isclass(thing) and thing.__module__ == plain.__name__]
     source_view.read(plain)
     source_view.read(*classes or [plain.step])
     source_view.read_end(plain)
     source = inspect.getsource(plain).replace("\\\\", "\\")  # as a docstring is read
-    headings, texts = zip(*(text.split("\n\n", 1) for text in shown), strict=True)
+    headings, texts = zip(*(data["text/plain"].split("\n\n", 1) for data in shown), strict=True)
     assert all(heading.startswith(f"dtlib/parallel/{strategy}/plain.py") for heading in headings)
     assert all(words(text) in words(source.replace("\n# ", "\n")) for text in texts[:1] + texts[-1:])
     numbers = re.findall(r"(\d+) to (\d+)", headings[1])
@@ -63,34 +69,31 @@ def listings():
                     yield eval(shown, names)
 
 
-def test_the_text_of_a_listing_is_the_same_code(monkeypatch):
-    seen = []
-    monkeypatch.setattr(source_view, "display", lambda data, raw: seen.append(data["text/plain"].split("\n\n", 1)[1]))
-    shown = [thing for thing in listings() if not inspect.ismodule(thing)]
-    for thing in shown:
+def test_the_text_of_a_listing_is_the_same_code(shown):
+    things = [thing for thing in listings() if not inspect.ismodule(thing)]
+    for thing in things:
         source_view.read(thing)
-        assert seen[-1] == inspect.getsource(thing).strip("\n"), seen[-1]
-    assert len(shown) > 40
+        text = shown[-1]["text/plain"].split("\n\n", 1)[1]
+        assert text == inspect.getsource(thing).strip("\n"), text
+    assert len(things) > 40
 
 
-def test_what_stands_below_a_decorator_is_shown_with_its_own_file(monkeypatch):
-    shown = []
-    monkeypatch.setattr(source_view, "display", lambda data, raw: shown.append(data["text/plain"]))
+def test_what_stands_below_a_decorator_is_shown_with_its_own_file(shown):
     source_view.read(importlib.import_module("dtlib.parallel.context.plain").RingAttention.backward)
-    assert shown[0].startswith("dtlib/parallel/context/plain.py, lines ") and "d_scores" in shown[0]
+    text = shown[0]["text/plain"]
+    assert text.startswith("dtlib/parallel/context/plain.py, lines ") and "d_scores" in text
 
 
-def test_code_has_the_colours_of_the_page_and_each_kind_has_one(monkeypatch):
-    shown = []
-    monkeypatch.setattr(source_view, "display", lambda data, raw: shown.append(data["text/html"]))
+def test_code_has_the_colours_of_the_page_and_each_kind_has_one(shown):
     for strategy in LESSONS.values():
         plain = importlib.import_module(f"dtlib.parallel.{strategy}.plain")
         classes = [thing for thing in vars(plain).values() if inspect.isclass(thing)]
         source_view.read(*[each for each in classes if each.__module__ == plain.__name__] or [plain.step])
     scripts = ROOT / "notebooks" / "digits_serial.py", ROOT / "notebooks" / "digits_horovod.py"
     source_view.read_changes(*scripts)
-    assert shown[-1].count('<span class="gi">+') == 16 and shown[-1].count('<span class="gd">-') == 4
-    html = "".join(shown)
+    *_, changes = pages = [data["text/html"] for data in shown]
+    assert changes.count('<span class="gi">+') == 16 and changes.count('<span class="gd">-') == 4
+    html = "".join(pages)
     assert "color" not in html and 'class="highlight dtlib-code"' in html
     style = (server.SETTINGS / "custom" / "custom.css").read_text()
     line = server.command(ROOT, False, [])

@@ -21,6 +21,7 @@ from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.recovery import Replica, Run, journal, supervise
 from dtlib.recovery.journal import recovery_seconds
 from dtlib.world.launch import survives
+from tests.cases import refuses
 from tests.lessons.l11b import wrong_recovery
 from tests.ranks import on_ranks
 from tests.wrong_answers.cases import judged_soon
@@ -209,13 +210,10 @@ def test_what_cannot_be_recovered_from_a_replica_is_refused():
 
     with pytest.raises(DtlibError, match=r"\['torch.float32', 'torch.float64'\]: make all of them float32"):
         replica(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2).double()))
-    with pytest.raises(DtlibError, match="batch of 4 samples for 5 ranks"):
-        replica(net()).step(solo(0, 5))
-    with pytest.raises(DtlibError, match="extra got no gradient in step 0"):
-        replica(_Unused()).step(solo(0, 1))
+    refuses("batch of 4 samples for 5 ranks", lambda: replica(net()).step(solo(0, 5)))
+    refuses("extra got no gradient in step 0", lambda: replica(_Unused()).step(solo(0, 1)))
     assert not survives()
-    with pytest.raises(DtlibError, match="mpiexec --with-ft ulfm"):
-        train_and_shrink(replica(net()), solo(0, 1), 1)
+    refuses("mpiexec --with-ft ulfm", lambda: train_and_shrink(replica(net()), solo(0, 1), 1))
 
 
 class _Unused(nn.Module):
@@ -233,11 +231,9 @@ def test_states_in_shards_are_refused(world):
 
     model = net()
     zero = ZeroOptimizer(model.parameters(), torch.optim.AdamW, world.comm, stage=1)
-    with pytest.raises(DtlibError, match=r"needs the whole model .*start all ranks again"):
-        Replica(model, zero, None, None)
+    refuses(r"needs the whole model .*start all ranks again", Replica, model, zero, None, None)
     model = fully_shard(net(), world.comm)
-    with pytest.raises(DtlibError, match="needs the whole model"):
-        Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
+    refuses("needs the whole model", lambda: Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None))
 
 
 @on_ranks(2)
@@ -254,8 +250,7 @@ def test_a_step_that_comes_to_nothing_leaves_nothing_behind(world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     replica = Replica(model, optimizer, nn.functional.cross_entropy, batch_of)
     before, chance = replica.state(), torch.get_rng_state()
-    with pytest.raises(DtlibError, match="gradient of rank 1 is not finite in step 0"):
-        replica.step(world.comm)
+    refuses("gradient of rank 1 is not finite in step 0", replica.step, world.comm)
     for name, value in replica.state()["model"].items():
         assert torch.equal(value, before["model"][name]), name
     assert torch.equal(chance, torch.get_rng_state()) and replica.steps == 0
@@ -375,14 +370,8 @@ def test_ten_random_faults_that_end_all_ranks(tmp_path, ranks, pairs):
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime, stage", [("dtlib", 3), ("torch", 0)])
 def test_a_strategy_with_shards_starts_again_from_its_checkpoint_on_fewer_ranks(tmp_path, runtime, stage):
-    options = {
-        "by": "engine",
-        "runtime": runtime,
-        "stage": stage,
-        "steps": 12,
-        "every": 4,
-        "faults": [fault("kill", 1, 6)],
-    }
+    options = {"by": "engine", "runtime": runtime, "stage": stage, "steps": 12, "every": 4}
+    options["faults"] = [fault("kill", 1, 6)]
     runs = supervise(program(**options), 3, tmp_path, replace=False, say=lambda sentence: None)
     assert [run.ranks for run in runs] == [3, 2] and steps_told(runs[1])[0] == (5, 2)
     expected, model = alone(options)[0], alone({"steps": 0})[0]
@@ -390,18 +379,3 @@ def test_a_strategy_with_shards_starts_again_from_its_checkpoint_on_fewer_ranks(
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         assert (ours - theirs).abs().max() < 1e-9
     assert nobody_lives(runs[-1])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("half", [0, 1])
-def test_ten_runs_with_one_kill_each(tmp_path, half):
-    """On four ranks, five runs a start: a spare rank takes the place of the one that has died."""
-    chance, trainings = random.Random(half), []
-    for number in range(5 * half, 5 * half + 5):
-        later = {"seconds": chance.uniform(0.001, 0.05)} if number % 2 else {}
-        moment = ("begin", "backward", "update")[number % 3]
-        killed = fault("kill", number % 4, chance.randrange(2, 26), moment, **later)
-        trainings.append({"by": "shrink", "ranks": 4, "faults": [killed]})
-    run = trained_one_after_another(tmp_path, trainings)
-    assert [len(event["lost"]) for event in run.events if event["what"] == "lost"] == [1] * 5
-    assert len(run.lost) == 5

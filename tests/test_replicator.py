@@ -439,8 +439,7 @@ def test_outputs_and_parameters_that_are_not_alike_are_refused(world):
     inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
     optimizer = replicator.wrap_optimizer(inner)
     inner.add_param_group({"params": list(model[1].parameters())})
-    with pytest.raises(DtlibError, match=r"has 2 new parameters since wrap_optimizer: call"):
-        optimizer.minimize(model(torch.ones(1, 2)).sum())
+    refuses(r"has 2 new parameters since wrap_optimizer: call", optimizer.minimize, model(torch.ones(1, 2)).sum())
     empty = nn.ParameterList([nn.Parameter(torch.zeros(0)), nn.Parameter(torch.ones(2))])
     replicator.wrap_optimizer(torch.optim.SGD(empty, lr=1.0)).minimize(empty[1].sum() * (world.rank + 1))
     assert torch.equal(empty[1], torch.full((2,), -0.5))

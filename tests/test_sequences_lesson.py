@@ -64,12 +64,10 @@ def dispatch_by_messages(comm, x, chosen, expert):
 
 
 RIGHT = {
-    "merge-build": [by_sigmoid, by_the_larger],
-    "rescaling-fix": [take_in_by_softmax],
-    "last-hop-fix": [home_by_reduce_scatter],
-    "balance-fix": [balance_by_counts],
+    "merge-build": [by_sigmoid, by_the_larger], "rescaling-fix": [take_in_by_softmax],
+    "last-hop-fix": [home_by_reduce_scatter], "balance-fix": [balance_by_counts],
     "dispatch-build": [dispatch_by_messages],
-}
+}  # fmt: skip
 
 
 def test_each_exercise_has_a_right_answer_here():

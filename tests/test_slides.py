@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from tests.conftest import ROOT
-from tests.test_browser import browser, page  # noqa: F401
+from tests.test_browser import browser, javascript, page  # noqa: F401
 from tools import slides
 
 SOURCES = slides.sources()
@@ -176,16 +176,7 @@ def test_no_slide_overflows_its_screen(page, tmp_path):  # noqa: F811
         count = page.locator("section").count()
         for number in range(count):
             assert page.locator("section.here footer").inner_text() == f"{number + 1} / {count}"
-            over = page.evaluate("""() => {
-                const slide = document.querySelector("section.here"), found = [];
-                if (slide.scrollWidth > 1280 || slide.scrollHeight > 720) found.push("the slide");
-                for (const part of slide.querySelectorAll("*")) {
-                    const box = part.getBoundingClientRect();
-                    if (box.right > 1281 || box.bottom > 721 || box.left < 0 || box.top < 0) found.push(part.outerHTML);
-                    if (part.tagName == "FIGURE" && box.height < 250) found.push("a figure of " + box.height);
-                }
-                return found.map(text => text.slice(0, 200));
-            }""")
+            over = page.evaluate(javascript("overflow"))
             assert not over, (path.name, number + 1, over)
             page.keyboard.press("ArrowRight")
         page.keyboard.press("Home")

@@ -10,7 +10,7 @@ import pytest
 from dtlib.lab.checks import predictions
 from dtlib.lab.lesson_files import notebooks
 from tests.books import made, stored
-from tests.cases import for_each
+from tests.cases import for_each, refuses
 from tests.conftest import ROOT
 from tests.test_predictions import guesses_in
 from tests.tracks import pieces
@@ -66,19 +66,16 @@ def test_whatever_is_asserted_quotes_a_sentence(source):
 
 
 def test_a_statement_reads_the_nearest_output_that_has_its_line():
-    above = statements.Outputs(
-        [
-            printed("All-reduce of 4 MB\n  ring     10.55  1e-2\n"),
-            code("x = 1"),
-            printed("rank 0 | ring  1,234 messages, -5 % of\nranks 1, 2 |     7 GPUs\nrank 0 | ring  2 x\nringing 3"),
-            printed("nothing"),
-        ]
-    )
+    above = statements.Outputs([
+        printed("All-reduce of 4 MB\n  ring     10.55  1e-2\n"),
+        code("x = 1"),
+        printed("rank 0 | ring  1,234 messages, -5 % of\nranks 1, 2 |     7 GPUs\nrank 0 | ring  2 x\nringing 3"),
+        printed("nothing"),
+    ])  # fmt: skip
     assert above.rows("ring") == [[1234, -5], [2]] and above.row("ring", under="4 MB") == [10.55, 0.01]
     assert above.found(r"-5 % of (\d+) GPUs") == [7]
     for missing in (lambda: above.row("tree"), lambda: above.row("ring", under="4 GB"), lambda: above.found("none")):
-        with pytest.raises(LookupError, match="no output above has"):
-            missing()
+        refuses("no output above has", missing, error=LookupError)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from dtlib.storage.formats import INDEX
 from dtlib.storage.order import order, slice_of_rank
 from dtlib.storage.preprocessing import RECORD, raw_samples, record_of
 from dtlib.storage.utilisation import EmulatedAccelerator, Utilisation, measure
-from tests.cases import for_each
+from tests.cases import for_each, refuses
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
 
@@ -135,42 +135,32 @@ def test_tar_files_are_those_that_others_read(folder_of):
 
 
 def test_what_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(DtlibError, match="'zip': choose one of files"):
-        write(tmp_path / "a", numbered(), NUMBERED, "zip")
-    with pytest.raises(DtlibError, match="31 bytes, but the dtype 32"):
-        write(tmp_path / "b", [b"x" * 31], NUMBERED, "shards")
+    refuses("'zip': choose one of files", lambda: write(tmp_path / "a", numbered(), NUMBERED, "zip"))
+    refuses("31 bytes, but the dtype 32", write, tmp_path / "b", [b"x" * 31], NUMBERED, "shards")
     with pytest.raises(DtlibError, match="per_shard=10 must be a multiple of row_group=8"):
         write(tmp_path / "c", numbered(), NUMBERED, "parquet", per_shard=10, row_group=8)
     for sizes in ({"per_shard": 0}, {"row_group": -1}):
-        with pytest.raises(DtlibError, match="give a whole number from 1 to"):
-            write(tmp_path / "c", numbered(), NUMBERED, "shards", **sizes)
+        refuses("give a whole number from 1 to", write, tmp_path / "c", numbered(), NUMBERED, "shards", **sizes)
     for kind, form in ((">i4", "shards"), ("U3", "tar"), ("M8[s]", "files"), ("c8", "parquet"),
                        (("u1", (0,)), "shards"), ([("y", "u1")], "shards"), ("O", "shards")):  # fmt: skip
-        with pytest.raises(DtlibError, match=f"Field 'x' is .* which readers of {form} do not"):
-            write(tmp_path / "c", [], [("x", kind)], form)
+        refuses(f"Field 'x' is .* which readers of {form} do not", write, tmp_path / "c", [], [("x", kind)], form)
     for dtype, words in (
         ("<i4", "int32 has no fields"),
         ({"names": ["a", "b"], "formats": ["u1", "u1"], "offsets": [1, 0]}, "fields in order, without overlap"),
     ):
-        with pytest.raises(DtlibError, match=words):
-            write(tmp_path / "c", [], dtype, "shards")
+        refuses(words, write, tmp_path / "c", [], dtype, "shards")
     for record in (32, np.zeros((), [("data", "u1", (28,)), ("number", "<i4")])):
-        with pytest.raises(DtlibError, match="convert it"):
-            write(tmp_path / "c", [record], NUMBERED, "shards")
+        refuses("convert it", write, tmp_path / "c", [record], NUMBERED, "shards")
     write(tmp_path / "d", numbered(), NUMBERED, "shards")
     index = (tmp_path / "d" / "index.json").read_text()
     (tmp_path / "e").mkdir()
     for text in ("", index[:40], "[]", "{}", index.replace("shards", "zip"), index.replace("<i4", "<q9")):
         (tmp_path / "e" / "index.json").write_text(text)
         for use in (open_samples, lambda folder: stage(folder, tmp_path / "f")):
-            with pytest.raises(DtlibError, match=r"index\.json is cut off, or not made by"):
-                use(tmp_path / "e")
-    with pytest.raises(DtlibError, match="already has samples"):
-        write(tmp_path / "d", numbered(), NUMBERED, "shards")
-    with pytest.raises(DtlibError, match=r"has no index\.json"):
-        open_samples(tmp_path)
-    with pytest.raises(DtlibError, match="has no column 'colour': it has number, data"):
-        open_samples(tmp_path / "d", columns=["colour"])
+            refuses(r"index\.json is cut off, or not made by", use, tmp_path / "e")
+    refuses("already has samples", lambda: write(tmp_path / "d", numbered(), NUMBERED, "shards"))
+    refuses(r"has no index\.json", open_samples, tmp_path)
+    refuses("has no column 'colour': it has number, data", open_samples, tmp_path / "d", columns=["colour"])
 
 
 # --- each sample once, and resuming --------------------------------------------------------------
@@ -298,8 +288,7 @@ def test_a_loader_with_nothing_to_do_is_refused(arguments):
 def test_states_that_do_not_fit_are_refused():
     state = Loader(Numbers(10), 2, seed=1).state_dict()
     for loader in (Loader(Numbers(10), 2, seed=2), Loader(Numbers(11), 2, seed=1), Loader(Numbers(10, 4), 2, seed=1)):
-        with pytest.raises(DtlibError, match="make a loader with the state's"):
-            loader.load_state_dict(state)
+        refuses("make a loader with the state's", loader.load_state_dict, state)
     ahead = {**state, "samples": 4}
     with pytest.raises(DtlibError, match="0 samples of epoch 0, another 4 of epoch 0"):
         Loader(Numbers(10), 2, seed=1).load_state_dict([state, ahead])
@@ -561,12 +550,10 @@ def test_what_is_no_ordinary_file_is_refused_at_once(folder_of, tmp_path):
         (folder / "samples.bin").unlink()
         make(folder / "samples.bin")
         for use in (lambda: open_samples(folder).read([0]), lambda: stage(folder, tmp_path / "local")):
-            with pytest.raises(StorageError, match="no ordinary file"):
-                use()
+            refuses("no ordinary file", use, error=StorageError)
     (folder / INDEX).unlink()
     os.mkfifo(folder / INDEX)
-    with pytest.raises(DtlibError, match=r"not made by dtlib\.storage\.write"):
-        open_samples(folder)
+    refuses(r"not made by dtlib\.storage\.write", open_samples, folder)
 
 
 def test_files_of_others_stay(folder_of, tmp_path):
@@ -574,16 +561,13 @@ def test_files_of_others_stay(folder_of, tmp_path):
     (tmp_path / "mine").mkdir()
     (mine := tmp_path / "mine" / "samples.bin").write_text("mine")
     folder = folder_of("one-file")
-    with pytest.raises(DtlibError, match=r"samples\.bin is not a staged copy"):
-        stage(folder, mine.parent)
-    with pytest.raises(DtlibError, match="File exists"):
-        write(mine.parent, numbered(), NUMBERED, "one-file")
+    refuses(r"samples\.bin is not a staged copy", stage, folder, mine.parent)
+    refuses("File exists", lambda: write(mine.parent, numbered(), NUMBERED, "one-file"))
     assert [path.name for path in mine.parent.iterdir()] == ["samples.bin"] and mine.read_text() == "mine"
 
 
 def test_what_could_not_be_written_to_its_end_does_not_stay(tmp_path):
-    with pytest.raises(DtlibError, match="must have this length"):
-        write(tmp_path, [*numbered(20), b"short"], NUMBERED, "shards", per_shard=8)
+    refuses("must have this length", write, tmp_path, [*numbered(20), b"short"], NUMBERED, "shards", per_shard=8)
     assert not list(tmp_path.iterdir())
     assert len(open_samples(write(tmp_path, numbered(20), NUMBERED, "shards", per_shard=8))) == 20
 
@@ -599,8 +583,7 @@ def test_an_index_with_what_makes_no_sense_or_lies_elsewhere_is_refused(folder_o
     index = json.loads((folder / INDEX).read_text())
     (folder / INDEX).write_text(json.dumps({**index, **change}))
     for use in (open_samples, lambda folder: stage(folder, tmp_path / "local")):
-        with pytest.raises(DtlibError, match=r"not made by dtlib\.storage\.write"):
-            use(folder)
+        refuses(r"not made by dtlib\.storage\.write", use, folder)
     (folder / INDEX).write_text(json.dumps(index))
 
 
@@ -608,21 +591,16 @@ def test_numbers_that_make_no_sense_are_refused(folder_of, tmp_path):
     reader = open_samples(folder_of("shards"))
     for wrong in (float("nan"), float("inf"), -1, 2.5, "3", [], True):
         for name in ("batch_size", "rank", "ranks", "seed", "workers", "prefetch"):
-            with pytest.raises(DtlibError, match=f"^{name} is "):
-                Loader(reader, **{"batch_size": 4, "ranks": 2, name: wrong})
+            refuses(f"^{name} is ", Loader, reader, **{"batch_size": 4, "ranks": 2, name: wrong})
         for name in ("epoch", "samples"):
             loader = Loader(reader, 4)
-            with pytest.raises(DtlibError, match=f"^{name} is "):
-                loader.load_state_dict({**loader.state_dict(), name: wrong})
+            refuses(f"^{name} is ", loader.load_state_dict, {**loader.state_dict(), name: wrong})
             assert loader.state_dict() == Loader(reader, 4).state_dict()
         for name in ("per_shard", "row_group"):
-            with pytest.raises(DtlibError, match=f"^{name} is "):
-                write(tmp_path / "new", numbered(), NUMBERED, "shards", **{name: wrong})
+            refuses(f"^{name} is ", write, tmp_path / "new", numbered(), NUMBERED, "shards", **{name: wrong})
     for name, wrong in {"workers": 65, "rank": 2, "prefetch": 0}.items():
-        with pytest.raises(DtlibError, match=f"^{name} is "):
-            Loader(reader, **{"batch_size": 4, "ranks": 2, "workers": 1, name: wrong})
-    with pytest.raises(DtlibError, match=r"^samples is "):
-        loader.load_state_dict({**loader.state_dict(), "samples": SAMPLES + 1})
+        refuses(f"^{name} is ", Loader, reader, **{"batch_size": 4, "ranks": 2, "workers": 1, name: wrong})
+    refuses(r"^samples is ", lambda: loader.load_state_dict({**loader.state_dict(), "samples": SAMPLES + 1}))
 
 
 def test_two_that_write_to_one_folder_do_not_mix(tmp_path):
@@ -717,10 +695,8 @@ def test_staging_where_there_is_an_older_staging(folder_of, tmp_path, monkeypatc
     for value, full in ((1000, True), (2000, True), (3000, False), (4000, True), (5000, False)):
         expected = written_anew(folder, value)
         if full:
-            with pytest.raises(StorageError, match="no room"):
-                stage(folder, local)
-            with pytest.raises(DtlibError, match=r"has no index\.json"):
-                open_samples(local)
+            refuses("no room", stage, folder, local, error=StorageError)
+            refuses(r"has no index\.json", open_samples, local)
         else:
             stage(folder, local)
             assert open_samples(local)[range(40)]["number"].tolist() == expected
@@ -730,11 +706,9 @@ def test_staging_where_there_is_an_older_staging(folder_of, tmp_path, monkeypatc
     assert open_samples(again.folder)[range(40)]["number"].tolist() == expected
     others = folder_of("files")
     for where in (folder, folder_of("tar"), tmp_path / "again"):
-        with pytest.raises(DtlibError, match="already has samples, but not of"):
-            stage(others, where)
+        refuses("already has samples, but not of", stage, others, where)
     (tmp_path / "a file").write_text("")
-    with pytest.raises(StorageError, match="a file cannot be written"):
-        stage(folder, tmp_path / "a file")
+    refuses("a file cannot be written", stage, folder, tmp_path / "a file", error=StorageError)
 
 
 def test_a_staged_folder_never_mixes_two_versions(folder_of, tmp_path, monkeypatch):
@@ -774,8 +748,7 @@ def test_processes_that_stage_at_once(folder_of, tmp_path):
 
 @on_ranks(3)
 def test_all_ranks_learn_that_staging_failed(world, tmp_path):
-    with pytest.raises(DtlibError, match=r"has no index\.json"):
-        stage(tmp_path / "nothing", tmp_path / "local", comm=world.comm)
+    refuses(r"has no index\.json", stage, tmp_path / "nothing", tmp_path / "local", comm=world.comm)
     source = tmp_path / "samples"
     if world.rank == 0:
         write(source, numbered(), NUMBERED, "shards", per_shard=PER_SHARD)
@@ -815,8 +788,7 @@ def test_the_cache_in_memory_is_read_once_and_shared_by_workers(folder_of):
     for number in (-1, SAMPLES):  # kept or not
         with pytest.raises(IndexError):
             reader[number]
-    with pytest.raises(DtlibError, match="3,296 bytes, but the cache may keep 100"):
-        Cached(open_samples(folder), most_bytes=100)
+    refuses("3,296 bytes, but the cache may keep 100", lambda: Cached(open_samples(folder), most_bytes=100))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is cached")

@@ -8,7 +8,7 @@ from dtlib.comm.selection import IMPLEMENTATIONS
 from dtlib.theory import collectives as theory
 from dtlib.theory import scaling
 from dtlib.theory.zero import GB, GIB, SCHEMES, fewest_ranks, zero_bytes, zero_wire_elements
-from tests.cases import for_each
+from tests.cases import for_each, refuses
 from tests.ranks import on_ranks
 from tests.zero_peak import zero_peak_bytes
 from tools.planner_fit import published
@@ -225,10 +225,8 @@ def test_what_is_alive_when():
 
 
 def test_what_is_no_stage_or_scheme_is_refused():
-    with pytest.raises(ValueError, match="stage 4 on 2 ranks"):
-        zero_bytes(10, 2, 4)
-    with pytest.raises(ValueError, match="no scheme 'lion'; there are sgd, "):
-        zero_bytes(10, 2, 1, "lion")
+    refuses("stage 4 on 2 ranks", zero_bytes, 10, 2, 4, error=ValueError)
+    refuses("no scheme 'lion'; there are sgd, ", zero_bytes, 10, 2, 1, "lion", error=ValueError)
 
 
 def test_scaling():

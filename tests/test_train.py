@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -27,16 +28,13 @@ from dtlib.training.run import CONFIGS, train
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
 from tests.cases import refuses
-from tests.conftest import wait_until
+from tests.conftest import files_of_at_most, wait_until
 from tests.ranks import on_ranks
 
 EXACT = {
-    "run": {"steps": 5, "float64": True},
-    "train_batch_size": 24,
-    "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.003, "eps": 1e-4}},
-    "gradient_clipping": 1.0,
-}
+    "run": {"steps": 5, "float64": True}, "train_batch_size": 24, "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.003, "eps": 1e-4}}, "gradient_clipping": 1.0,
+}  # fmt: skip
 SHORT = {"train_batch_size": 12, "run": {"steps": 3, "float64": True}}
 WORKLOADS = {
     "vision": {"model": "mlp"},
@@ -105,16 +103,13 @@ def test_a_pipeline_beside_data_parallelism_is_told_apart_from_what_does_not_div
         ({"pipeline": {"stages": 2, "schedule": "zero_bubble_h1"}}, "choose gpipe or 1f1b"),
         ({"pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}}, "torch's pipelines support"),
     ):
-        with pytest.raises(DtlibError, match=words):
-            train("vision", {**config_of("vision"), **more}, "torch")
+        refuses(words, train, "vision", {**config_of("vision"), **more}, "torch")
     for arguments, words in (
         ({"runtime": "jax"}, "runtime is 'jax': choose one of dtlib, torch, deepspeed"),
         ({"resume": True}, "set its folder"),
     ):
-        with pytest.raises(DtlibError, match=words):
-            train("vision", config_of("vision"), **arguments)
-    with pytest.raises(DtlibError, match="no workload 'audio': choose one of vision, summarization, decoder"):
-        train("audio", config_of("vision"))
+        refuses(words, train, "vision", config_of("vision"), **arguments)
+    refuses("no workload 'audio': choose one of vision, summarization, decoder", train, "audio", config_of("vision"))
     with pytest.raises(DtlibError, match="Stage 0 of the pipeline has no parameter to train"):
         layers = [nn.ReLU(), nn.Linear(4, 4)]
         dtlib.initialize(
@@ -125,22 +120,14 @@ def test_a_pipeline_beside_data_parallelism_is_told_apart_from_what_does_not_div
         dtlib.initialize(model=nn.Linear(1, 1), config={"train_batch_size": 2, "pipeline": {"stages": 2}})
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_training_goes_on_with_the_same_curve(world, tmp_path):
     """Into the second pass over the data; stages of a pipeline each have a checkpoint of their own."""
-    more = {"pipeline": {"stages": 2}} if world.size == 2 else {"zero_optimization": {"stage": 3}}
-    config = config_of("vision", **more) | {"train_batch_size": 480, "gradient_accumulation_steps": 1}
+    config = config_of("vision", pipeline={"stages": 2}) | {"train_batch_size": 480, "gradient_accumulation_steps": 1}
     unbroken = train("vision", config)["losses"]
     assert train("vision", config, save=tmp_path, steps=2)["losses"] == unbroken[:2]
     log = tmp_path / "log.jsonl"
-    if "pipeline" in more:
-        assert train("vision", config, save=tmp_path, resume=True, log=log)["losses"] == unbroken[2:]
-    else:
-        fewer = world.comm.split(0 if world.rank < 2 else None)
-        if fewer:
-            config["zero_optimization"] = {"stage": 1}
-            went_on = train("vision", config, comm=fewer, save=tmp_path, resume=True, log=log)["losses"]
-            assert went_on == pytest.approx(unbroken[2:], abs=1e-12)
+    assert train("vision", config, save=tmp_path, resume=True, log=log)["losses"] == unbroken[2:]
     world.comm.barrier()
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["step"] for row in rows] == [3, 4, 5]
@@ -156,11 +143,9 @@ def test_torchs_classes_save_and_go_on_at_any_stage_on_another_number_of_ranks(w
     unbroken = train(again, config)["losses"]
     fewer = world.comm.split(0 if world.rank < 2 else None)
     for begun, went, ended in (
-        (("torch", 0), ("torch", 1), ("torch", 2)),
-        (("torch", 1), ("torch", 3), ("dtlib", 1)),
-        (("torch", 2), ("dtlib", 3), ("torch", 1)),
-        (("torch", 3), ("torch", 2), ("torch", 0)),
-    ):
+        (("torch", 0), ("torch", 1), ("torch", 2)), (("torch", 1), ("torch", 3), ("dtlib", 1)),
+        (("torch", 2), ("dtlib", 3), ("torch", 1)), (("torch", 3), ("torch", 2), ("torch", 0)),
+    ):  # fmt: skip
         folder, losses = tmp_path / f"{begun[0]}{begun[1]}", []
         for (runtime, stage), last, comm in ((begun, 2, world.comm), (went, 4, fewer), (ended, 5, world.comm)):
             if comm:
@@ -194,8 +179,7 @@ def test_torchs_shards_are_saved_behind_a_forward_pass_and_other_shards_refused(
     scale.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(DtlibError, match=r"scale is a parameter without a dimension, .* use the shape \(1,\)"):
         dtlib.initialize(model=scale, config=config, runtime="torch")
-    with pytest.raises(DtlibError, match=r"weight is sharded as .* whole rows over all 2"):
-        dtlib.checkpoint.save(tmp_path / "other", net)
+    refuses(r"weight is sharded as .* whole rows over all 2", dtlib.checkpoint.save, tmp_path / "other", net)
 
 
 def run(*arguments):
@@ -241,8 +225,7 @@ def test_a_full_disk_costs_rows_of_the_log_and_not_the_run(tmp_path):
 )
 def test_a_config_that_is_none_is_refused_in_a_sentence(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match="config"):
-        dictionary_of(tmp_path / "config.json")
+    refuses("config", dictionary_of, tmp_path / "config.json", error=ConfigError)
 
 
 def test_folders_of_runs_that_were_killed_are_removed(tmp_path, monkeypatch):
@@ -328,17 +311,10 @@ def test_numbers_that_make_no_sense_are_refused_by_name(world):
 
 @on_ranks(1)
 def test_a_log_keeps_whole_rows(world, tmp_path):
-    import resource
-    import warnings
-
-    log, limits = tmp_path / "log.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (400, limits[1]))  # bytes of a file
-    try:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            result = train("vision", config_of("vision"), log=log)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log = tmp_path / "log.jsonl"
+    with files_of_at_most(400), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        result = train("vision", config_of("vision"), log=log)
     assert len(result["losses"]) == 5 and ["File too large" in str(each.message) for each in told].count(True) == 1
     rows = log.read_text()
     assert rows.endswith("}\n") and 0 < len(rows.splitlines()) < 5 and [*map(json.loads, rows.splitlines())]

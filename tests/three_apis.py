@@ -69,11 +69,8 @@ class ByTorch(_Api):
 
     def _reduced(self, collective, tensor, op, async_op=False):
         kinds = {
-            "sum": dist.ReduceOp.SUM,
-            "mean": dist.ReduceOp.AVG,
-            "max": dist.ReduceOp.MAX,
-            "min": dist.ReduceOp.MIN,
-        }
+            "sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
+        }  # fmt: skip
         work = collective(op=kinds[op], group=self.group, async_op=async_op)
         return _Handle(work, tensor) if async_op else tensor
 
