@@ -69,7 +69,7 @@ def decoded(value: object) -> object:
 V = TypeVar("V")
 
 
-def together(comm: Communicator, work: Callable[[], V]) -> V:
+def raise_on_all(comm: Communicator, work: Callable[[], V]) -> V:
     """Call ``work()`` on every rank of ``comm`` and return its result; if it fails on one rank, raise on all ranks.
 
     ``work`` must not communicate, because it may fail on some ranks only.
@@ -144,7 +144,7 @@ def _replace(path: Path, text: str) -> None:
 
 def write_latest(path: Path, name: str, comm: Communicator) -> None:
     """Write ``name``, that of the current checkpoint, to the file ``path``. All ranks of ``comm`` call it."""
-    together(comm, lambda: _replace(path, name) if comm.rank == 0 else None)
+    raise_on_all(comm, lambda: _replace(path, name) if comm.rank == 0 else None)
 
 
 def _to_disk(path: Path) -> None:
@@ -166,7 +166,7 @@ def read_latest(path: Path, comm: Communicator) -> str | None:
         with corruption_as_checkpoint_error(path):
             return read_text(path, 4096).strip() if comm.rank == 0 and os.path.lexists(path) else None
 
-    return comm.broadcast_object(together(comm, read))
+    return comm.broadcast_object(raise_on_all(comm, read))
 
 
 def read_index(folder: Path) -> dict:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtlib.checkpoint import folder as disk
-from dtlib.checkpoint.folder import CheckpointError, together
+from dtlib.checkpoint.folder import CheckpointError, raise_on_all
 from dtlib.checkpoint.local_shards import LocalShard, elements_here, keys_here, local, local_shards_of, names_of_groups
 from dtlib.comm import Communicator, as_communicator
 from dtlib.gradients.precision import MasterWeights
@@ -42,7 +42,7 @@ def load(
     """
     comm = as_communicator(comm) if comm is not None else init().comm
     folder = Path(folder)
-    index = comm.broadcast_object(together(comm, lambda: disk.read_index(folder) if comm.rank == 0 else None))
+    index = comm.broadcast_object(raise_on_all(comm, lambda: disk.read_index(folder) if comm.rank == 0 else None))
 
     extra = disk.decoded(index["extra"])
 
@@ -54,7 +54,7 @@ def load(
         return local_shards_of(model, optimizer, masters, comm)
 
     # Experts of this checkpoint may be on other ranks. They are not missing in the model.
-    shards = together(comm, find_shards)
+    shards = raise_on_all(comm, find_shards)
     here = {shard.name for shard in shards}
     experts = comm.all_gather_object([shard.name for shard in shards if shard.expert])
     elsewhere = {name for each in experts for name in each} - here
@@ -65,12 +65,12 @@ def load(
             if optimizer is not None:
                 _check_optimizer(folder, index["optimizer"], optimizer, shards, elsewhere)
 
-    together(comm, compare)
+    raise_on_all(comm, compare)
     # ``_others`` reads and converts, but changes nothing. Then ``_fill`` changes the model, and only a disk error can
     # interrupt it.
     reader = disk.Reader(folder, index)
-    others = together(comm, lambda: _others(reader, shards, optimizer, comm))
-    together(comm, lambda: _fill(reader, shards, optimizer, *others))
+    others = raise_on_all(comm, lambda: _others(reader, shards, optimizer, comm))
+    raise_on_all(comm, lambda: _fill(reader, shards, optimizer, *others))
     # A ZeroOptimizer has loaded its shards only: gather the parameters from all ranks.
     if hasattr(optimizer, "shard_of"):
         optimizer.copy_to_parameters()  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtlib.checkpoint import folder as disk
-from dtlib.checkpoint.folder import CheckpointError, together
+from dtlib.checkpoint.folder import CheckpointError, raise_on_all
 from dtlib.checkpoint.local_shards import aliases_of, local, local_shards_of, names_of_groups, settings_of, states_of
 from dtlib.comm import Communicator, as_communicator
 from dtlib.gradients.precision import MasterWeights
@@ -46,31 +46,31 @@ def save(
     """
     comm = as_communicator(comm) if comm is not None else init().comm
     folder = Path(folder)
-    mark = comm.broadcast_object(secrets.token_hex(8) if comm.rank == 0 else None)
-    path = folder / disk.file_name(comm.rank, mark)
+    save_id = comm.broadcast_object(secrets.token_hex(8) if comm.rank == 0 else None)
+    path = folder / disk.file_name(comm.rank, save_id)
 
     def write():
         tensors, summary = _what_this_rank_writes(model, optimizer, masters, extra, comm)
-        return {**summary, "size": disk.write_file(path, tensors, mark)}
+        return {**summary, "size": disk.write_file(path, tensors, save_id)}
 
     # Rank 0 commits only when all ranks have written their files. If a step fails on one rank, all ranks raise.
     try:
-        mine = together(comm, write)
+        mine = raise_on_all(comm, write)
         everyones = comm.all_gather_object(mine)
-        index = together(comm, lambda: {"id": mark, **_index(everyones, mark)})
-        together(comm, lambda: disk.commit(folder, index) if comm.rank == 0 else None)
+        index = raise_on_all(comm, lambda: {"id": save_id, **_index(everyones, save_id)})
+        raise_on_all(comm, lambda: disk.commit(folder, index) if comm.rank == 0 else None)
     except CheckpointError:
         # Delete this rank's file, unless the new index already lists it: the disk may fail after the rename.
-        if not comm.broadcast_object(comm.rank == 0 and _is_committed(folder, mark)):
+        if not comm.broadcast_object(comm.rank == 0 and _is_committed(folder, save_id)):
             with suppress(OSError):
                 path.unlink(missing_ok=True)
         raise
 
 
-def _is_committed(folder: Path, mark: str) -> bool:
+def _is_committed(folder: Path, save_id: str) -> bool:
     """Return whether the folder's index is that of this save."""
     with suppress(CheckpointError):
-        return disk.read_index(folder)["id"] == mark
+        return disk.read_index(folder)["id"] == save_id
     return False
 
 
@@ -121,7 +121,7 @@ def random_states() -> dict[str, torch.Tensor]:
     return states
 
 
-def _index(everyones: list[dict], mark: str) -> dict:
+def _index(everyones: list[dict], save_id: str) -> dict:
     """Merge the summaries of all ranks into the index; raise an error if they do not fit together."""
     first = everyones[0]
     tensors: dict[str, dict] = {}
@@ -137,7 +137,7 @@ def _index(everyones: list[dict], mark: str) -> dict:
                     f"rank {rank}. Build the same model on all ranks."
                 )
             if start < stop:
-                entry["pieces"][disk.file_name(rank, mark)] = f"{start}:{stop}"
+                entry["pieces"][disk.file_name(rank, save_id)] = f"{start}:{stop}"
     # Each rank writes only a part of a replicated tensor, so these tensors must be equal on all ranks.
     for rank, summary in enumerate(everyones):
         if lacking := sorted(first["digests"].keys() ^ summary["digests"].keys()):
@@ -162,6 +162,6 @@ def _index(everyones: list[dict], mark: str) -> dict:
             group["parameters"] = list(dict.fromkeys(names))
         optimizer = {"class": first["class"], "groups": first["groups"], "numbers": numbers}
     return {
-        "files": {disk.file_name(rank, mark): summary["size"] for rank, summary in enumerate(everyones)},
+        "files": {disk.file_name(rank, save_id): summary["size"] for rank, summary in enumerate(everyones)},
         "tensors": tensors, "aliases": first["aliases"], "optimizer": optimizer, "extra": first["extra"],
     }  # fmt: skip

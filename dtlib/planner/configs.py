@@ -71,8 +71,8 @@ def is_decoder(model: Model | None) -> bool:
         return False
     if model.experts and model.active > 2:
         return False
-    alike = replace(model, vocab=256, ffn=4 * model.hidden, kv_heads=model.heads, gated=False, tied=False)
-    return replace(model, ffn=model.mlp, kv_heads=model.kv) == alike
+    as_dtlibs = replace(model, vocab=256, ffn=4 * model.hidden, kv_heads=model.heads, gated=False, tied=False)
+    return replace(model, ffn=model.mlp, kv_heads=model.kv) == as_dtlibs
 
 
 def _known(value: str, names: dict, whose: str) -> str:

@@ -105,8 +105,8 @@ class Loader:
     @property
     def _end(self) -> int:
         """The number of samples that all ranks take in this epoch; with ``drop_last`` perhaps fewer than all."""
-        together, rest = self.batch_size * self.ranks, len(self.reader) - self._begin
-        return self._begin + rest // together * together if self.drop_last else len(self.reader)
+        global_batch, rest = self.batch_size * self.ranks, len(self.reader) - self._begin
+        return self._begin + rest // global_batch * global_batch if self.drop_last else len(self.reader)
 
     def _position(self) -> tuple[int, int]:
         return (self._epoch, self._taken) if self._taken < self._end else (self._epoch + 1, 0)
@@ -142,8 +142,8 @@ class Loader:
         self._epoch, self._taken = self._position()
         self._begin = min(self._begin, self._taken)
         numbers = self._numbers() if self._order["shuffle"] else np.arange(len(self.reader))
-        together = self.batch_size * self.ranks
-        firsts = range(self._taken, self._end, together)
+        global_batch = self.batch_size * self.ranks
+        firsts = range(self._taken, self._end, global_batch)
         batches = self._read(self._steps(numbers, firsts))
         for first, got in zip(firsts, batches, strict=True):
             if isinstance(got, DtlibError):
@@ -154,7 +154,7 @@ class Loader:
                     # batches, so that the cycle is broken and the workers end at once.
                     del got, batches
             # Only now is the batch taken: if reading it failed, the next loop reads it again.
-            self._taken = min(first + together, self._end)
+            self._taken = min(first + global_batch, self._end)
             batch, skipped = got
             self.skipped += skipped
             yield batch

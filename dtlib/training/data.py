@@ -32,16 +32,16 @@ class RankLoader(Loader):
     def __init__(self, dataset: AnyData, batch_size: int, rank: int, ranks: int, seed: int = 0,
                  collate_fn: Callable | None = None):  # fmt: skip
         # Samples in one batch of every rank.
-        together = batch_size * ranks
+        global_batch = batch_size * ranks
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise DtlibError(
                 f"training_data is a {type(dataset).__name__}, but samples are divided by their indices: pass a data "
                 "set with __len__ and __getitem__, or create batches yourself."
             )
-        if len(dataset) < together:
+        if len(dataset) < global_batch:
             raise DtlibError(
-                f"training_data has {len(dataset)} samples, but {ranks} ranks need {together} per step: use more, or a "
-                "smaller train_micro_batch_size_per_gpu."
+                f"training_data has {len(dataset)} samples, but {ranks} ranks need {global_batch} per step: use more, "
+                "or a smaller train_micro_batch_size_per_gpu."
             )
         reader = dataset if isinstance(dataset, Source) else _Items(dataset, collate_fn)
         self._stored, self._fresh = reader is dataset, True

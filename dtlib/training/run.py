@@ -27,7 +27,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dtlib.checkpoint import read_latest
-from dtlib.checkpoint.folder import CheckpointError, together
+from dtlib.checkpoint.folder import CheckpointError, raise_on_all
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.files import open_nonblocking, writing
@@ -277,7 +277,7 @@ class _Training:
 def agreed(comm: Communicator, work: Callable[[], V]) -> V:
     """Run ``work()`` on every rank; if one rank raises, all ranks raise the same message."""
     try:
-        return together(comm, work)
+        return raise_on_all(comm, work)
     except CheckpointError as problem:
         raise DtlibError(str(problem)) from problem.__cause__
 

@@ -35,8 +35,8 @@ class Residual(nn.Module):
             nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.GroupNorm(8, outputs), nn.ReLU(),
             nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(8, outputs),
         )  # fmt: skip
-        alike = stride == 1 and inputs == outputs
-        self.past = nn.Identity() if alike else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        same_shape = stride == 1 and inputs == outputs
+        self.past = nn.Identity() if same_shape else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.relu(self.body(x) + self.past(x))

@@ -20,7 +20,7 @@ PREDICTIONS = {
         got=lambda two: 100 * (1 - two.bubble), tolerance=0.15, hint="When does rank 1 begin?"
     ),
     "percentage-lost": Prediction(
-        got=lambda: {m: 100 * simulate(gpipe(4, m)).bubble for m in (1, 8, 32)}, tolerance=0.01, hint="3 / (m + 3)."
+        got=lambda: {m: 100 * simulate(gpipe(4, m)).bubble for m in (1, 8, 32)}, tolerance=0.01, hint=_ORDERS["GPipe"]
     ),
     "which-hangs": Prediction(
         got=lambda hangs: hangs,
@@ -28,7 +28,7 @@ PREDICTIONS = {
         hint="What does rank 0 need for 0B0, and when does rank 1 compute it?",
     ),
     "held-with-1f1b": Prediction(
-        got=lambda on_eight: {f"rank {rank}": on_eight.peak_activations[rank] for rank in (0, 7)}, hint="p - rank."
+        got=lambda on_eight: {f"rank {r}": on_eight.peak_activations[r] for r in (0, 7)}, hint=_ORDERS["1F1B"]
     ),
     "growth-of-live-bytes": Prediction(
         got=lambda alive: {name: alive[name, 16].peaks[1] / alive[name, 8].peaks[1] for name in ("GPipe", "1F1B")},
@@ -55,7 +55,7 @@ PREDICTIONS = {
     "throughput-of-eight-stages": Prediction(
         got=lambda: 8 * simulate(gpipe(2, 1)).makespan / 2 * 32 / simulate(gpipe(8, 32)).makespan,
         tolerance=0.02,
-        hint="K = 8, M = 32: 39 turns of 1/256. K = 2, M = 1: 2 turns of 1/2.",
+        hint="A step takes M + K - 1 turns, and a turn computes 1/(K M) of the batch: 39 turns of 1/256, and 2 of 1/2.",
     ),
     "fastest-with-messages": Prediction(
         got=lambda series: {

@@ -1,7 +1,7 @@
 """Messages between neighbouring stages: activations in the forward pass, gradients in the backward pass.
 
     stage s    header: the number of tensors, their dtypes and shapes,      -->  stage s+1 allocates receive buffers
-               and the number of following micro-batches that are alike
+               and the number of following micro-batches with the same shapes
                the tensors                                                  -->
                the tensors of the next micro-batch                          -->
                gradients of the tensors that require gradients              <--  into tensors of the same shapes
@@ -35,15 +35,15 @@ def kinds_of(tensors: Iterable[Tensor]) -> tuple:
 
 
 @lru_cache(maxsize=1024)  # most steps repeat the shapes of the last one
-def header_of(kinds: tuple, alike: int) -> torch.Tensor:
-    """Return the header for tensors of these kinds and the next ``alike`` micro-batches; uint8 of length HEADER.
+def header_of(kinds: tuple, same_shapes: int) -> torch.Tensor:
+    """Return the header for tensors of these kinds and the next ``same_shapes`` micro-batches; uint8 of length HEADER.
 
     Raises:
         DtlibError: for a dtype that cannot be sent, or for more tensors than fit into a header.
     """
     for dtype, *_ in kinds:
         types.check_name(types.dtype_name(dtype), "The output of a stage")
-    content = pickle.dumps((kinds, alike))
+    content = pickle.dumps((kinds, same_shapes))
     if len(content) > HEADER:
         raise DtlibError(
             f"A stage gives {len(kinds)} tensors to the next one, which do not fit into a header of {HEADER} bytes: "
@@ -53,7 +53,7 @@ def header_of(kinds: tuple, alike: int) -> torch.Tensor:
 
 
 def read_header(header: torch.Tensor) -> tuple[tuple, int]:
-    """Return the ``kinds`` and ``alike`` of a header."""
+    """Return the ``kinds`` and ``same_shapes`` of a header."""
     return pickle.loads(header.numpy().tobytes())
 
 
@@ -62,8 +62,8 @@ class Activations:
 
     def __init__(self, comm: Communicator, source: int, edge: int, device: torch.device):
         self.comm, self.source, self.tag, self.device = comm, source, TAGS * edge, device
-        # For each micro-batch with a posted receive, the number of following micro-batches that are alike.
-        self.alike: list[int] = []
+        # For each micro-batch with a posted receive, the number of following micro-batches with the same shapes.
+        self.same_shapes: list[int] = []
         self._header: tuple | None = None
         self._kinds: tuple = ()
         self._arriving: dict[int, tuple] = {}
@@ -75,17 +75,17 @@ class Activations:
         With ``wait``, wait for the headers. Receives are posted in order, because messages of one tag are matched in
         the order of the receives.
         """
-        while len(self.alike) <= microbatch:
+        while len(self.same_shapes) <= microbatch:
             # Shapes are unknown until the next header arrives.
-            if len(self.alike) == self._announced and not self._next_header(wait):
+            if len(self.same_shapes) == self._announced and not self._next_header(wait):
                 return
             tensors = [
                 torch.empty(shape, dtype=dtype, device=self.device, requires_grad=takes_gradient)
                 for dtype, takes_gradient, shape in self._kinds
             ]
             handles = [self.comm.recv(t.detach(), self.source, self.tag + 1, async_op=True) for t in tensors]
-            self._arriving[len(self.alike)] = tensors, handles
-            self.alike.append(self._announced - len(self.alike) - 1)
+            self._arriving[len(self.same_shapes)] = tensors, handles
+            self.same_shapes.append(self._announced - len(self.same_shapes) - 1)
 
     def _next_header(self, wait: bool) -> bool:
         """Post the receive of the next header. Read the header and return True if it has arrived."""
@@ -96,9 +96,9 @@ class Activations:
         if not wait and not handle.done():
             return False
         handle.wait()
-        self._kinds, alike = read_header(header)
-        # One header is valid for this micro-batch and the next ``alike``.
-        self._announced += 1 + alike
+        self._kinds, same_shapes = read_header(header)
+        # One header is valid for this micro-batch and the next ``same_shapes``.
+        self._announced += 1 + same_shapes
         self._header = None
         return True
 
@@ -117,17 +117,17 @@ class NextStage:
     def __init__(self, comm: Communicator, dest: int, edge: int):
         self.comm, self.dest, self.tag = comm, dest, TAGS * edge
         self._kinds: tuple | None = None
-        self._alike = 0
+        self._same_shapes = 0
 
-    def send(self, tensors: Sequence[Tensor], alike: int) -> list[Operation]:
-        """Send a micro-batch and return the handles; the inputs of the next ``alike`` micro-batches have equal shapes.
+    def send(self, tensors: Sequence[Tensor], same_shapes: int) -> list[Operation]:
+        """Send a micro-batch and return the handles; the next ``same_shapes`` inputs have the same shapes.
 
         Raises:
             DtlibError: if shapes differ from those of an earlier micro-batch whose inputs had the same shapes.
         """
         kinds, handles = kinds_of(tensors), []
-        if self._alike:
-            self._alike -= 1
+        if self._same_shapes:
+            self._same_shapes -= 1
             if kinds != self._kinds:
                 # The next stage has already posted receives for the announced shapes.
                 before, now = ([shape for *_, shape in each] for each in (self._kinds or (), kinds))
@@ -136,8 +136,8 @@ class NextStage:
                     "pad them, because the next stage has allocated memory for the first shapes."
                 )
         else:
-            self._kinds, self._alike = kinds, alike
-            handles.append(self.comm.send(header_of(kinds, alike), self.dest, self.tag, async_op=True))
+            self._kinds, self._same_shapes = kinds, same_shapes
+            handles.append(self.comm.send(header_of(kinds, same_shapes), self.dest, self.tag, async_op=True))
         return handles + [
             self.comm.send(t.detach().contiguous(), self.dest, self.tag + 1, async_op=True) for t in tensors
         ]

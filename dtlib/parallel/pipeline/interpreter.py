@@ -124,12 +124,12 @@ class _Schedule:
 
     def _interpret(self, plan, inputs, target, losses, return_outputs):
         running: dict[int, RunningStage] = {}
-        handed: dict[tuple[int, str, int], list] = {}
+        local_messages: dict[tuple[int, str, int], list] = {}
         for stage in self.stages:
             targets, weights = self._targets(target) if stage.is_last else (None, [])
             running[stage.stage_index] = RunningStage(
                 stage, self.comm, self.n_microbatches, inputs if stage.is_first else None, targets, self.loss_fn,
-                weights, self.recompute, return_outputs, handed,
+                weights, self.recompute, return_outputs, local_messages,
             )  # fmt: skip
         self.peak_in_flight = in_flight = 0
         for action, asked_for in plan:

@@ -78,7 +78,7 @@ class RunningStage:
             recomputed: its backward pass follows immediately on the last stage of 1F1B (but not of GPipe, which
             starts with micro-batch 0).
         keep_outputs: keep the outputs of the last stage.
-        handed: tensors passed between stages of this rank, by receiving stage, kind and micro-batch.
+        local_messages: tensors passed between stages of this rank, by receiving stage, kind and micro-batch.
 
     No reference is kept to a sent tensor after its message has left, or to a received tensor after its backward pass.
     So their memory is freed at these times.
@@ -86,10 +86,10 @@ class RunningStage:
 
     def __init__(self, stage: PipelineStage, comm: Communicator, microbatches: int, inputs: list[tuple] | None,
                  targets: list | None, loss_fn: Callable | None, weights: list[float], recompute: bool,
-                 keep_outputs: bool, handed: dict[tuple[int, str, int], list]):  # fmt: skip
+                 keep_outputs: bool, local_messages: dict[tuple[int, str, int], list]):  # fmt: skip
         self.stage, self.comm, self.microbatches = stage, comm, microbatches
         self.inputs, self.targets, self.loss_fn, self.weights = inputs, targets, loss_fn, weights
-        self.recompute, self.keep_outputs, self.handed = recompute, keep_outputs, handed
+        self.recompute, self.keep_outputs, self.local_messages = recompute, keep_outputs, local_messages
         self.sending: list[Operation] = []
         self.losses: dict[int, torch.Tensor] = {}  # keyed by micro-batch, like the dictionaries below
         self.outputs: dict[int, object] = {}
@@ -110,9 +110,9 @@ class RunningStage:
         if self._activations:
             # Shapes of activations depend on the shapes of the inputs, so the first stage counts inputs of equal shape.
             # Later stages receive these counts.
-            self._alike = self._activations.alike
+            self._same_shapes = self._activations.same_shapes
         else:
-            self._alike = runs_of([samples_of(one) for one in inputs]) if inputs else [0] * microbatches
+            self._same_shapes = runs_of([samples_of(one) for one in inputs]) if inputs else [0] * microbatches
 
     def post(self, kind: str, microbatch: int) -> None:
         """Post the receives of an action, as far as its shapes are known."""
@@ -202,28 +202,28 @@ class RunningStage:
     def _receive_activations(self, microbatch):
         if self._activations:
             return self._activations.take(microbatch)
-        return self.handed.pop((self.stage.stage_index, "F", microbatch))
+        return self.local_messages.pop((self.stage.stage_index, "F", microbatch))
 
     def _send_activations(self, microbatch, tensors):
         if self._next:
             self._sent_tensors = [(_without_memory(tensor), tensor._version) for tensor in tensors]
-            self.sending += self._next.send(tensors, self._alike[microbatch])
+            self.sending += self._next.send(tensors, self._same_shapes[microbatch])
         else:  # copy, because either stage may change its own tensor in place
             copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-            self.handed[self.stage.stage_index + 1, "F", microbatch] = copies
+            self.local_messages[self.stage.stage_index + 1, "F", microbatch] = copies
 
     def _receive_gradients(self, microbatch, sent):
         if self.stage.is_last:
             return [place and place.empty().fill_(self.weights[microbatch]) for place in sent]
         if self._gradients:
             return self._gradients.take(microbatch, sent)
-        return self.handed.pop((self.stage.stage_index, "B", microbatch))
+        return self.local_messages.pop((self.stage.stage_index, "B", microbatch))
 
     def _send_gradients(self, microbatch, received):
         if self._activations:
             self.sending += send_gradients(self.comm, self._activations.source, self.stage.stage_index, received)
         else:
-            self.handed[self.stage.stage_index - 1, "B", microbatch] = [tensor.grad for tensor in received]
+            self.local_messages[self.stage.stage_index - 1, "B", microbatch] = [tensor.grad for tensor in received]
 
 
 def _entry(received):

@@ -92,7 +92,7 @@ def _highest_and_place(logits, comm):
     """
     widths = logits.new_zeros(comm.size)
     widths[comm.rank] = logits.shape[-1]
-    together = comm.all_reduce(torch.cat([logits.amax(-1).flatten(), widths]), op="max")
-    widths = [int(width) for width in together[-comm.size :].tolist()]
-    highest = together[: -comm.size].view(logits.shape[:-1])
+    maxima = comm.all_reduce(torch.cat([logits.amax(-1).flatten(), widths]), op="max")
+    widths = [int(width) for width in maxima[-comm.size :].tolist()]
+    highest = maxima[: -comm.size].view(logits.shape[:-1])
     return highest, sum(widths[: comm.rank]), sum(widths)
