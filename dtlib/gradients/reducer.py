@@ -20,7 +20,7 @@ docs/explanation/how_a_gradient_travels.md follows one gradient through this fil
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from sys import getrefcount
 
@@ -434,14 +434,14 @@ def check_dense(gradient: torch.Tensor | None) -> None:
         raise DtlibError("A gradient is sparse, but only dense ones are averaged: build embeddings with sparse=False.")
 
 
-def refuse_averaged(named: dict, replaced: type | tuple = ()) -> None:
+def refuse_averaged(named: dict, replaced: Callable[[object], bool]) -> None:
     """Raise an error if another reducer averages the gradient of a parameter in ``named`` (name -> parameter).
 
-    Reducers whose owner is a ``replaced`` are allowed: the new owner replaces their hooks.
+    ``replaced(owner)`` returns whether the caller will replace the hooks of this owner of a reducer.
     """
     for name, parameter in named.items():
         reducers = [getattr(hook, "__self__", None) for hook in hooks_of_others(parameter)]
-        if any(isinstance(one, Reducer) and not isinstance(one.owner, replaced) for one in reducers):
+        if any(isinstance(one, Reducer) and not replaced(one.owner) for one in reducers):
             raise DtlibError(
                 f"Gradients of {name} are already averaged by a DataParallel, or by a ZeroOptimizer at stage 2: build "
                 "the model again, and wrap it once."

@@ -124,7 +124,7 @@ class ZeroOptimizer(optim.Optimizer):
         named = {name: parameter for parameter, name in names.items() if parameter.requires_grad}
         check_same_model(named, self.comm, "ZeroOptimizer")
         if self.stage == 2:
-            refuse_averaged(named, replaced=ZeroOptimizer)
+            refuse_averaged(named, lambda owner: isinstance(owner, ZeroOptimizer))
 
     def _shard_group(self, group: dict, cap_mb: float | None) -> list[ShardedBucket]:
         """Flatten and shard one group; return its buckets."""
