@@ -113,6 +113,17 @@ def test_collectives_and_reductions(world):
     sparse = torch.sparse_coo_tensor([[rank, 3]], [1.0, 2.0], (4,), check_invariants=True)
     dist.all_reduce(sparse, group=group)
     assert sparse.to_dense()[3] == 2 * size + (size == 4)
+    tensors = [
+        torch.sparse_coo_tensor([[rank, 3, rank]], [1.0, 2.0, rank], (4,), check_invariants=True),
+        torch.tensor([1.0, rank]),
+        torch.sparse_coo_tensor([[0], [rank]], [rank + 1.0], (2, 5), check_invariants=True),
+    ]
+    sums = [tensor.to_dense().clone() for tensor in tensors]
+    for whole in sums:
+        dist.all_reduce(whole, group=group)
+    group.allreduce(tensors).wait()
+    assert [tensor.to_dense().tolist() for tensor in tensors] == [whole.tolist() for whole in sums]
+    assert [tensor.is_sparse for tensor in tensors] == [True, False, True]
     for op, words in ((ReduceOp.AVG, "would round"), (ReduceOp.BOR, "has the reductions SUM")):
         whole = torch.tensor([rank, 2])
         refuses(words, dist.all_reduce, whole, op, error=dist.DistBackendError, group=group)

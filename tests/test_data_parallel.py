@@ -125,6 +125,7 @@ def test_a_model_may_be_wrapped_again(world):
     module = build("plain")
     for _ in range(3):
         model = DataParallel(module, world.comm)
+    refuses("bucket_cap_mb=0", DataParallel, module, world.comm, bucket_cap_mb=0)  # the model stays wrapped
     with dtlib.trace() as trace:
         loss_of(model, batches("plain", 1, 4)[0]).backward()
     assert [event.name for event in trace.events if event.kind == "operation"] == ["all_reduce"]

@@ -8,6 +8,7 @@ from torch import nn
 
 import dtlib
 import dtlib.horovod as hvd
+from dtlib.parallel.zero import ZeroOptimizer
 from tests.cases import refuses
 from tests.models import EXACT, adamw, batches, build, difference, loss_of, sgd, slice_of
 from tests.ranks import on_ranks
@@ -263,6 +264,17 @@ def test_a_scheduler_made_before_the_distributed_optimizer_sets_its_rate(world):
     inner.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.1  # on the root, and on those who have loaded its state
+
+
+@on_ranks(2)
+def test_a_zero_optimizer_of_the_same_parameters_replaces_it(world):
+    hvd.init()
+    model, batch = build("plain"), batches("plain", 1, 4)[0]
+    hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, world.comm, lr=0.1)
+    for _ in range(2):  # the second pass without a step of Horovod's optimizer would be an error
+        loss_of(model, batch).backward()
+        optimizer.step()
 
 
 @on_ranks(2)

@@ -322,6 +322,13 @@ def test_what_it_cannot_do_is_refused(world):
     }.items():
         parameters, kind, stage = arguments
         refuses(words, ZeroOptimizer, parameters(), kind, world.comm, stage)
+    # A refused model is as before: no group was flattened.
+    memory = {parameter.data_ptr() for parameter in model.parameters()}
+    groups = [{"params": [model.weight]}, {"params": [nn.Parameter(torch.ones(2 + world.rank))]}]
+    refuses("parameter 0 of group 1 is", ZeroOptimizer, groups, torch.optim.SGD, world.comm)
+    words = "choose 'inline' or 'thread'"
+    refuses(words, ZeroOptimizer, model.parameters(), torch.optim.SGD, world.comm, progress="often")
+    assert {parameter.data_ptr() for parameter in model.parameters()} == memory
     for stage in (1, 2):
         words = nn.Embedding(3, 2, sparse=True)
         ZeroOptimizer(words.parameters(), torch.optim.SGD, world.comm.split(world.rank), stage)

@@ -34,16 +34,13 @@ class MasterWeights:
         self.parameters = list(parameters)
         self.wholes = list(self.parameters if wholes is None else wholes)
         self.versions = [whole._version for whole in self.wholes]
-        self.masters = [
-            self._master_of(parameter, torch.device(device or parameter.device)) for parameter in self.parameters
-        ]
+        self.masters = [self._master_of(parameter, device) for parameter in self.parameters]
 
     @staticmethod
     def _master_of(parameter, device):
-        dtype = torch.float32 if parameter.dtype.itemsize == 2 else parameter.dtype
-        if (dtype, device) == (parameter.dtype, parameter.device):
-            return parameter
-        return torch.nn.Parameter(parameter.detach().to(device, dtype))
+        value = parameter.detach()
+        master = value.to(device or value.device, torch.float32 if value.dtype.itemsize == 2 else value.dtype)
+        return parameter if master is value else torch.nn.Parameter(master)
 
     def take_gradients(self, scale: float = 1.0) -> None:
         """Move gradients from parameters to masters: convert them to the master's dtype and divide by ``scale``."""

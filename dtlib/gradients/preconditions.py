@@ -10,7 +10,7 @@ A violation raises a ``DtlibError``. Its message names the alternative, which is
 construction and at the step compare all ranks, and raise on every rank.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from hashlib import blake2b
 from types import ModuleType
@@ -37,21 +37,19 @@ class Preconditions:
         model: the model to train; its forward passes are checked.
         comm: all ranks that average gradients.
         units: modules of which each parameter is in exactly one. All parameters must be trained, and of one dtype,
-            float32 or float64. With units (ZeRO), gradients are averaged after the hook, not in it.
-        in_order: require that all ranks compute gradients in the same order.
+            float32 or float64. With units (ZeRO), gradients are averaged after the hook, not in it, and all ranks must
+            compute them in the same order.
     """
 
-    def __init__(self, caller: str, model: nn.Module, comm: Communicator, units: Iterable[nn.Module] | None = None,
-                 in_order: bool = False):  # fmt: skip
-        self.caller, self.model, self.in_order, self.steps = caller, model, in_order, 0
+    def __init__(self, caller: str, model: nn.Module, comm: Communicator, units: Sequence[nn.Module] = ()):
+        self.caller, self.model, self.in_units, self.steps = caller, model, bool(units), 0
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.names = {parameter: name for name, parameter in trained.items()}
         self.shards = [parameter for parameter in self.names if info_of(parameter).differs()]
         check_same_model(trained, comm, caller, model)
         if any(map(hooks_of_others, self.names)):
             self._refuse("this model still has hooks of another wrapper: build it again")
-        self.averaged_later = units is not None
-        if units is not None:
+        if units:
             self._check_units(units)
         # The checks use a communicator of their own, because a rank may still wait for gradients on ``comm``.
         self.whole, self.comm = comm, comm.split(0)
@@ -61,11 +59,11 @@ class Preconditions:
 
     def gradient_is_ready(self, parameter: nn.Parameter) -> None:
         """Record that autograd has computed the gradient of ``parameter``; a hook of the plain class calls it."""
-        if self.averaged_later and not self.ready:
+        if self.in_units and not self.ready:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         self.ready.append(parameter)
         # Until the average exists, ``grad`` is of this rank's batch only. The subclass makes torch's clipping fail.
-        if self.averaged_later and parameter.grad is not None:
+        if self.in_units and parameter.grad is not None:
             parameter.grad = parameter.grad.as_subclass(UnaveragedGradient)
 
     def _backward_ends(self) -> None:
@@ -88,13 +86,13 @@ class Preconditions:
         # Each rank contributes one hash. Only if the hashes differ do ranks exchange the facts themselves.
         digest = digest_of(self.names) if self.steps < PASSES else b""
         self.steps += 1
-        note = repr((kept, divided, divided or self.samples, self.in_order and ready, digest)).encode()
+        note = repr((kept, divided, divided or self.samples, self.in_units and ready, digest)).encode()
         notes = np.zeros(self.comm.size, dtype=np.int64)
         notes[self.comm.rank] = int.from_bytes(blake2b(note, digest_size=7).digest(), "little")
         self.comm.all_reduce(notes)
         if not kept or (notes != notes[0]).any():
             self._refuse_differences(ready, divided)
-        for parameter in self.ready if self.averaged_later else ():
+        for parameter in self.ready if self.in_units else ():
             drop_placeholder(parameter)
         self.ready = []
 
@@ -112,7 +110,7 @@ class Preconditions:
                 f"ranks had batches of {samples} (shapes, and samples counted by masks): use equal batches, the loss "
                 "of mean_over_tokens, or batch_size of the full class"
             )
-        if self.in_order and any(others != ready[0] for others in ready):
+        if self.in_units and any(others != ready[0] for others in ready):
             self._refuse("layers ran in different orders on different ranks: compute the same on all ranks")
         self._refuse("parameters differ between ranks: load the same values, and take the same steps, on all ranks")
 

@@ -20,7 +20,7 @@ docs/explanation/how_a_gradient_travels.md follows one gradient through this fil
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from sys import getrefcount
 
@@ -71,8 +71,9 @@ class Reducer:
         self.synchronising = True  # False in no_sync(): gradients stay on their rank
         self.passes = 0  # passes that have ended since the last forget()
         self._number = {parameter: b for b, bucket in enumerate(buckets) for parameter in bucket.parameters}
-        self._missing: list[set] = []  # per bucket, the parameters whose gradient is not ready in this pass
-        self._launched, self._under_way = 0, False  # launched buckets of this pass, and whether it has begun
+        # Per bucket, the parameters whose gradient is not ready in this pass; empty between passes.
+        self._missing: list[set] = []
+        self._launched = 0  # launched buckets of this pass
         self._guess = 64.0
         self._values, self._compared = values, 0
         self._background = ExitStack()  # the progress thread, while buckets are in flight
@@ -85,13 +86,13 @@ class Reducer:
                 f"An earlier backward pass was interrupted while gradients were in flight. {RESET} Then wrap the model "
                 "again."
             )
-        self._under_way = False
+        self._missing = []
 
     def gradient_is_ready(self, parameter: torch.Tensor) -> None:
         """Launch each bucket that is complete now; autograd calls this hook when ``parameter.grad`` is final."""
         if not self.synchronising:
             return
-        if not self._under_way:
+        if not self._missing:
             self._begin()
             if not self.by_call:
                 torch.autograd.Variable._execution_engine.queue_callback(self.end)
@@ -118,7 +119,6 @@ class Reducer:
                     f"{name} was given a hook after the one that sends its gradient, so this hook would change "
                     "the gradient too late: register post-accumulate hooks before the model is wrapped."
                 )
-        self._under_way = True
         self._missing = [set(bucket.parameters) for bucket in self.buckets]
         self._samples, self._weight = getattr(self.owner, "batch_size", None), self.collective.weight
         if self._samples is not None:
@@ -148,7 +148,7 @@ class Reducer:
 
         Autograd calls this method after the backward pass, because ``gradient_is_ready`` queues it.
         """
-        if not self._under_way:
+        if not self._missing:
             self._begin()
         while self._launched < len(self.buckets):
             self._launch_next()
@@ -159,7 +159,7 @@ class Reducer:
         finally:
             self._background.close()
         # All messages have arrived, so training can continue after an error below.
-        self._launched, self._under_way = 0, False
+        self._launched, self._missing = 0, []
         self._check_flags(on_any, on_all)
         factor = self._correction() if on_all[0] else None  # only if gradients are weighted by samples
         for bucket, its_used in zip(self.buckets, used, strict=True):
@@ -421,13 +421,11 @@ def _is_alone(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
     # Compare with a new gradient, to which nothing else refers: the counts themselves depend on the Python version.
     new = torch.zeros(1, requires_grad=True)
     new.grad = torch.zeros(1)
-    return _references(parameter) == _references(new)
 
+    def references(one):
+        return getrefcount(one.grad), torch._C._storage_Use_Count(one.grad.untyped_storage()._cdata)
 
-def _references(parameter) -> tuple[int, int]:
-    """Return the number of references to the gradient, and to its storage."""
-    gradient = parameter.grad
-    return getrefcount(gradient), torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    return references(parameter) == references(new)
 
 
 def check_dense(gradient: torch.Tensor | None) -> None:
@@ -436,10 +434,14 @@ def check_dense(gradient: torch.Tensor | None) -> None:
         raise DtlibError("A gradient is sparse, but only dense ones are averaged: build embeddings with sparse=False.")
 
 
-def refuse_averaged(named: dict) -> None:
-    """Raise an error if another reducer averages the gradient of a parameter in ``named`` (name -> parameter)."""
+def refuse_averaged(named: dict, replaced: Callable[[object], bool]) -> None:
+    """Raise an error if another reducer averages the gradient of a parameter in ``named`` (name -> parameter).
+
+    ``replaced(owner)`` returns whether the caller will replace the hooks of this owner of a reducer.
+    """
     for name, parameter in named.items():
-        if any(isinstance(getattr(hook, "__self__", None), Reducer) for hook in hooks_of_others(parameter)):
+        reducers = [getattr(hook, "__self__", None) for hook in hooks_of_others(parameter)]
+        if any(isinstance(one, Reducer) and not replaced(one.owner) for one in reducers):
             raise DtlibError(
                 f"Gradients of {name} are already averaged by a DataParallel, or by a ZeroOptimizer at stage 2: build "
                 "the model again, and wrap it once."

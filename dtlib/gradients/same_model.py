@@ -30,18 +30,8 @@ def check_same_model(parameters: dict, comm: Communicator, owner: str, model: nn
                 f"{name}.requires_grad_(False)."
             )
     check_axis(parameters, comm, owner)
-    # Every rank compares all ranks with rank 0, so all ranks raise the same error.
-    mine = {name: (tuple(parameter.shape), types.dtype_name(parameter.dtype)) for name, parameter in parameters.items()}
-    first, *others = comm.all_gather_object(mine)
-    for rank, theirs in enumerate(others, 1):
-        for name in first | theirs:
-            if first.get(name) != theirs.get(name):
-                raise DtlibError(
-                    f"The models differ: {name} is {_said(first.get(name))} on rank 0 and {_said(theirs.get(name))} on "
-                    f"rank {rank}. Build the same model on all ranks."
-                )
-        if list(theirs) != list(first):
-            raise DtlibError("The models differ in the order of their parameters: build the same model on all ranks.")
+    mine = {name: f"{tuple(one.shape)} {types.dtype_name(one.dtype)}" for name, one in parameters.items()}
+    _compare(comm, mine, "The models differ", "Build the same model on all ranks.")
 
 
 def check_axis(parameters: dict, comm: Communicator, owner: str) -> None:
@@ -78,13 +68,19 @@ def check_axis(parameters: dict, comm: Communicator, owner: str) -> None:
 
 def check_same_arguments(comm: Communicator, caller: str, **arguments: object) -> None:
     """Refuse, on every rank, arguments of ``caller`` that differ between ranks; all ranks call it."""
-    for rank, theirs in enumerate(everyones := comm.all_gather_object(arguments)):
-        for name, value in theirs.items():
-            if value != everyones[0][name]:
-                raise DtlibError(
-                    f"{caller} differs between ranks: {name} is {everyones[0][name]} on rank 0 and {value} on rank "
-                    f"{rank}. Pass the same on all ranks."
-                )
+    _compare(comm, arguments, f"{caller} differs between ranks", "Pass the same on all ranks.")
+
+
+def _compare(comm: Communicator, mine: dict, what: str, cure: str) -> None:
+    # Every rank compares all ranks with rank 0, so all ranks raise the same error.
+    first, *others = comm.all_gather_object(mine)
+    for rank, theirs in enumerate(others, 1):
+        for name in first | theirs:
+            here, there = first.get(name, "missing"), theirs.get(name, "missing")
+            if here != there:
+                raise DtlibError(f"{what}: {name} is {here} on rank 0 and {there} on rank {rank}. {cure}")
+        if list(theirs) != list(first):
+            raise DtlibError(f"{what} in the order of their parameters. {cure}")
 
 
 def check_same_values(module: nn.Module, parameters: list, comm: Communicator, what: str) -> None:
@@ -129,7 +125,3 @@ def bits_of(tensors: Iterable[torch.Tensor]) -> list[bool]:
     """Return the bits of the first byte of the checksum, as flags for ``Reducer``."""
     byte = digest_of(tensors)[0]
     return [bool(byte >> place & 1) for place in range(8)]
-
-
-def _said(parameter) -> str:
-    return f"{parameter[0]} {parameter[1]}" if parameter else "missing"

@@ -6,6 +6,7 @@
 The table has weak references to parameters. A copy of a parameter, or a parameter that replaces it, has no entry.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,6 +43,7 @@ class ShardInfo:
 
 NOTHING = ShardInfo()
 _infos = WeakTensorKeyDictionary()
+_handles = WeakTensorKeyDictionary()  # parameter -> handle of the hook that replace_hook registered
 
 
 def info_of(parameter: torch.Tensor) -> ShardInfo:
@@ -67,6 +69,13 @@ def set_gradient_type(parameter: torch.Tensor) -> None:
     """Change the type of a shard's gradient to ``ShardedGradient``, which refuses norms."""
     if type(parameter.grad) is torch.Tensor and info_of(parameter).differs():
         parameter.grad = parameter.grad.as_subclass(ShardedGradient)
+
+
+def replace_hook(parameter: torch.Tensor, hook: Callable) -> None:
+    """Register a post-accumulate hook, and remove the hook that this function registered for an earlier optimizer."""
+    if parameter in _handles:
+        _handles[parameter].remove()
+    _handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
 
 
 def hooks_of_others(parameter: torch.Tensor) -> list:

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dtlib.errors import number
 from dtlib.gradients.buckets import FIRST_BUCKET, LARGEST_BUCKET, buckets_of
 from dtlib.gradients.reducer import AllReduce, Bucket, Reducer
 from dtlib.gradients.same_model import check_same_model
+from dtlib.gradients.shard_info import replace_hook
 from dtlib.horovod.basics import HorovodInternalError, communicator, size
 from dtlib.horovod.compression import Compression, NoneCompressor
 from dtlib.horovod.operations import Average, check_op, version_of
@@ -46,24 +46,20 @@ class _Compressed(AllReduce):
         super().__init__(communicator())
         self.compression = compression
         self.weight = 1 / size() if op == Average else None
-        self._short: dict[Bucket, tuple] = {}  # bucket -> (tensor in flight, context for decompress)
+        self._contexts: dict[Bucket, object] = {}  # bucket -> context for decompress
 
     def launch(self, bucket: Bucket, weight: float | None, flags: list[bool]) -> None:
         bucket.buffer = bucket.fill(weight, 0, free=False)
-        self._short[bucket] = short, _ = self.compression.compress(bucket.buffer.flat)
+        short, self._contexts[bucket] = self.compression.compress(bucket.buffer.flat)
         bucket.handle = communicator().all_reduce(short, async_op=True)
 
     def collect(self, buckets: Sequence[Bucket], flags: list[bool]) -> tuple[list, list, list]:
         for bucket in buckets:
-            bucket.handle.wait()
-            short, context = self._short.pop(bucket)
-            bucket.buffer.flat.copy_(self.compression.decompress(short, context))
+            short = bucket.handle.wait()
+            bucket.buffer.flat.copy_(self.compression.decompress(short, self._contexts[bucket]))
         # Flags from the third on are a checksum of the parameters, which the reducer compares in some passes.
         everyones = list(zip(*communicator().all_gather_object(flags) if len(flags) > 2 else [flags], strict=True))
         return [bucket.used for bucket in buckets], list(map(any, everyones)), list(map(all, everyones))
-
-
-_hooks = WeakTensorKeyDictionary()
 
 
 class _Distributed(Optimizer):
@@ -87,10 +83,7 @@ class _Distributed(Optimizer):
         self._ready: dict[torch.Tensor, tuple] = {}
         self._synchronized, self._should_synchronize = False, True
         for parameter in names:
-            # An earlier DistributedOptimizer of the same parameter would send the gradient, too.
-            if parameter in _hooks:
-                _hooks[parameter].remove()
-            _hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
+            replace_hook(parameter, self._gradient_is_ready)
 
     def _parameters(self):
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -180,15 +173,6 @@ class _Distributed(Optimizer):
             )
         return super().zero_grad(*args, **kwargs)
 
-    def load_state_dict(self, *args, **kwargs):
-        groups = self.param_groups
-        super().load_state_dict(*args, **kwargs)
-        # Keep the same dictionaries, because a scheduler that was made before sets the learning rates in them.
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        self.param_groups = groups
-
 
 def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
                          compression: type[NoneCompressor] = Compression.none, backward_passes_per_step: int = 1,
@@ -224,7 +208,9 @@ def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[
     # As in Horovod, the result is an instance of a new class that has the name and the methods of the old class.
     kind = type(optimizer.__class__.__name__, (_Distributed, optimizer.__class__), {})
     distributed: _Distributed = object.__new__(kind)
-    # Without "step": a scheduler that was made before has stored its wrapper of the old step there.
-    distributed.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
+    # Both optimizers share all attributes, so a scheduler that was made before sets the learning rates of both. "step"
+    # is where such a scheduler has stored its wrapper of the old step.
+    distributed.__dict__ = optimizer.__dict__
+    distributed.__dict__.pop("step", None)
     distributed._distribute(named_parameters, compression, backward_passes_per_step, op)
     return distributed

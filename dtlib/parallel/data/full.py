@@ -57,8 +57,6 @@ class DataParallel(nn.Module):
     def __init__(self, module: nn.Module, comm: AnyCommunicator | None = None, bucket_cap_mb: float | None = None,
                  progress: str | None = None, algorithm: str | None = None):  # fmt: skip
         super().__init__()
-        for hook in _hooks.pop(module, ()):  # hooks of an earlier wrapper of this module
-            hook.remove()
         self.module = module
         self.comm = as_communicator(init().comm if comm is None else comm)
         self.batch_size: int | None = None
@@ -66,6 +64,8 @@ class DataParallel(nn.Module):
         _check_parameters(named, module, self.comm, bucket_cap_mb)
         names = {parameter: name for name, parameter in named.items()}
         self.progress = progress_for(self.comm, names, progress, "DataParallel")
+        for hook in _hooks.pop(module, ()):  # hooks of an earlier wrapper of this module
+            hook.remove()
         for tensor in [*module.parameters(), *module.buffers()]:
             if not self._is_an_experts(tensor):
                 self.comm.broadcast(tensor)
@@ -209,4 +209,4 @@ def _check_parameters(named: dict, model, comm, bucket_cap_mb) -> None:
                 "twice, over different ranks: wrap the model once, over all axes, with mesh['data', 'expert']."
             )
     check_same_model(named, comm, "DataParallel", model)
-    refuse_averaged(named)
+    refuse_averaged(named, lambda owner: getattr(owner, "module", None) is model)

@@ -28,12 +28,12 @@ P. Buchlovsky et al., "TF-Replicator: distributed machine learning for researche
 from collections.abc import Callable
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from dtlib.comm import AnyCommunicator, as_communicator, types
 from dtlib.errors import DtlibError, number
 from dtlib.parallel.replicator.exchange import MAP_REDUCE_OPS, between_graph, exchanged, in_graph
-from dtlib.parallel.replicator.graph import StepGraph, capture, rewire
+from dtlib.parallel.replicator.graph import StepGraph, capture, described, rewire
 from dtlib.parallel.replicator.optimizer import ReplicatedOptimizer
 
 __all__ = ["ReplicatedOptimizer", "Replicator", "StepGraph"]
@@ -76,9 +76,8 @@ class Replicator:
         wrapped = ReplicatedOptimizer(optimizer, self._exchange, len(self._optimizers), self.comm is None)
         self._optimizers.append(wrapped)
         if self.comm:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    self.comm.broadcast(parameter)
+            for parameter in wrapped.everything():
+                self.comm.broadcast(parameter)
         return wrapped
 
     # Inside step_fn
@@ -130,7 +129,8 @@ class Replicator:
             if inputs is None:
                 break
             outputs = [step_fn(inputs[0])] if self.comm else self._in_one_graph(step_fn, inputs)
-            results.append([tree_map(_copied, _checked(output)) for output in outputs])
+            # Copies, because later steps may change a tensor in place, for example a parameter.
+            results.append([tree_map_only(torch.Tensor, torch.clone, _checked(output)) for output in outputs])
         return self._stacked(results)
 
     def _in_one_graph(self, step_fn, inputs):
@@ -186,10 +186,9 @@ class Replicator:
             raise DtlibError("run has made no step: input_fn returned no inputs, or steps is 0.")
         outputs = [output for step in results for output in step]
         # Results are stacked, so all steps and replicas must return the same nesting, shapes and dtypes.
-        kinds = [_kind(output) for output in outputs]
-        here = next((kind for kind in kinds if kind != kinds[0]), kinds[0])
+        kinds = list(dict.fromkeys(_kind(output) for output in outputs))
         if self.comm:
-            kinds = [kind for pair in self.comm.all_gather_object((kinds[0], here)) for kind in pair]
+            kinds = [kind for theirs in self.comm.all_gather_object(kinds) for kind in theirs]
         if other := next((kind for kind in kinds if kind != kinds[0]), None):
             raise DtlibError(
                 f"step_fn returned {kinds[0]} and, in another step or on another replica, {other}: return the same "
@@ -211,23 +210,14 @@ def _check_tensor(tensor, name: str) -> None:
         raise DtlibError(f"{name} takes a tensor, and got {type(tensor).__name__}: use torch.tensor().")
 
 
-def _copied(leaf):
-    """Return a copy, because later steps may change the tensor in place, for example a parameter."""
-    return leaf if leaf is None else leaf.clone()
-
-
 def _kind(output) -> str:
     """Describe the nesting, shapes and dtypes of an output: ``{'loss': (3,) float64}``."""
-    marked = tree_map(
-        lambda leaf: leaf if leaf is None else f"{tuple(leaf.shape)} {leaf.dtype}".replace("torch.", ""), output
-    )
-    return str(marked)
+    return str(tree_map_only(torch.Tensor, described, output))
 
 
 def _checked(output):
     """Return outputs without their gradients."""
-    leaves, spec = tree_flatten(output)
-    for leaf in leaves:
+    for leaf in tree_leaves(output):
         if leaf is not None and not isinstance(leaf, torch.Tensor):
             raise DtlibError(f"step_fn must return tensors, but returned {type(leaf).__name__} {leaf!r:.40}.")
-    return tree_unflatten([leaf if leaf is None else leaf.detach() for leaf in leaves], spec)
+    return tree_map_only(torch.Tensor, torch.detach, output)

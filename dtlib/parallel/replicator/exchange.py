@@ -18,12 +18,7 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.backward import with_gradient
 
 MAP_REDUCE_OPS = ("sum", "mean")
-GRADIENT = {
-    "all_reduce sum": "all_reduce sum",
-    "all_reduce mean": "all_reduce mean",
-    "all_gather": "reduce_scatter",
-    "reduce_scatter": "all_gather",
-}
+GRADIENT = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}  # an all-reduce is its own gradient
 Exchange = Callable[[Tensor, str], Tensor]
 
 
@@ -63,7 +58,7 @@ def exchanged(tensor: Tensor, kind: str, exchange: Exchange) -> Tensor:
     shape = tensor.shape
 
     def backward(gradient):
-        return exchanged(gradient, GRADIENT[kind], exchange).reshape(shape)
+        return exchanged(gradient, GRADIENT.get(kind, kind), exchange).reshape(shape)
 
     return with_gradient(tensor, lambda tensor: exchange(tensor, kind), backward)
 

@@ -168,7 +168,7 @@ def rewire(graphs: list[fx.GraphModule], apply: list[Callable]) -> StepGraph:
     count = 0
     # Copy every replica up to its next mark, then insert one exchange that takes the tensors of all replicas.
     while marks := [replica.advance() for replica in replicas]:
-        texts = [_described(mark) for mark in marks]
+        texts = [_text_of(mark) for mark in marks]
         for replica, text in enumerate(texts):
             if text != texts[0]:
                 raise DtlibError(
@@ -224,7 +224,12 @@ class _Replica:
         copy.meta["replica"] = self.number
 
 
-def _described(mark: fx.Node) -> str:
+def described(tensor: torch.Tensor) -> str:
+    """Describe a tensor: ``(7,) float64``."""
+    return f"{tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")
+
+
+def _text_of(mark: fx.Node) -> str:
     """Describe a mark: ``all_reduce mean of (7,) float64``."""
     if mark.op == "output":
         return "the end"
@@ -232,5 +237,4 @@ def _described(mark: fx.Node) -> str:
     if mark.target is APPLY:
         return f"apply_gradients of optimizer {args[3]}: {len(args[0])} parameters"
     value = (mark if args[1].startswith("all_reduce") else args[0]).meta.get("val")
-    shape = f"{tuple(value.shape)} {value.dtype}".replace("torch.", "") if value is not None else "a constant"
-    return f"{args[1]} of {shape}"
+    return f"{args[1]} of {'a constant' if value is None else described(value)}"

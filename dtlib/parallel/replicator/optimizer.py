@@ -22,7 +22,7 @@ class ReplicatedOptimizer:
         self.optimizer = optimizer
         self.number = number  # identifies this optimizer in a graph
         self._exchange, self._in_graph = exchange, in_graph
-        self._wrapped = self._all()
+        self._wrapped = self.everything()
         if isinstance(optimizer, torch.optim.LBFGS):
             raise DtlibError("LBFGS computes the loss several times per step: wrap another optimizer, such as AdamW.")
         if not self.parameters:
@@ -38,14 +38,15 @@ class ReplicatedOptimizer:
             DtlibError: for a parameter group that was added after construction, because its values may differ between
                 replicas.
         """
-        if len(everything := self._all()) != len(self._wrapped):
+        if len(everything := self.everything()) != len(self._wrapped):
             raise DtlibError(
                 f"The optimizer has {len(everything) - len(self._wrapped)} new parameters since wrap_optimizer: call "
                 "add_param_group before it, so that replicas start with equal values."
             )
         return [parameter for parameter in everything if parameter.requires_grad]
 
-    def _all(self) -> list:
+    def everything(self) -> list:
+        """Return all parameters of the torch optimizer."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def minimize(self, loss: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from dtlib.parallel.zero.plain import Stage1, Stage3
 def _construct(original, self, group: AnyCommunicator | None, model, optimizer_class, units=None, **settings):
     (group, comm), modules = group_and_communicator(group), list(units or [model])
     check_elementwise(optimizer_class, type(self).__name__)
-    self.contract = Preconditions(type(self).__name__, model, comm, modules, in_order=True)
+    self.contract = Preconditions(type(self).__name__, model, comm, modules)
     original(self, group, model, optimizer_class, modules, **settings)
 
 

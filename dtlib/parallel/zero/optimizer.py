@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn, optim
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
@@ -33,6 +32,7 @@ from dtlib.gradients.local_gradient import drop_placeholder, is_freed
 from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_shards
 from dtlib.gradients.reducer import Reducer, ReduceScatter, progress_for, refuse_averaged
 from dtlib.gradients.same_model import check_same_model
+from dtlib.gradients.shard_info import replace_hook
 from dtlib.parallel.zero.argument_checks import check_arguments
 from dtlib.parallel.zero.sharded_bucket import ShardedBucket, WholeGradients, names_of
 from dtlib.world import init
@@ -93,9 +93,12 @@ class ZeroOptimizer(optim.Optimizer):
         self._reduced = False  # True if gradients are averaged and step() can skip that
         # The base class needs default settings, so take those of an optimizer with a dummy parameter.
         super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
-        self._buckets = [
-            bucket for i, group in enumerate(self.param_groups) for bucket in self._shard_group(i, group, bucket_cap_mb)
-        ]
+        everything = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.progress = progress_for(self.comm, everything, progress, "ZeroOptimizer")
+        for i, group in enumerate(self.param_groups):
+            self._check_group(i, group)
+        # Nothing was changed before this line, so a model that was refused can be used again.
+        self._buckets = [bucket for group in self.param_groups for bucket in self._shard_group(group, bucket_cap_mb)]
         owned = {p: piece for bucket in self._buckets for p, piece in zip(bucket.parameters, bucket.owned, strict=True)}
         if offload and not any(parameter.is_cuda for parameter in owned):
             warnings.warn("offload: there is no GPU here, so states are in host memory anyway.", stacklevel=2)
@@ -107,7 +110,7 @@ class ZeroOptimizer(optim.Optimizer):
             {**_settings_of(group), "params": [self._shard_of[p][2] for p in group["params"] if p.requires_grad]}
             for group in self.param_groups
         ], **defaults)  # fmt: skip
-        self._connect(progress)
+        self._connect()
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group at construction; the constructor of torch's optimizers calls this."""
@@ -115,11 +118,17 @@ class ZeroOptimizer(optim.Optimizer):
             raise DtlibError("ZeroOptimizer flattens its groups at construction: create a new one with all groups.")
         super().add_param_group(param_group)
 
-    def _shard_group(self, number: int, group: dict, cap_mb: float | None) -> list[ShardedBucket]:
+    def _check_group(self, number: int, group: dict) -> None:
+        """Refuse a group that differs between ranks, or whose gradients a DataParallel averages."""
+        self._names |= (names := names_of(number, group))
+        named = {name: parameter for parameter, name in names.items() if parameter.requires_grad}
+        check_same_model(named, self.comm, "ZeroOptimizer")
+        if self.stage == 2:
+            refuse_averaged(named, lambda owner: isinstance(owner, ZeroOptimizer))
+
+    def _shard_group(self, group: dict, cap_mb: float | None) -> list[ShardedBucket]:
         """Flatten and shard one group; return its buckets."""
         trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-        self._names |= (names := names_of(number, group))
-        check_same_model({names[parameter]: parameter for parameter in trained}, self.comm, "ZeroOptimizer")
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 self.comm.broadcast(parameter)
@@ -132,9 +141,8 @@ class ZeroOptimizer(optim.Optimizer):
         kind = WholeGradients if self.stage == 1 else ShardedBucket
         return [kind([order[i] for i in some], self.comm) for some in indices]
 
-    def _connect(self, progress: str | None) -> None:
+    def _connect(self) -> None:
         """Register the autograd hooks that collect or send gradients."""
-        self.progress = progress_for(self.comm, self._shard_of, progress, "ZeroOptimizer")
         self._reducer = Reducer(
             self._buckets, ReduceScatter(self.comm), self, self.progress, self._names, by_call=self.stage == 1,
             values=list(self._names),
@@ -142,11 +150,7 @@ class ZeroOptimizer(optim.Optimizer):
         for bucket in self._buckets:
             keep = bucket.keep if isinstance(bucket, WholeGradients) else self._reducer.gradient_is_ready
             for parameter in bucket.parameters:
-                if parameter in _hooks:  # hook of an earlier optimizer of this parameter
-                    _hooks[parameter].remove()
-                if self.stage == 2:
-                    refuse_averaged({self._names[parameter]: parameter})
-                _hooks[parameter] = parameter.register_post_accumulate_grad_hook(keep)
+                replace_hook(parameter, keep)
 
     # Gradients
 
@@ -279,9 +283,6 @@ class ZeroOptimizer(optim.Optimizer):
                 master.copy_(saved)
         _copy_settings(self.optim.param_groups, self.param_groups)
         self.copy_to_parameters()
-
-
-_hooks = WeakTensorKeyDictionary()  # for each parameter, the hook of its ZeroOptimizer
 
 
 def _copy_settings(groups: list, to: list) -> None:
