@@ -223,7 +223,7 @@ def test_a_score_is_kept_by_the_check_itself(monkeypatch):
     kept = []
     monkeypatch.setattr(judging.course, "scored", lambda *score: kept.append(score))
     monkeypatch.setattr(judging, "show", lambda *arguments: None)
-    monkeypatch.setattr(judging, "_tries", {})
+    monkeypatch.setattr(judging, "_tries", Counter())
     judging._show_verdict(judging._verdict("schedule-puzzle", [["F0-7 B0-7"] * 4], ("puzzle", "")))
     judging._show_verdict(Verdict("first-sum", "total", 3))
     assert kept == [("schedule-puzzle", 33, 33, "forward passes", 0)]

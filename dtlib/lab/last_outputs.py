@@ -39,7 +39,7 @@ class Ran:
         # An update replaces the recorded output with the same display id.
         if kind == "update_display_data":
             for _, shown in self.outputs:
-                if shown.get("transient") == content["transient"]:
+                if shown.get("transient") == content.get("transient", ""):
                     shown.update(data=content["data"], metadata=content["metadata"])
             return
         self.bytes += len(str(content))
