@@ -157,7 +157,7 @@ def _lab(options) -> int:
 def _fresh(options) -> int:
     from dtlib.lab import course
 
-    print(*course.fresh(options.lesson), sep="\n")
+    print(*course.restore(options.lesson), sep="\n")
     return 0
 
 

@@ -49,12 +49,12 @@ def test_a_course_laid_out_in_an_empty_folder_keeps_what_the_learner_did(tmp_pat
     assert (folder / "notebooks/lectures/03_collectives.ipynb").read_text() == "new"
     assert (folder / LECTURE).read_text() == "mine" and LECTURE in said and "dtlib fresh" in said
 
-    assert [said for said in course.fresh("4") if "your copy is" in said] == [
+    assert [said for said in course.restore("4") if "your copy is" in said] == [
         f"{LECTURE} is restored; your copy is yours_04_data_parallel.ipynb, in the same folder."
     ]
     assert (folder / LECTURE).read_text() == "new" and course.open_folder()[1] == ""
     (folder / LECTURE).write_text("mine again")
-    assert "your copy is yours2_04_data_parallel.ipynb" in " ".join(course.fresh("04_data_parallel.ipynb"))
+    assert "your copy is yours2_04_data_parallel.ipynb" in " ".join(course.restore("04_data_parallel.ipynb"))
     assert (folder / LECTURE).with_stem("yours_04_data_parallel").read_text() == "mine"
 
 
@@ -158,7 +158,7 @@ def test_the_start_page_of_a_learner_counts_what_is_done(tmp_path, monkeypatch):
         course.done(name)
     assert "| lesson | done | minutes |" in page.read_text()
     assert row(page, "00 Start").split(" | ")[1] == "lecture 2 of 3"
-    course.answered("00", 4, 5)
+    course.done("quiz 00", [4, 5])
     assert row(page, "00 Start").split(" | ")[1] == "lecture ✓"
     assert re.fullmatch(r"exercises 1 of \d", row(page, "02 MPI").split(" | ")[1])
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())

@@ -16,7 +16,7 @@ from ipyparallel.controller.heartmonitor import HeartMonitor
 
 from dtlib import lab
 from dtlib.lab import course
-from dtlib.lab.engines import heartbeats, keeper, panel, start_queue, starting
+from dtlib.lab.engines import heartbeats, keeper, start_queue, starting
 from dtlib.lab.engines.rank_table import RankTable
 from dtlib.lab.engines.workshop import Record
 from dtlib.lab.server import SETTINGS
@@ -536,13 +536,6 @@ def test_why_ranks_are_new_and_why_a_start_has_failed(tmp_path, monkeypatch):
     assert starting.too_few(3, 4, None, tmp_path).endswith("mpiexec said: No components were able to be opened.")
     monkeypatch.setenv("OMPI_MCA_pml", "ucx")
     assert "sets OMPI_MCA_pml=ucx, perhaps for another Open MPI: unset it" in starting.too_few(3, 4, None, tmp_path)
-
-
-def test_kernels_of_other_notebooks_are_counted_where_they_are_many():
-    me = {"pid": psutil.Process().pid}
-    others = [{"pid": psutil.Process().ppid()}] * panel.MANY_KERNELS
-    assert panel._of_other_kernels([me, *others[1:]]) == ""
-    assert re.match(r"5 other notebooks have kernels, which use \d", panel._of_other_kernels([me, *others]))
 
 
 def test_more_ranks_than_a_machine_carries_are_warned_of(monkeypatch):

@@ -6,6 +6,7 @@ import tempfile
 import tomllib
 from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_a_file_that_has_no_exercise_is_refused_and_offers_no_solution(tmp_path,
     (tmp_path / "here.py").write_text(
         own.replace("def observe(answer, comm):", "def observe(answer, comm):\n    comm = None")
     )
-    monkeypatch.setattr(judging, "_names_of_the_notebook", lambda: {"largest": lambda comm, number: 7.0})
+    monkeypatch.setattr(judging, "get_ipython", lambda: SimpleNamespace(user_ns={"largest": lambda comm, number: 7.0}))
     for _ in range(judging.TRIES + 2):  # after which the course's own offer a solution
         judging.check("here.py")
     assert capsys.readouterr().out.count("Not yet: here.py") == judging.TRIES + 2

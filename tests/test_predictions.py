@@ -65,11 +65,10 @@ class Shell:
 @pytest.fixture
 def shell(monkeypatch):
     shell = Shell()
-    monkeypatch.setattr(predictions, "_shell", lambda: shell)
+    monkeypatch.setattr(predictions, "get_ipython", lambda: shell)
     monkeypatch.setattr(predictions, "predictions", lambda: PLANTED)
     monkeypatch.setattr(predictions, "_noted", {})
     monkeypatch.setattr(predictions, "_outcomes", {})
-    monkeypatch.setattr(predictions, "_asked_in", [None])
     monkeypatch.setattr(predictions, "_unanswered", {})
     monkeypatch.setattr(predictions, "_asked", set())
     monkeypatch.setattr(predictions, "RUN_ALL_SECONDS", 3600)  # as in "Run All", however slow this machine is

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -220,7 +221,7 @@ def test_a_score_is_kept_by_the_check_itself(monkeypatch):
     kept = []
     monkeypatch.setattr(judging.course, "scored", lambda *score: kept.append(score))
     monkeypatch.setattr(judging, "show", lambda *arguments: None)
-    monkeypatch.setattr(judging, "_tries", {})
+    monkeypatch.setattr(judging, "_tries", Counter())
     judging._show_verdict(judging._verdict("schedule-puzzle", [["F0-7 B0-7"] * 4], ("puzzle", "")))
     judging._show_verdict(Verdict("first-sum", "total", 3))
     assert kept == [("schedule-puzzle", 33, 33, "forward passes", 0)]
@@ -229,4 +230,7 @@ def test_a_score_is_kept_by_the_check_itself(monkeypatch):
     verdict = judging._verdict("byte-golf", seen, ("golf", ""))
     assert verdict.mistake == "over-par" and verdict.scored == (210, 180, "bytes") and not verdict.score
     assert isinstance(PUZZLES["schedule-puzzle"].judge([["F0-7 B0-7"] * 4]), Score)
-    assert judging._numbers("text") == ()
+    says = replace(PUZZLES["schedule-puzzle"], judge=lambda observations: "text", picture=None)
+    monkeypatch.setattr(judging, "EXERCISES", {"says": says})
+    verdict = judging._verdict("says", [["F0 B0"]], ("puzzle", ""))
+    assert (verdict.score, verdict.scored) == ("text", ())

@@ -26,6 +26,7 @@ import tempfile
 from contextlib import chdir, contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -184,7 +185,7 @@ def answer_that_is_checked(world):
         folder_of_a_learner(),
         mock.patch.object(judging, "in_engine", lambda: True),
         mock.patch("dtlib.world.in_engine", lambda: True),
-        mock.patch.object(judging, "_names_of_the_notebook", lambda: {"total": total}),
+        mock.patch.object(judging, "get_ipython", lambda: SimpleNamespace(user_ns={"total": total})),
     ):
         yield lambda: silently(judging.check, "first-sum")
 

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 _LAZY = {
     "engines": "dtlib.lab.engines.engine_set", "panel": "dtlib.lab.engines.panel",
     "certificate": "dtlib.lab.checks.certificate", "check": "dtlib.lab.checks.judging",
-    "last": "dtlib.lab.last_outputs", "mpiexec": "dtlib.lab.programs",
+    "last": "dtlib.lab.last_outputs", "mpiexec": "dtlib.lab.programs", "fresh": "dtlib.lab.course",
     "chart": "dtlib.lab.decision_chart", "plan": "dtlib.lab.planning", "predict": "dtlib.lab.checks.predictions",
     "projector": "dtlib.lab.drawing", "fold": "dtlib.lab.tables", "published": "dtlib.lab.source_view",
     "push": "dtlib.lab.engines.names", "progress": "dtlib.lab.checks.progress", "quiz": "dtlib.lab.checks.quiz",
@@ -26,8 +26,6 @@ del globals()["engines"]
 
 
 def __getattr__(name: str) -> object:
-    if name == "fresh":
-        return import_module("dtlib.lab.course").fresh_here
     if name in _MODULES:
         return import_module(f"dtlib.{_MODULES[name]}")
     if name in _LAZY:
@@ -41,4 +39,4 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     added = entry_points(group="dtlib.lab").names
-    return sorted([*globals(), *_LAZY, "fresh", *_MODULES, *added])
+    return sorted([*globals(), *_LAZY, *_MODULES, *added])

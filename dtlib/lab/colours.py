@@ -29,13 +29,11 @@ def rank_badge(rank: int) -> str:
     return f'<span style="color:{rank_colour(rank)}">&#9632;</span> {rank}'
 
 
-def rank_prefix(rank: int) -> str:
-    """Return ``rank 0 |`` on the rank's colour, for a terminal or a notebook's output, light or dark."""
-    return ranks_prefix([rank], f"rank {rank}")
-
-
 def ranks_prefix(ranks: list[int], words: str) -> str:
-    """Return ``words |`` for several ranks that print the same, in bold; for one rank, on its colour."""
+    """Return ``words |`` for several ranks that print the same, in bold; for one rank, on its colour.
+
+    It is readable in a terminal and in a notebook's output, light or dark.
+    """
     if len(ranks) > 1:
         return f"\x1b[1m{words} |\x1b[0m"
     rank = ranks[0]

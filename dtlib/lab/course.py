@@ -20,7 +20,6 @@ from hashlib import sha256
 from importlib.resources import files
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
@@ -124,7 +123,7 @@ def copy_files(folder: Path) -> str:
             copied += 1
         record[name] = digest
     if record != _read_record(folder):
-        _write_record(folder, record)
+        _write(folder / RECORD, json.dumps(record, indent=1))
     said = [f"The course is in {folder}: {copied} file{'s are' if copied > 1 else ' is'} new."] * bool(copied)
     if newer:
         said.append(f"You have changed these, so they stay, although newer versions exist: {', '.join(newer)}.")
@@ -133,7 +132,7 @@ def copy_files(folder: Path) -> str:
     return " ".join(said)
 
 
-def fresh(lesson: str) -> list[str]:
+def restore(lesson: str) -> list[str]:
     """Replace a lesson's notebooks by the course's originals; keep each old one under another name.
 
     Args:
@@ -145,10 +144,9 @@ def fresh(lesson: str) -> list[str]:
     """
     books = {name: path for name, path in sources().items() if path.suffix == ".ipynb"}
     wanted = Path(lesson.removesuffix(".ipynb"))
-    kinds = [wanted.parent.name] if wanted.parent.name in ("lectures", "exercises", "solutions") else None
     names = [
         name for name in books
-        if (Path(name).stem == wanted.name and (kinds is None or Path(name).parent.name in kinds))
+        if (Path(name).stem == wanted.name and wanted.parent.name in ("", Path(name).parent.name))
         or _number(name) == lesson.zfill(2)
     ]  # fmt: skip
     if not names:
@@ -166,11 +164,11 @@ def fresh(lesson: str) -> list[str]:
         _copy(books[name], copy)
         record[name] = digest
         said.append(f"{name} is restored; your copy is {kept.name}, in the same folder.")
-    _write_record(folder, record)
+    _write(folder / RECORD, json.dumps(record, indent=1))
     return said
 
 
-def fresh_here() -> None:
+def fresh() -> None:
     """Replace the notebook in which this is called by the course's original: ``lab.fresh()`` in a cell.
 
     The notebook as it was last saved is kept beside the new one.
@@ -181,7 +179,7 @@ def fresh_here() -> None:
     name = os.environ.get("JPY_SESSION_NAME", "")
     if not name.endswith(".ipynb"):
         raise DtlibError("lab.fresh() belongs in a notebook in JupyterLab. Elsewhere, run `dtlib fresh 04`.")
-    said = fresh(name)
+    said = restore(name)
     print(*said, sep="\n")
     if any("your copy is" in each for each in said):
         print("To see it: File > Reload Notebook from Disk. If JupyterLab asks whether to overwrite it, choose Revert.")
@@ -242,23 +240,17 @@ def _read_record(folder: Path) -> dict[str, str]:
     return {}
 
 
-def _write_record(folder: Path, record: dict[str, str]) -> None:
-    _write(folder / RECORD, json.dumps(record, indent=1))
-
-
 def _write(path: Path, text: str) -> None:
     with writing(path, "free some space and make it writable"):
         write_atomically(path, text)
 
 
-def done(name: str) -> None:
-    """Record an exercise that passed or a prediction that was compared, if this is a learner's folder."""
-    _note(lambda record: record["done"].setdefault(name, True))
+def done(name: str, result: object = True) -> None:
+    """Record an exercise that passed, or a prediction that was compared, if this is a learner's folder.
 
-
-def answered(quiz: str, right: int, of: int) -> None:
-    """Record a quiz after all its questions were answered; later results do not replace the first."""
-    _note(lambda record: record["done"].setdefault(_of_quiz(quiz), [right, of]))
+    A quiz has the name ``quiz 03`` and the result [right, of]. Later results do not replace the first.
+    """
+    _note(lambda record: record["done"].setdefault(name, result))
 
 
 def scored(exercise: str, value: float, par: float, unit: str, ranks: int) -> None:
@@ -307,12 +299,8 @@ def asked_in(line: str) -> dict[str, list[tuple[str, str]]]:
     found = {}
     for book in _LINK.findall(line):
         text = (SOURCE / "notebooks" / book).read_text(encoding="utf-8")
-        found[book] = [(kind, _of_quiz(name) if kind == "quiz" else name) for kind, name in _ASKED.findall(text)]
+        found[book] = [(kind, f"quiz {name}" if kind == "quiz" else name) for kind, name in _ASKED.findall(text)]
     return found
-
-
-def _of_quiz(name: str) -> str:
-    return f"quiz {name}"
 
 
 def _note(change) -> None:
@@ -355,11 +343,7 @@ def _read_done(folder: Path) -> dict:
     path = folder / DONE
     record: dict = {"done": {}, "scores": {}}
     try:
-        found: Any = read_json(path, dict)
-        kinds = [isinstance(found.get(kind, {}), dict) for kind in record]
-        if not all(kinds) or not all(isinstance(name, str) for name in found.get("done", {})):
-            raise ValueError("its entries are not names")
-        record |= found
+        record |= read_json(path, dict)
         for value in record["done"].values():
             _, _ = value if value is not True else (0, 0)
         for best in record["scores"].values():

@@ -29,7 +29,6 @@ from dtlib.world.launch import (
 from dtlib.world.machine import gpu_names, usable_cores
 from dtlib.world.processes import Process, end_processes, listening, with_descendants
 
-INSTALL_AGAIN = "run `make lab` in a clone, or install dtlib again with pip"
 _COUNT_WORLD = "from dtlib.world import init; print(init().size, flush=True)"
 _WAIT = f"{_COUNT_WORLD}; import time; time.sleep(60)"
 
@@ -55,10 +54,6 @@ def report() -> int:
     return int(bool(problems))
 
 
-def _python() -> str:
-    return f"{platform.python_version()} at {sys.executable}"
-
-
 def _cores() -> str:
     import psutil
 
@@ -73,16 +68,32 @@ def _mpiexec() -> str:
 
 def _world_of_two() -> str:
     """Start two real ranks."""
-    command = [*mpiexec_command(2), sys.executable, "-c", _COUNT_WORLD]
-    environment = {**os.environ, **rank_environment(2)}
-    try:
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired:
-        raise DtlibError("two ranks did not start within 60 s: check for a firewall or a full /tmp.") from None
+    ran = _ran(
+        [*mpiexec_command(2), sys.executable, "-c", _COUNT_WORLD], 2,
+        "two ranks did not start within 60 s: check for a firewall or a full /tmp.",
+    )  # fmt: skip
     if ran.stdout.split() != ["2", "2"]:
         said = mpiexec_error(ran.stderr + ran.stdout)
         raise DtlibError(f"two ranks do not form a world of two; {said} If this does not help, {INSTALL_MPI}.")
     return "two ranks start and see each other"
+
+
+def _ran(command: list[str], ranks: int, hangs: str) -> subprocess.CompletedProcess:
+    """Run a command in the environment of ``ranks`` ranks; after 60 s, raise an error with the message ``hangs``."""
+    environment = {**os.environ, **rank_environment(ranks), "OMP_NUM_THREADS": "1"}
+    try:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        raise DtlibError(hangs) from None
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise DtlibError(
+            f"{package} is not installed: run `make lab` in a clone, or install dtlib again with pip."
+        ) from None
 
 
 def _ports() -> str:
@@ -121,10 +132,7 @@ def _ports() -> str:
 
 
 def _torch() -> str:
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        raise DtlibError(f"torch is not installed: {INSTALL_AGAIN}.") from None
+    version = _version("torch")
     # In a separate process, because a broken torch can crash the process that imports it.
     ran = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True)
     if ran.returncode:
@@ -146,13 +154,6 @@ def _scheduler() -> str:
     if job := allocation():
         found.append(f"in its job {job.job}: {job.nodes} node{'s' * (job.nodes > 1)}, room for {job.ranks} ranks")
     return ", ".join(found) or "none"
-
-
-def _jupyterlab() -> str:
-    try:
-        return importlib.metadata.version("jupyterlab")
-    except importlib.metadata.PackageNotFoundError:
-        raise DtlibError(f"JupyterLab is not installed: {INSTALL_AGAIN}.") from None
 
 
 def _workshop() -> str:
@@ -187,21 +188,18 @@ def _forked_ranks() -> str:
     except DtlibError:
         return "not checked, because there is no mpiexec"
     with forked_ranks():
-        environment = {**os.environ, **rank_environment(1), "OMP_NUM_THREADS": "1"}
-        asked = [*python_of_a_rank(), "-c", "import sys; print('torch' in sys.modules)"]
-        try:
-            ran = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=60)
-        except subprocess.TimeoutExpired:
-            raise DtlibError(
-                f"a forked rank does not answer: set {forking.VARIABLE}=off to start ranks without forking."
-            ) from None
+        ran = _ran(
+            [*python_of_a_rank(), "-c", "import sys; print('torch' in sys.modules)"], 1,
+            f"a forked rank does not answer: set {forking.VARIABLE}=off to start ranks without forking.",
+        )  # fmt: skip
     if ran.stdout.strip() == "True":
         return "forked from a process that has imported torch once"
     return "started separately: a process that has imported torch cannot be forked here"
 
 
 _CHECKS = {
-    "Python": _python, "cores": _cores, "MPI library": library_version, "mpiexec": _mpiexec, "ranks": _world_of_two,
-    "ports": _ports, "torch": _torch, "GPUs": _gpus, "scheduler": _scheduler, "JupyterLab": _jupyterlab,
-    "workshop": _workshop, "engines": _engines, "start of ranks": _forked_ranks,
+    "Python": lambda: f"{platform.python_version()} at {sys.executable}", "cores": _cores,
+    "MPI library": library_version, "mpiexec": _mpiexec, "ranks": _world_of_two, "ports": _ports, "torch": _torch,
+    "GPUs": _gpus, "scheduler": _scheduler, "JupyterLab": lambda: _version("jupyterlab"), "workshop": _workshop,
+    "engines": _engines, "start of ranks": _forked_ranks,
 }  # fmt: skip

@@ -103,8 +103,11 @@ def shown(draw: Callable) -> Callable:
 
 def show_widget(widget: object, text: str) -> None:
     """Show a widget; without a page that can show it, print ``text`` instead."""
+    from IPython import get_ipython
     from IPython.display import display
 
+    if getattr(get_ipython(), "kernel", None) is None:
+        return print(text)
     data = widget._repr_mimebundle_() if hasattr(widget, "_repr_mimebundle_") else {}
     display({**data, "text/plain": text}, raw=True)
 

@@ -6,7 +6,6 @@ if TYPE_CHECKING:
     import ipyparallel
     import torch
     from ipykernel import ipkernel
-    from IPython.core import interactiveshell
     from matplotlib import axis, figure
 
     import dtlib.comm
@@ -14,13 +13,11 @@ if TYPE_CHECKING:
 
 AsyncResult: TypeAlias = "ipyparallel.AsyncResult"
 Client: TypeAlias = "ipyparallel.Client"
-DirectView: TypeAlias = "ipyparallel.DirectView"
 EngineSet: TypeAlias = "engine_set.EngineSet"
 Communicator: TypeAlias = "dtlib.comm.Communicator"
 Axis: TypeAlias = "axis.Axis"
 Figure: TypeAlias = "figure.Figure"
 Kernel: TypeAlias = "ipkernel.IPythonKernel"
-Shell: TypeAlias = "interactiveshell.InteractiveShell"
 Dtype: TypeAlias = "torch.dtype"
 Module: TypeAlias = "torch.nn.Module"
 Tensor: TypeAlias = "torch.Tensor"

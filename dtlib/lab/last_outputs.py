@@ -28,25 +28,20 @@ class Ran:
     began: float
     ended: float | None = None
     outputs: list[tuple[str, dict]] = field(default_factory=list)
-    clears: bool = False  # clear the outputs when the next one arrives
     bytes: int = 0
-    shows_another: bool = False
 
     def keep(self, kind: str, content: dict) -> None:
         """Record one output message."""
         if kind == "clear_output":
-            self.clears = True
-            if not content.get("wait"):
-                self._clear()
+            self.outputs.clear()
+            self.bytes = 0
             return
         # An update replaces the recorded output with the same display id.
         if kind == "update_display_data":
             for _, shown in self.outputs:
-                if _display_id(shown) == _display_id(content) is not None:
+                if shown.get("transient") == content.get("transient", ""):
                     shown.update(data=content["data"], metadata=content["metadata"])
             return
-        if self.clears:
-            self._clear()
         self.bytes += len(str(content))
         if self.bytes > MOST_BYTES:
             return
@@ -54,10 +49,6 @@ class Ran:
             self.outputs[-1][1]["text"] += content["text"]
         else:
             self.outputs.append((kind, dict(content)))
-
-    def _clear(self) -> None:
-        self.outputs.clear()
-        self.clears, self.bytes = False, 0
 
 
 def last(number: int | None = None) -> None:
@@ -76,9 +67,8 @@ def last(number: int | None = None) -> None:
         raise DtlibError("lab.last() belongs in a notebook: a terminal still shows what was printed.")
     install(kernel)
     with _lock:
-        if this := _cells.get(kernel.get_parent()["header"]["msg_id"]):
-            this.shows_another = True
-        kept = [ran for ran in _cells.values() if not ran.shows_another and number in (None, ran.number)]
+        _cells.pop(kernel.get_parent()["header"]["msg_id"], None)  # this cell shows another one's output
+        kept = [ran for ran in _cells.values() if number in (None, ran.number)]
     if not kept:
         which = "No cell" if number is None else f"Cell [{number}]"
         raise DtlibError(f"{which} is stored: the kernel stores the outputs of its last {MOST_CELLS} cells.")
@@ -145,7 +135,3 @@ def _note(kind: str, request: str, content: dict) -> None:
 
 
 _OUTPUTS = ("stream", "display_data", "execute_result", "error", "clear_output", "update_display_data")
-
-
-def _display_id(content: dict) -> str | None:
-    return (content.get("transient") or {}).get("display_id")

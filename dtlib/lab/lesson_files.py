@@ -25,10 +25,10 @@ def found(pattern: str) -> Iterator[tuple[str, Path]]:
     return ((file.parent.name[1:], file) for file in sorted(FOLDER.glob(f"l*/{pattern}")))
 
 
+@cache
 def module_of(file: Path) -> ModuleType:
     """Import the module of a lesson's file."""
-    package = f"dtlib.lessons.{file.parent.name}"
-    return import_module(package if file.stem == "__init__" else f"{package}.{file.stem}")
+    return import_module(f"dtlib.lessons.{file.parent.name}.{file.stem}".removesuffix(".__init__"))
 
 
 @cache

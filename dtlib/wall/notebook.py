@@ -22,11 +22,11 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import psutil
 from filelock import FileLock
+from IPython.core.interactiveshell import InteractiveShell
 
 from dtlib.errors import DtlibError
 from dtlib.files import read_json, write_atomically
 from dtlib.lab import course, hooks
-from dtlib.lab.foreign import Shell
 from dtlib.lab.tables import fold
 from dtlib.wall.learner_state import ALIAS, applied, message
 from dtlib.world import in_engine
@@ -114,7 +114,7 @@ def report(kind: str, **fields: object) -> None:
             _thread.start()
 
 
-def follow(shell: "Shell | None") -> None:
+def follow(shell: InteractiveShell | None) -> None:
     """Make this kernel report the cells that it runs; a second call changes nothing."""
     global _beats
     if shell is None or getattr(shell, "kernel", None) is None or in_engine():
@@ -125,7 +125,7 @@ def follow(shell: "Shell | None") -> None:
     report("started")
 
 
-def load_ipython_extension(shell: Shell) -> None:
+def load_ipython_extension(shell: InteractiveShell) -> None:
     """Start reporting. IPython calls this in each kernel of ``dtlib lab``, because the kernelspec names this file."""
     follow(shell)
 

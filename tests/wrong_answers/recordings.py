@@ -5,7 +5,6 @@ What JSON has no word for is an object with one entry that names its kind: {"tup
 """
 
 import base64
-import dataclasses
 import json
 import lzma
 import re
@@ -14,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dtlib.lab.checks.exercise import Problem, exercise_files
+from dtlib.lab.checks.exercise import Wrong, exercise_files
 from tests.conftest import ROOT
 
-CLASSES = {kind.__name__: kind for kind in (Problem,)}
+FIELDS = ("mistake", "rank", "expected", "got", "hints")
 
 
 def file_of(exercise: str) -> Path:
@@ -58,9 +57,8 @@ def encoded(thing):
         return {"tensor": _packed(array)}
     if isinstance(thing, np.ndarray):
         return {"array": _packed(thing)}
-    if type(thing).__name__ in CLASSES:
-        fields = {field.name: encoded(getattr(thing, field.name)) for field in dataclasses.fields(thing)}
-        return {type(thing).__name__: fields}
+    if isinstance(thing, Wrong):
+        return {"Problem": {field: encoded(getattr(thing, field)) for field in FIELDS}}
     raise TypeError(f"a recording has no word for a {type(thing).__name__}: {thing!r:.80}")
 
 
@@ -78,7 +76,9 @@ def decoded(thing):
         return torch.from_numpy(_unpacked(content))
     if kind == "array":
         return _unpacked(content)
-    return CLASSES[kind](**{name: decoded(value) for name, value in content.items()})
+    assert kind == "Problem", kind
+    *fields, hints = (decoded(content[field]) for field in FIELDS)
+    return Wrong(*fields, *hints)
 
 
 def _packed(array: np.ndarray) -> list:

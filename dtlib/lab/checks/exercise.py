@@ -17,7 +17,7 @@ from runpy import run_path
 from typing import NamedTuple
 
 from dtlib.errors import DtlibError
-from dtlib.lab import lesson_files
+from dtlib.lab.lesson_files import found, module_of
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,14 @@ class Wrong(Exception):
     """An answer that is wrong: the rank, what was expected, what was found, and hints from vague to plain.
 
     ``mistake`` names the mistake. The tests prove that each planted wrong answer is recognised as its own mistake. An
-    answer that is wrong only because it exceeds par has a ``score``.
+    answer that is wrong only because it exceeds par has a ``score``. A rank whose answer raised an error returns
+    ``Wrong`` in place of its observation.
     """
 
     def __init__(
         self, mistake: str, rank: int | None, expected: str, got: str, *hints: str, score: Score | None = None
     ):
-        super().__init__(mistake)
+        super().__init__(mistake, rank, expected, got, *hints)  # unpickling calls Wrong with these arguments
         self.mistake, self.rank, self.expected, self.got, self.hints = mistake, rank, expected, got, hints
         self.score = score
 
@@ -108,31 +109,26 @@ def exercise_files() -> dict[str, Path]:
 
     The files are read as text, because importing them takes longer.
     """
-    found: dict[str, Path] = {}
-    for _, file in lesson_files.found("judge_*.py"):
+    files: dict[str, Path] = {}
+    for _, file in found("judge_*.py"):
         table = re.search(r"^EXERCISES = \{(.*?)\}$", file.read_text(encoding="utf-8"), re.M | re.S)
         names = re.findall(r'"([\w-]+)": ', table[1]) if table else ()
-        assert not found.keys() & set(names), f"two lessons have {sorted(found.keys() & set(names))}"
-        found.update(dict.fromkeys(names, file))
-    return found
+        assert not files.keys() & set(names), f"two lessons have {sorted(files.keys() & set(names))}"
+        files.update(dict.fromkeys(names, file))
+    return files
 
 
 class Registry(Mapping):
     """A mapping from name to exercise, in a lesson's ``EXERCISES`` or in a file in the notebook's folder."""
 
     def __getitem__(self, name: str) -> Exercise:
-        return _of_file(Path(name)) if name.endswith(".py") else _of_lesson(name)
+        return _of_file(Path(name)) if name.endswith(".py") else module_of(exercise_files()[name]).EXERCISES[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(exercise_files())
 
     def __len__(self) -> int:
         return len(exercise_files())
-
-
-@cache
-def _of_lesson(name: str) -> Exercise:
-    return lesson_files.module_of(exercise_files()[name]).EXERCISES[name]
 
 
 def _of_file(path: Path) -> Exercise:
@@ -162,14 +158,3 @@ def exercise_name(name: str) -> str:
         other = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(sorted(EXERCISES))}."
         raise DtlibError(f"There is no exercise {name!r}: {other}")
     return name
-
-
-@dataclass
-class Problem:
-    """The reason why a rank has no observation; the fields are the arguments of ``Wrong``."""
-
-    mistake: str
-    rank: int | None
-    expected: str
-    got: str
-    hints: tuple

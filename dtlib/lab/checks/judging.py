@@ -17,24 +17,26 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
+
+from IPython import get_ipython
 
 from dtlib.errors import DtlibError, WaitTimeout
 from dtlib.lab import course, last_outputs
-from dtlib.lab.checks.exercise import EXERCISES, Exercise, Problem, Score, Wrong, exercise_files, exercise_name
+from dtlib.lab.checks.exercise import EXERCISES, Exercise, Score, Wrong, exercise_files, exercise_name
 from dtlib.lab.checks.predictions import assigns, without_magic
 from dtlib.lab.checks.solutions import source_of
 from dtlib.lab.checks.verdict import Verdict
 from dtlib.lab.checks.verdict_view import show
 from dtlib.lab.engines.live_view import ranks_in_words
 from dtlib.lab.hooks import report
-from dtlib.world import in_engine
+from dtlib.world import fresh_communicator, in_engine, init
 
 WAIT_SECONDS = 5  # limit for an answer that waits for other ranks
 TRIES = 2  # failed tries before a solution is offered
 CALL_ALONE = "Call it in its own cell (for ranks, after %%px), with small values, and print what that line uses."
 LEFT = "Your function has returned on this rank, but other ranks wait in it. Does it return early on this rank?"
-_tries: dict[str, tuple[str, int]] = {}  # exercise -> (fingerprint of the answer, number of tries)
+_tries: Counter[tuple[str, str]] = Counter()  # (exercise, fingerprint of the answer) -> number of tries
 _failed: Counter[str] = Counter()  # exercise -> number of wrong answers
 
 
@@ -49,8 +51,6 @@ def check(name: str) -> None:
     """
     name = exercise_name(name)
     if in_engine():
-        from dtlib.world import init
-
         verdict = judge_on_this_rank(name)
         if init().rank:
             return
@@ -65,21 +65,19 @@ def check(name: str) -> None:
 def _show_verdict(verdict: Verdict) -> None:
     """Report, record and show a verdict.
 
-    Checking the same answer again shows plainer hints; a changed answer starts with the first hint. After two wrong
+    Checking the same answer again shows plainer hints; another answer starts with the first hint. After two wrong
     answers, a solution is offered.
     """
-    code, tries = _tries.get(verdict.exercise, (verdict.code, 0))
-    if code != verdict.code:
-        tries = 0
+    answer = verdict.exercise, verdict.code
     report("verdict", exercise=verdict.exercise, mistake=verdict.mistake, says=verdict.without_code())
     if verdict.passed:
         course.done(verdict.exercise)
     if verdict.scored:
         course.scored(verdict.exercise, *verdict.scored, verdict.ranks)
     offer = not verdict.passed and _failed[verdict.exercise] >= TRIES and verdict.exercise in exercise_files()
-    show(verdict, tries, source_of(verdict.exercise) if offer else "")
+    show(verdict, _tries[answer], source_of(verdict.exercise) if offer else "")
     _failed[verdict.exercise] += not verdict.passed and verdict.mistake != "missing"
-    _tries[verdict.exercise] = verdict.code, tries + 1
+    _tries[answer] += 1
 
 
 def _note_on_last_cell(exercise: Exercise, mistake: str) -> str:
@@ -101,14 +99,10 @@ def _note_on_last_cell(exercise: Exercise, mistake: str) -> str:
 def _ask_ranks_for_verdict(name: str) -> Verdict:
     from dtlib.lab.engines.engine_set import current
 
-    answers = current().view.apply_async(_verdict_for_notebook, name)
+    answers = current().view.apply_async(judge_on_this_rank, name)
     while not answers.done():
         answers.wait(0.1)  # short waits, so that Stop can interrupt
-    return Verdict(**answers.get()[0])
-
-
-def _verdict_for_notebook(name: str) -> dict:
-    return asdict(judge_on_this_rank(name))
+    return answers.get()[0]
 
 
 def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | None = None) -> Verdict:
@@ -118,38 +112,36 @@ def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | 
     ``rounds``; ``judge_rounds`` computes the same verdict from them.
     """
     from dtlib.comm.watch.recorder import recording
-    from dtlib.world import fresh_communicator, init
 
     world = init()
-    namespace = _names_of_the_notebook() if namespace is None else namespace
+    namespace = get_ipython().user_ns if namespace is None else namespace
     exercise = EXERCISES[name]
     rounds = [] if rounds is None else rounds
+
+    def judge() -> Verdict:
+        return judge_rounds(name, rounds, _what_is_judged(exercise.name, namespace))
+
     # Fresh communicators: messages that an earlier answer left pending must not reach this answer or its verdict.
     for_answer, for_verdict = (fresh_communicator(10 * WAIT_SECONDS, f"check({name!r})", False) for _ in range(2))
     for_answer.on_board, for_answer.time_limit = True, WAIT_SECONDS
     with recording() as events:
         seen = _observe(exercise, namespace, world.rank, for_answer)
     rounds.append(for_verdict.all_gather_object(seen))
-    verdict = _judged_on_rank_0(
-        for_verdict, name, lambda: _verdict(name, rounds[0], _what_is_judged(exercise.name, namespace))
-    )
+    verdict = _judged_on_rank_0(for_verdict, name, judge)
+    # Judge again with one rank less. The last rank runs the answer alone, so that an answer that wrongly uses the
+    # world's communicator fails at once instead of waiting.
+    if verdict.passed and exercise.any_size and world.size > 2:
+        fewer = for_verdict.split(world.rank // (world.size - 1))
+        fewer.time_limit = WAIT_SECONDS
+        rounds.append(for_verdict.all_gather_object(_observe(exercise, namespace, fewer.rank, fewer)))
+        verdict = _judged_on_rank_0(for_verdict, name, judge)
     if any(event.algorithm == "mpi4py" for event in events):
         verdict.note = "Messages of mpi4py's collectives cannot be counted, so only the values are judged."
     # Show the answer's first line on the rank that the verdict names.
     if verdict.rank:
         line = first_line(exercise.name, namespace, f" on rank {world.rank}")
         verdict.judged = for_verdict.broadcast_object(line, verdict.rank)
-    if not (verdict.passed and exercise.any_size and world.size > 2):
-        return verdict
-    # Judge again with one rank less. The last rank runs the answer alone, so that an answer that wrongly uses the
-    # world's communicator fails at once instead of waiting.
-    fewer = for_verdict.split(world.rank // (world.size - 1))
-    fewer.time_limit = WAIT_SECONDS
-    rounds.append(for_verdict.all_gather_object(_observe(exercise, namespace, fewer.rank, fewer)))
-    judged = verdict.judged, verdict.code
-    return _judged_on_rank_0(
-        for_verdict, name, lambda: _with_a_rank_less(verdict, _verdict(name, rounds[1][:-1], judged))
-    )
+    return verdict
 
 
 def _judged_on_rank_0(comm, name: str, judge: Callable[[], Verdict]) -> Verdict:
@@ -175,10 +167,9 @@ def judge_rounds(name: str, rounds: list, judged: tuple[str, str]) -> Verdict:
     answer and its fingerprint.
     """
     verdict = _verdict(name, rounds[0], judged)
-    return _with_a_rank_less(verdict, _verdict(name, rounds[1][:-1], judged)) if rounds[1:] else verdict
-
-
-def _with_a_rank_less(verdict: Verdict, fewer: Verdict) -> Verdict:
+    if len(rounds) == 1:
+        return verdict
+    fewer = _verdict(name, rounds[1][:-1], judged)
     if fewer.passed:
         return verdict
     return replace(
@@ -197,11 +188,10 @@ def _with_a_rank_less(verdict: Verdict, fewer: Verdict) -> Verdict:
 def judge_here(name: str, namespace: dict | None = None, rounds: list | None = None) -> Verdict:
     """Return the verdict on an exercise without ranks; no engines are needed. ``rounds`` as above."""
     exercise = EXERCISES[name]
-    namespace = _names_of_the_notebook() if namespace is None else namespace
-    observations = [_observe(exercise, namespace, None, None)]
-    if rounds is not None:
-        rounds.append(observations)
-    return _verdict(name, observations, _what_is_judged(exercise.name, namespace, ""))
+    namespace = get_ipython().user_ns if namespace is None else namespace
+    rounds = [] if rounds is None else rounds
+    rounds.append([_observe(exercise, namespace, None, None)])
+    return judge_rounds(name, rounds, _what_is_judged(exercise.name, namespace, ""))
 
 
 def _what_is_judged(name: str, namespace: dict, where: str = " on rank 0") -> tuple[str, str]:
@@ -212,36 +202,26 @@ def _what_is_judged(name: str, namespace: dict, where: str = " on rank 0") -> tu
 def _verdict(name: str, observations: list, judged: tuple[str, str]) -> Verdict:
     exercise, (line, code) = EXERCISES[name], judged
     ranks = len(observations) if exercise.needs_ranks else 0
-    problems = [seen for seen in observations if isinstance(seen, Problem)]
+    problems = [seen for seen in observations if isinstance(seen, Wrong)]
     picture = exercise.picture(observations) if exercise.picture and not problems else ""
     try:
         if problems:
             # A timed-out wait is a consequence. Report the mistake on another rank that caused it.
-            first = min(problems, key=lambda problem: (problem.mistake == "waited", LEFT not in problem.hints))
-            raise Wrong(first.mistake, first.rank, first.expected, first.got, *first.hints)
+            raise min(problems, key=lambda problem: (problem.mistake == "waited", LEFT not in problem.hints))
         score = exercise.judge(observations)
     except Wrong as wrong:
-        because = wrong.rank, wrong.mistake, wrong.expected, wrong.got, tuple(wrong.hints)
-        return Verdict(name, line, ranks, *because, scored=_numbers(wrong.score), picture=picture, code=code)
+        because = wrong.rank, wrong.mistake, wrong.expected, wrong.got, wrong.hints
+        return Verdict(name, line, ranks, *because, scored=(wrong.score or ())[:3], picture=picture, code=code)
     words = score.words if isinstance(score, Score) else score or ""
-    return Verdict(name, line, ranks, score=words, scored=_numbers(score), picture=picture, code=code)
-
-
-def _numbers(score) -> tuple:
-    return (score.value, score.par, score.unit) if isinstance(score, Score) else ()
-
-
-def _names_of_the_notebook() -> dict:
-    from IPython import get_ipython
-
-    return get_ipython().user_ns
+    numbers = score[:3] if isinstance(score, Score) else ()
+    return Verdict(name, line, ranks, score=words, scored=numbers, picture=picture, code=code)
 
 
 def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
     if exercise.name not in namespace:
         cell = "a %%px cell, on all ranks" if exercise.needs_ranks else "a cell without %%px"
         hint = f"Define `{exercise.name}` in {cell}."
-        return Problem("missing", rank, f"`{exercise.name}`", "no such name", (hint,))
+        return Wrong("missing", rank, f"`{exercise.name}`", "no such name", hint)
     answer = namespace[exercise.name]
     try:
         return exercise.observe(answer, comm)
@@ -255,9 +235,10 @@ def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
         ends = re.search(r" in (\S+) of (\(.*?\)).* last operation was \1 of (\(.*?\))", got)
         if hint != LEFT and (got != f"{error}" or (ends and ends[2] != ends[3])):
             hint = "Do all ranks call the same operation with tensors of the same size? Print shapes on each rank."
-        return Problem("waited", rank, "ranks that call the same operations", got, (hint, more))
+        return Wrong("waited", rank, "ranks that call the same operations", got, hint, more)
     except Exception as error:
-        return Problem("raised", rank, "no error", *explain_error(error, answer))
+        got, hints = explain_error(error, answer)
+        return Wrong("raised", rank, "no error", got, *hints)
 
 
 def _errors_of_waiting(comm) -> tuple:

@@ -6,6 +6,7 @@ messages leave at once, so neither values nor messages reveal a missing wait.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 from dtlib.lab.foreign import Communicator
 
@@ -42,11 +43,8 @@ def watched_handles(comm: Communicator, operation: str = "send") -> Iterator[lis
         handles.append(_Watched(got))
         return handles[-1]
 
-    vars(comm)[operation] = watched
-    try:
+    with patch.object(comm, operation, watched):
         yield handles
-    finally:
-        del vars(comm)[operation]
 
 
 def count_unfinished(handles: list[_Watched]) -> tuple[int, int]:

@@ -16,8 +16,11 @@ import time
 from difflib import get_close_matches
 from functools import cache
 from inspect import signature
+from math import inf
 from numbers import Number
 from pathlib import Path
+
+from IPython import get_ipython
 
 from dtlib.errors import DtlibError
 from dtlib.lab import course, lesson_files
@@ -32,14 +35,13 @@ ROUNDED = 0.1  # fraction of the answer by which a rounded guess may differ
 
 _noted: dict[str, object] = {}  # name -> guess without an answer yet
 _outcomes: dict[str, str] = {}  # name -> result, for the build of the notebooks
-_asked_in = [None]  # number of the last cell that printed the request for a guess
 # "Run All" starts the next cell within this many seconds after a cell; a reader takes longer.
 RUN_ALL_SECONDS = 1.0
 GUESS_MISSING = (
     "This cell did not run: the prediction above has no guess yet. Type your guess there, or run this cell again."
 )
 NO_GUESS_FIRST = ".no-guess-first"
-_unanswered: dict[str, float | None] = {}  # name -> time at which its cell ended; None while it runs
+_unanswered: dict[str, float | None] = {}  # name -> when its cell ended; None while it runs; inf: do not ask
 _asked: set[str] = set()  # names for which a cell was held back already
 
 
@@ -64,8 +66,7 @@ def predict(name: str, guess: object) -> None:
     _unanswered.pop(name, None)
     _outcomes[name] = "no guess"
     if any(value is None for value in _values(guess)):
-        _ask()
-        _ask_before_next_cell(name)
+        _ask(name)
     if all(value is None for value in _values(guess)):
         return
     if problem := next(filter(None, (_problem(value, prediction) for value in _values(guess))), None):
@@ -76,7 +77,7 @@ def predict(name: str, guess: object) -> None:
         report("guess", name=name, guess=guess, compared=False)
         _outcomes[name] = "not compared with any run"
         print(fold(f"Noted: {guess}. The next run shows whether you are right."))
-        if shell := _shell():
+        if shell := get_ipython():
             # IPython registers a callback only once.
             shell.events.register("post_run_cell", _after_cell)
     else:
@@ -120,28 +121,19 @@ def require_all_right() -> None:
         raise DtlibError(f"Not as predicted: {'; '.join(missed)}.")
 
 
-def _shell():
-    from IPython import get_ipython
-
-    return get_ipython()
-
-
 def _values(guess) -> list:
     return list(guess.values()) if isinstance(guess, dict) else [guess]
 
 
-def _ask() -> None:
-    """Print the request for a guess, once per cell."""
-    shell = _shell()
-    if shell is None or _asked_in[0] != shell.execution_count:
+def _ask(name: str) -> None:
+    """Print the request for a guess, once per cell, and let the next cell ask for it too."""
+    shell = get_ipython()
+    if not (shell and _unanswered):
         print("Predict first: replace None by your guess, and run this cell again.")
-    _asked_in[0] = shell and shell.execution_count
-
-
-def _ask_before_next_cell(name: str) -> None:
-    shell, here = _shell(), Path.cwd()
-    if shell and name not in _asked and not any((folder / NO_GUESS_FIRST).exists() for folder in (here, *here.parents)):
-        _unanswered[name] = None
+    if shell:
+        here = Path.cwd()
+        switched_off = any((folder / NO_GUESS_FIRST).exists() for folder in (here, *here.parents))
+        _unanswered[name] = inf if switched_off or name in _asked else None
         shell.events.register("pre_run_cell", _cell_begins)
         shell.events.register("post_run_cell", _cell_ends)
         if _skip_cell not in shell.input_transformers_cleanup:
@@ -187,31 +179,26 @@ _KINDS: dict[type, str] = {str: "a text, in quotes", list: "a list, such as [0, 
 
 def _after_cell(result) -> None:
     """Compare guesses whose answers this cell has defined, on the ranks if it ran there."""
+    from dtlib.lab.engines.names import values
+
     source = getattr(result.info, "raw_cell", None) or ""
     if not result.success or not _noted:
         return
     code = without_magic(source)
-    on_ranks = code != source
-    code = _shell().transform_cell(code)
+    value_of = get_ipython().user_ns.__getitem__ if code == source else values
+    code = get_ipython().transform_cell(code)
     for name, guess in list(_noted.items()):
         needed = measured_names(predictions()[name])
         if not assigns(code, needed[0]):
             continue
         try:
-            got = predictions()[name].got(*(_value_of(each, on_ranks) for each in needed))
+            got = predictions()[name].got(*map(value_of, needed))
         except Exception as problem:  # the learner may have changed the cell; keep the guess
             cause = f"{type(problem).__name__}: {problem}"
             print(fold(f"Your prediction of {name!r} is not judged yet, because the run gave no number ({cause})."))
             continue
         del _noted[name]
         _compare(name, guess, got)
-
-
-def _value_of(name: str, on_ranks: bool):
-    """Return the value of a name in the notebook, or the list of its values on the ranks."""
-    from dtlib.lab.engines.names import values
-
-    return values(name) if on_ranks else _shell().user_ns[name]
 
 
 def _compare(name: str, guess, got) -> None:

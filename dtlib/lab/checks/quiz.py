@@ -7,6 +7,7 @@ from dtlib.errors import DtlibError
 from dtlib.lab import course
 from dtlib.lab.checks.questions import Option, Quiz, as_html, quizzes
 from dtlib.lab.checks.verdict_view import NOT_YET, PASSED
+from dtlib.lab.drawing import show_widget
 from dtlib.lab.hooks import report
 from dtlib.lab.tables import fold
 from dtlib.world import in_engine
@@ -34,18 +35,8 @@ def quiz(name: str, answers: str | None = None) -> None:
     found = quizzes()[name]
     if answers is not None:
         print(fold(_explained(found, answers)))
-    elif _has_a_page():
-        from dtlib.lab.drawing import show_widget
-
-        show_widget(_Shown(found).box, found.text())
     else:
-        print(found.text())
-
-
-def _has_a_page() -> bool:
-    from IPython import get_ipython
-
-    return getattr(get_ipython(), "kernel", None) is not None
+        show_widget(_Shown(found).box, found.text())
 
 
 def _choose(quiz: Quiz, number: int, letter: str) -> Option:
@@ -53,7 +44,7 @@ def _choose(quiz: Quiz, number: int, letter: str) -> Option:
     _first.setdefault((quiz.name, number), letter)
     report("quiz", quiz=quiz.name, number=number, letter=letter)
     if (right := _right_at_first(quiz)) is not None:
-        course.answered(quiz.name, right, len(quiz.questions))
+        course.done(f"quiz {quiz.name}", [right, len(quiz.questions)])
     return quiz.questions[number].chosen(letter)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import Mock, patch
 
 OPERATIONS = ("all_reduce", "broadcast", "broadcast_object", "all_gather", "all_gather_object", "barrier", "reduce")
 
@@ -17,16 +18,6 @@ def refuse_world_comm() -> Iterator[None]:
 
     world = init().comm
 
-    def refused(name):
-        def call(*_, **__):
-            raise WorldCommUsed(f"world.comm.{name}(...)")
-
-        return call
-
-    for name in OPERATIONS:
-        setattr(world, name, refused(name))
-    try:
+    refused = {name: Mock(side_effect=WorldCommUsed(f"world.comm.{name}(...)")) for name in OPERATIONS}
+    with patch.multiple(world, **refused):
         yield
-    finally:
-        for name in OPERATIONS:
-            delattr(world, name)

@@ -77,16 +77,15 @@ class EngineSet:
 
         A rank whose cell has just failed refuses requests for a moment, so the call is repeated.
         """
-        from ipyparallel.error import CompositeError, RemoteError, TimeoutError
+        from ipyparallel.error import RemoteError, TimeoutError
 
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             try:
-                answers = self.client[:].apply_async(question, *arguments).get(left)
-                return answers if isinstance(answers, list) else [answers]  # ipyparallel unpacks a single rank's answer
+                return self.client[:].apply_async(question, *arguments).get(left)
             except TimeoutError:  # the ranks are busy or have ended
                 break
-            except (CompositeError, RemoteError):
+            except RemoteError:
                 time.sleep(0.05)
         return None
 
@@ -156,7 +155,7 @@ def engines(n: int | None = None, restart: bool = False, profile: str | Path | N
         runs = record.keeper() and note.get("connection")  # without a connection, the start was not completed
         suits = runs and not restart and ranks in (None, note["ranks"])
         # Keep ranks that already belong to this notebook and answer: names on them stay.
-        if suits and _current and record.is_owned_here() and _answers(_current):
+        if suits and _current and record.is_owned_here() and _current.ask(os.getpid):
             print("The ranks still run, and keep their variables. lab.last() shows output that a closed page missed.")
         else:
             if _current:
@@ -291,7 +290,7 @@ def _join_world(engine_set: EngineSet, record, note):
         _clean(engine_set)
         joined = engine_set.view.apply_async(on_ranks.join, str(record.state), os.getcwd())
         rows = sorted(joined.get(START_SECONDS * start_queue.load_factor()), key=lambda row: row["rank"])
-    except (ipp.error.TimeoutError, ipp.error.RemoteError, ipp.error.CompositeError):
+    except (ipp.error.TimeoutError, ipp.error.RemoteError):
         return None
     record.write("ranks.json", {"name": note["name"], "places": [(row["host"], row["pid"]) for row in rows]})
     return rows
@@ -305,16 +304,6 @@ def _clean(engine_set: EngineSet) -> None:
         clean = engine_set.view.execute("get_ipython().run_line_magic('reset', '-f')", silent=True, block=False)
         try:
             return clean.get(ANSWER_SECONDS * start_queue.load_factor())
-        except (ipp.error.RemoteError, ipp.error.CompositeError):
+        except ipp.error.RemoteError:
             if not tries_left:
                 raise
-
-
-def _answers(engine_set: EngineSet) -> bool:
-    """Return whether all ranks answer."""
-    import ipyparallel as ipp
-
-    try:
-        return len(engine_set.view.apply_async(os.getpid).get(ANSWER_SECONDS)) == engine_set.size
-    except (ipp.error.TimeoutError, ipp.error.RemoteError, ipp.error.CompositeError):
-        return False

@@ -7,10 +7,10 @@ It disappears at the end of the cell, except for the curve; the stored output is
 import time
 
 from IPython import get_ipython
-from IPython.display import clear_output, display
+from IPython.display import DisplayHandle, clear_output, display
 
 from dtlib.lab import hooks
-from dtlib.lab.colours import RANK_COLOURS, rank_prefix
+from dtlib.lab.colours import RANK_COLOURS, ranks_prefix
 from dtlib.lab.drawing import STYLE, Picture, subplots
 from dtlib.lab.foreign import AsyncResult, Client
 
@@ -24,6 +24,11 @@ MOST_LINES_OF_ALL = 120  # limit for many ranks
 LONGEST_LINE = 200
 
 
+def is_watched() -> bool:
+    """Return whether a frontend can answer questions, so that there is a page."""
+    return getattr(getattr(get_ipython(), "kernel", None), "_allow_stdin", False)
+
+
 class LiveView:
     """The live view of one cell.
 
@@ -33,9 +38,10 @@ class LiveView:
     def __init__(self, alone: bool):
         self.waited, self._waited_at = "", 0.0  # last message about a wait, and its time
         self._alone = alone
-        self._watched = getattr(getattr(get_ipython(), "kernel", None), "_allow_stdin", False)
+        self._watched = is_watched()
         self._began = self._drawn = time.monotonic()
-        self._display = self._picture = None
+        self._display: DisplayHandle | None = None
+        self._picture: DisplayHandle | None = None
         self._curve: tuple | None = None
         self._pictured = -PICTURE_SECONDS
         self._text = self._reported = ""
@@ -65,10 +71,10 @@ class LiveView:
         for rank, text in zip(ranks, texts, strict=True):
             lines += _latest(rank, text, most)
         if (text := "\n".join(lines)) != self._text:
-            self._text, self._display = text, _shown_in(self._display, {"text/plain": text}, raw=True)
+            self._text, self._display = text, shown_in(self._display, {"text/plain": text}, raw=True)
         self._note_curve(reports)
         if self._curve and now - self._pictured > PICTURE_SECONDS:
-            self._picture = _shown_in(self._picture, _drawn(*self._curve))
+            self._picture = shown_in(self._picture, _drawn(*self._curve))
             self._pictured = time.monotonic()
 
     def close(self) -> None:
@@ -94,7 +100,7 @@ class LiveView:
             display(_drawn(*self._curve))
 
 
-def _shown_in(handle, content, **raw):
+def shown_in(handle: DisplayHandle | None, content: object, **raw: bool) -> DisplayHandle | None:
     """Show content in the place of ``handle``, or in a new place; return the handle."""
     if handle is None:
         return display(content, display_id=True, **raw)
@@ -118,7 +124,7 @@ def _latest(rank: int, text: str, most: int):
     lines = text.removesuffix("\n").rsplit("\n", most - 1) if text else []
     if lines and (before := lines[0].count("\n")):
         lines[0] = f"... {before + 1:,} lines before these ..."
-    return [f"{rank_prefix(rank)} {line[:LONGEST_LINE]}" for line in lines]
+    return [f"{ranks_prefix([rank], f'rank {rank}')} {line[:LONGEST_LINE]}" for line in lines]
 
 
 def _progress(ranks, running, reports) -> str:

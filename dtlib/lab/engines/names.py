@@ -14,7 +14,7 @@ def values(name: str) -> list:
 
     try:
         return current().view.pull(name, block=True)
-    except (CompositeError, RemoteError) as error:
+    except RemoteError as error:
         reason = error.elist[0][1] if isinstance(error, CompositeError) else f"{error.ename}: {error.evalue}"
         raise DtlibError(
             f"{name} cannot be copied from the ranks ({str(reason).splitlines()[0]}). Does a %%px cell define {name} "

@@ -19,17 +19,14 @@ from html import escape
 from types import ModuleType
 
 import psutil
-from IPython import get_ipython
 
 from dtlib.errors import DtlibError
 from dtlib.lab.colours import rank_badge
 from dtlib.lab.engines import workshop
-from dtlib.lab.engines.live_view import rank_states
-from dtlib.lab.tables import fold
+from dtlib.lab.engines.live_view import is_watched, rank_states
 from dtlib.world.processes import Process
 
 CHECK_SECONDS = 0.5
-MANY_KERNELS = 5
 
 _panel = None
 _offered = False
@@ -54,7 +51,7 @@ def panel() -> None:
         _panel.close()
     _panel = Panel()
     record.write("panel.json", asdict(Process.of(os.getpid())))
-    if not _is_watched():
+    if not is_watched():
         print("lab.panel() needs JupyterLab, which shows the panel on the right.")
 
 
@@ -65,31 +62,9 @@ def follow(sets: ModuleType, record: workshop.Record) -> None:
     elsewhere = record.read("panel.json")
     if elsewhere and elsewhere["pid"] != os.getpid() and Process(**elsewhere).find():
         panel()
-    elif _is_watched() and not _offered:
+    elif is_watched() and not _offered:
         print("lab.panel() shows on the right the state of each rank, with Stop and Reset.")
-        if sentence := _of_other_kernels(record.attached()):
-            print(fold(sentence))
     _offered = True
-
-
-def _of_other_kernels(attached: list[dict]) -> str:
-    """Return the memory used by many other notebooks' kernels, and how to end them; empty for few kernels."""
-    others = [note for note in attached if note["pid"] != os.getpid()]
-    if len(others) < MANY_KERNELS:
-        return ""
-    held = 0
-    for note in others:
-        with suppress(psutil.Error):
-            held += psutil.Process(note["pid"]).memory_info().rss
-    return (
-        f"{len(others)} other notebooks have kernels, which use {held / 1e9:.1f} GB together: shut down the kernels "
-        "that you no longer need, under the square in a circle on the left."
-    )
-
-
-def _is_watched() -> bool:
-    """Return whether a frontend can answer questions, so that there is a page."""
-    return getattr(getattr(get_ipython(), "kernel", None), "_allow_stdin", False)
 
 
 class Panel:

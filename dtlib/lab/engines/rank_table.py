@@ -5,7 +5,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from IPython.display import DisplayHandle
+
 from dtlib.comm import shared_gpus
+from dtlib.lab.engines.live_view import shown_in
+from dtlib.lab.tables import Table
 
 # Limit of the wait for torch. Four ranks on a busy machine need a minute.
 IMPORT_SECONDS = 600
@@ -17,7 +21,7 @@ class RankTable:
     def __init__(self, rows: list[dict], state: Path):
         self.rows = rows
         self._state = state
-        self.handle = None  # handle of a display that the table replaces
+        self.handle: DisplayHandle | None = None  # a display that the table replaces
 
     def ready(self) -> list[bool]:
         """Return for each rank whether it has imported torch."""
@@ -25,13 +29,7 @@ class RankTable:
 
     def show(self) -> None:
         """Display the table, in the place of ``handle`` if there is one."""
-        from IPython.display import display
-
-        if self.handle is None:
-            self.handle = display(self, display_id=True)
-        else:
-            self.handle.update(self)
-        handle, self.handle = self.handle, None
+        handle, self.handle = shown_in(self.handle, self.table()), None
         if handle is not None and not all(self.ready()):
             threading.Thread(target=self._redraw_when_ready, args=(handle,), daemon=True).start()
 
@@ -39,9 +37,11 @@ class RankTable:
         deadline = time.monotonic() + IMPORT_SECONDS
         while not all(self.ready()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        handle.update(self)
+        handle.update(self.table())
 
-    def _cells(self):
+    def table(self) -> Table:
+        """Return the table as it is now."""
+        cells = []
         sharing = Counter(row["host"] for row in self.rows)
         devices = Counter((row["host"], row["device"]) for row in self.rows)
         for row, ready in zip(self.rows, self.ready(), strict=True):
@@ -50,17 +50,6 @@ class RankTable:
             device, users = row["device"], devices[row["host"], row["device"]]
             if device != "cpu" and users > 1:
                 device += f", shared by {users} through {shared_gpus.transport()}"
-            yield row["rank"], row["host"], str(row["pid"]), device, cores, "yes" if ready else "importing"
-
-    _HEADERS = ("rank", "host", "process id", "device", "cores", "torch ready")
-
-    def _table(self):
-        from dtlib.lab.tables import Table
-
-        return Table(self._cells(), self._HEADERS, align="rlrlrl")
-
-    def __repr__(self) -> str:
-        return str(self._table())
-
-    def _repr_html_(self):
-        return self._table()._repr_html_()
+            torch = "yes" if ready else "importing"
+            cells.append((row["rank"], row["host"], str(row["pid"]), device, cores, torch))
+        return Table(cells, ("rank", "host", "process id", "device", "cores", "torch ready"), align="rlrlrl")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import psutil
 from IPython import get_ipython
-from IPython.display import display
+from IPython.display import DisplayHandle
 
+from dtlib.lab.engines.live_view import shown_in
 from dtlib.world.allocation import allocation
 from dtlib.world.launch import mpiexec_error
 from dtlib.world.machine import gpu_names, usable_cores
@@ -21,7 +22,7 @@ class StartingLine:
     """The line ``Starting 4 ranks ...``, updated in place; the table of ranks replaces it at the end."""
 
     def __init__(self, ranks: int):
-        self.handle = None
+        self.handle: DisplayHandle | None = None
         self._ranks = ranks
         self._began = time.monotonic()
         self._drawn = 0.0
@@ -35,10 +36,7 @@ class StartingLine:
         self._drawn = now
         ranks = f"{self._ranks} rank{'s' * (self._ranks > 1)}"
         content = {"text/plain": f"Starting {ranks} ... {now - self._began:.0f} s: {how_far}"}
-        if self.handle is None:
-            self.handle = display(content, raw=True, display_id=True)
-        else:
-            self.handle.update(content, raw=True)
+        self.handle = shown_in(self.handle, content, raw=True)
 
 
 def suitable_number() -> int:

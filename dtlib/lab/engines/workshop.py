@@ -1,6 +1,5 @@
 """The workshop's ipyparallel profile for this machine, and the record of its one set of engines."""
 
-import errno
 import json
 import os
 import sys
@@ -12,11 +11,15 @@ import psutil
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from dtlib.errors import DtlibError
-from dtlib.files import read_json, write_atomically
+from dtlib.files import read_json, write_atomically, writing
 from dtlib.lab.course import PROFILE, folder
 from dtlib.world.allocation import allocation
 from dtlib.world.processes import Process
 
+CURE = (
+    "engines store their keys and logs there, so free some space, make it writable with chmod -R u+w, or work in a "
+    "copy of the workshop in your home folder"
+)
 OF_SCHEDULERS = {"Slurm": "profile_slurm", "PBS": "profile_pbs"}
 
 
@@ -46,12 +49,10 @@ class Record:
     def __init__(self, profile: Path):
         self.profile = Path(profile)
         self.state = self.profile / "state"
-        try:
+        with writing(self.profile, CURE):
             for folder in (self.state, self.state / "attached"):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (self.state / "writable").write_text("")
-        except OSError as problem:
-            raise self._cannot_be_written(problem) from None
         self._lock = FileLock(self.state / "lock")
 
     def lock(self, seconds: float = 90) -> AcquireReturnProxy:
@@ -76,18 +77,8 @@ class Record:
 
     def write(self, name: str, content: dict) -> None:
         """Replace the contents of a file."""
-        path = self.state / name
-        try:
-            write_atomically(path, json.dumps(content))
-        except OSError as problem:
-            raise self._cannot_be_written(problem) from None
-
-    def _cannot_be_written(self, problem: OSError) -> DtlibError:
-        cure = "free some space on that disk" if problem.errno == errno.ENOSPC else "make it writable with chmod -R u+w"
-        return DtlibError(
-            f"Engines store their keys and logs in {self.profile}, which cannot be written ({problem.strerror}): "
-            f"{cure}, or work in a copy of the workshop in your home folder."
-        )
+        with writing(self.profile, CURE):
+            write_atomically(self.state / name, json.dumps(content))
 
     def remove(self, name: str) -> None:
         """Delete a file if it exists."""
