@@ -117,9 +117,10 @@ def step_with_its_id_from_before(replicator, model):
     mine = replicator.replica_id
 
     def metric(right, x, y):
-        # All replicas' shares, each at its own place: a roundabout way to gather them.
-        places = torch.eye(replicator.replicas, dtype=torch.float64)
-        return replicator.map_reduce(right * places[mine], "max").mean()
+        # All replicas' shares, each at its own place, over the number of replicas that have this place.
+        place = torch.eye(replicator.replicas, dtype=torch.float64)[mine]
+        shares, replicas = replicator.map_reduce(torch.stack([right * place, place]), "sum")
+        return (shares / replicas.clamp(min=1)).mean()
 
     return built(replicator, model, metric=metric)
 
