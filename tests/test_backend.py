@@ -124,10 +124,14 @@ def test_collectives_and_reductions(world):
     group.allreduce(tensors).wait()
     assert [tensor.to_dense().tolist() for tensor in tensors] == [whole.tolist() for whole in sums]
     assert [tensor.is_sparse for tensor in tensors] == [True, False, True]
-    for op, words in ((ReduceOp.AVG, "would round"), (ReduceOp.BOR, "has the reductions SUM")):
-        whole = torch.tensor([rank, 2])
-        refuses(words, dist.all_reduce, whole, op, error=dist.DistBackendError, group=group)
-        assert whole.tolist() == [rank, 2]
+    whole = torch.tensor([rank, -rank, 2])
+    refuses("has the reductions SUM", dist.all_reduce, whole, ReduceOp.BOR, error=dist.DistBackendError, group=group)
+    refuses("would round", dist.reduce, whole, 0, ReduceOp.AVG, error=dist.DistBackendError, group=group)
+    assert whole.tolist() == [rank, -rank, 2]
+    work = dist.all_reduce(whole, ReduceOp.AVG, group=group, async_op=True)
+    work.wait()
+    dist.all_reduce(more := torch.tensor([rank, -rank, 2], dtype=torch.int32), ReduceOp.AVG, group=group)
+    assert whole.tolist() == more.tolist() == [(size - 1) // 2, -((size - 1) // 2), 2], "as NCCL: no fraction"
     with pytest.raises(dist.DistBackendError, match="complex"):
         dist.reduce(torch.ones(2, dtype=torch.complex64), 0, ReduceOp.PRODUCT, group=group)
     with pytest.raises(dist.DistBackendError, match="but it has"):

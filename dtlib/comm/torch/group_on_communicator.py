@@ -21,11 +21,11 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtlib.comm import waiting
+from dtlib.comm import types, waiting
 from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.slow_link import CALLER_TAGS
 from dtlib.comm.torch.backend_work import GroupError, GroupWork, joined, torchs_errors
-from dtlib.comm.torch.reductions import dense, factor, moved, named
+from dtlib.comm.torch.reductions import dense, divide, factor, moved, named
 
 # This tag is for the group's own messages; lower tags are for callers.
 TAG_OF_NEW_GROUPS = CALLER_TAGS - 1
@@ -103,14 +103,17 @@ class Group(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: c10d.AllreduceOptions | None = None) -> dist.Work:
         opts = opts or c10d.AllreduceOptions()
-        if len(tensors) > 1 and any(tensor.is_sparse for tensor in tensors):
-            return self._each([partial(self.allreduce, [tensor], opts) for tensor in tensors])
         if any(tensor.is_sparse for tensor in tensors):
-            return self._all_reduce_sparse(*tensors, opts)
+            several = [partial(self.allreduce, [tensor], opts) for tensor in tensors]
+            return self._each(several) if several[1:] else self._all_reduce_sparse(*tensors, opts)
+        finish = None
+        if opts.reduceOp == dist.ReduceOp.AVG and types.dtype_name(tensors[0].dtype) in types.INTEGERS:
+            # As NCCL does: divide the sum, and drop the fraction.
+            opts.reduceOp, finish = dist.ReduceOp.SUM, partial(divide, tensors, self.size())
         for tensor in tensors:
             warn_of_activations(tensor)
         starts = [partial(self._alive().all_reduce, **self._to_reduce(tensor, opts)) for tensor in tensors]
-        return self._begin(opts, starts, tensors)
+        return self._begin(opts, starts, tensors, finish)
 
     allreduce_coalesced = allreduce
 
@@ -271,8 +274,7 @@ class Group(dist.ProcessGroup):
         if not waiting.idle():
             # Every call is a chance to advance pending operations.
             waiting.advance_all()
-        limit = opts.timeout.total_seconds() if opts is not None else None
-        limit = limit if limit is not None and limit > 0 else None
+        limit = None if opts is None else max(opts.timeout.total_seconds(), 0) or None
         with torchs_errors():
             # A time limit of this call needs a handle, because `GroupWork` sets the limit on it.
             if opts is None or opts.asyncOp or limit is not None:
@@ -301,9 +303,7 @@ class Group(dist.ProcessGroup):
     def _all_reduce_sparse(self, tensor, opts):
         """Add sparse tensors entry by entry; this waits for the other ranks. Other reductions are refused."""
         if opts.reduceOp != dist.ReduceOp.SUM:
-            raise GroupError(
-                f"all_reduce of sparse tensors supports only SUM, and not {opts.reduceOp}: pass tensor.to_dense()."
-            )
+            raise GroupError(f"all_reduce of sparse tensors is a SUM, and no {opts.reduceOp}: pass tensor.to_dense().")
         mine = tensor.detach().coalesce()
         with torchs_errors():
             everyone = self._alive().all_gather_object((mine.indices().cpu(), mine.values().cpu()))

@@ -17,9 +17,7 @@ def named(op: ReduceOp, tensor: torch.Tensor) -> str:
     """Return the communicator's name of a reduction. (``op`` supports ``==`` but has no hash.)"""
     name = next((name for known, name in NAMES if op == known), None)
     if name is None:
-        raise CommunicationError(
-            "The backend dtlib has the reductions SUM, AVG, MAX, MIN and PRODUCT: use one of them."
-        )
+        raise CommunicationError("The backend dtlib has the reductions SUM, AVG, MAX, MIN and PRODUCT: use one.")
     if tensor.is_complex() and name not in ("sum", "mean"):
         raise CommunicationError(f"{op} of complex numbers differs from {op} of their parts: reduce with SUM or AVG.")
     return OF_BOOLEANS.get(name, name) if tensor.dtype is torch.bool else name
@@ -28,6 +26,12 @@ def named(op: ReduceOp, tensor: torch.Tensor) -> str:
 def factor(op: ReduceOp) -> float | torch.Tensor | None:
     """Return the factor by which every rank multiplies before it adds, or None."""
     return None if op == ReduceOp.SUM or op != ReduceOp.PREMUL_SUM else op.factor
+
+
+def divide(tensors: list[torch.Tensor], by: int) -> None:
+    """Divide integers in place, and drop the fraction."""
+    for tensor in tensors:
+        tensor.detach().div_(by, rounding_mode="trunc")
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
