@@ -130,7 +130,11 @@ def test_collectives_and_reductions(world):
     assert whole.tolist() == [rank, -rank, 2]
     work = dist.all_reduce(whole, ReduceOp.AVG, group=group, async_op=True)
     work.wait()
-    dist.all_reduce(more := torch.tensor([rank, -rank, 2], dtype=torch.int32), ReduceOp.AVG, group=group)
+    options = dist.AllreduceOptions()
+    options.reduceOp = ReduceOp.AVG
+    more, halves = torch.tensor([rank, -rank, 2], dtype=torch.int32), torch.tensor([rank / 2])
+    group.allreduce([more, halves], options).wait()
+    assert halves.item() == (size - 1) / 4 and options.reduceOp == ReduceOp.AVG
     assert whole.tolist() == more.tolist() == [(size - 1) // 2, -((size - 1) // 2), 2], "as NCCL: no fraction"
     with pytest.raises(dist.DistBackendError, match="complex"):
         dist.reduce(torch.ones(2, dtype=torch.complex64), 0, ReduceOp.PRODUCT, group=group)

@@ -283,6 +283,10 @@ def test_what_a_cell_showed_is_shown_again(shared):
     notebook.run("print('gone'); clear_output(wait=True); print('stays')")
     shown = notebook.run("lab.last()")
     assert "stays" in shown and "gone\n" not in shown
+    notebook.run("print('drawn'); clear_output(wait=True); 1 / 0")  # between two pictures
+    assert "drawn\n" not in notebook.run("lab.last()"), "the error replaces it"
+    notebook.run("print('drawn'); clear_output(wait=True)")
+    assert "drawn\n" in notebook.run("lab.last()"), "nothing replaces it, as on the page"
     notebook.run("for _ in range(30): print('x' * 100_000)")
     shown = notebook.run("lab.last()")
     assert len(shown) < 1.3e6 and "the rest, beyond 1 MB, was not stored" in shown

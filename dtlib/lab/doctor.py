@@ -91,9 +91,7 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise DtlibError(
-            f"{package} is not installed: run `make lab` in a clone, or install dtlib again with pip."
-        ) from None
+        raise DtlibError(f"{package} is not installed: run `make lab` in a clone, or reinstall dtlib by pip.") from None
 
 
 def _ports() -> str:

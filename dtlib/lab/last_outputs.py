@@ -29,12 +29,12 @@ class Ran:
     ended: float | None = None
     outputs: list[tuple[str, dict]] = field(default_factory=list)
     bytes: int = 0
+    clears: bool = False  # drop the outputs when the next one arrives
 
     def keep(self, kind: str, content: dict) -> None:
         """Record one output message."""
         if kind == "clear_output":
-            self.outputs.clear()
-            self.bytes = 0
+            self.clears = True
             return
         # An update replaces the recorded output with the same display id.
         if kind == "update_display_data":
@@ -42,6 +42,9 @@ class Ran:
                 if shown.get("transient") == content.get("transient", ""):
                     shown.update(data=content["data"], metadata=content["metadata"])
             return
+        if self.clears:
+            self.outputs.clear()
+            self.bytes, self.clears = 0, False
         self.bytes += len(str(content))
         if self.bytes > MOST_BYTES:
             return

@@ -21,11 +21,11 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtlib.comm import types, waiting
+from dtlib.comm import waiting
 from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.slow_link import CALLER_TAGS
 from dtlib.comm.torch.backend_work import GroupError, GroupWork, joined, torchs_errors
-from dtlib.comm.torch.reductions import dense, divide, factor, moved, named
+from dtlib.comm.torch.reductions import dense, factor, moved, named
 
 # This tag is for the group's own messages; lower tags are for callers.
 TAG_OF_NEW_GROUPS = CALLER_TAGS - 1
@@ -106,13 +106,15 @@ class Group(dist.ProcessGroup):
         if any(tensor.is_sparse for tensor in tensors):
             several = [partial(self.allreduce, [tensor], opts) for tensor in tensors]
             return self._each(several) if several[1:] else self._all_reduce_sparse(*tensors, opts)
-        finish = None
-        if opts.reduceOp == dist.ReduceOp.AVG and types.dtype_name(tensors[0].dtype) in types.INTEGERS:
-            # As NCCL does: divide the sum, and drop the fraction.
-            opts.reduceOp, finish = dist.ReduceOp.SUM, partial(divide, tensors, self.size())
         for tensor in tensors:
             warn_of_activations(tensor)
-        starts = [partial(self._alive().all_reduce, **self._to_reduce(tensor, opts)) for tensor in tensors]
+        calls = [self._to_reduce(tensor, opts) for tensor in tensors]
+        # NCCL averages integers: it divides their sum, and drops the fraction.
+        sums = [each for each in calls if each["op"] == "mean" and not each["tensor"].is_floating_point()]
+        for each in sums:
+            each["op"] = "sum"
+        starts = [partial(self._alive().all_reduce, **each) for each in calls]
+        finish = (lambda: [x["tensor"].div_(self.size(), rounding_mode="trunc") for x in sums]) if sums else None
         return self._begin(opts, starts, tensors, finish)
 
     allreduce_coalesced = allreduce
@@ -303,7 +305,7 @@ class Group(dist.ProcessGroup):
     def _all_reduce_sparse(self, tensor, opts):
         """Add sparse tensors entry by entry; this waits for the other ranks. Other reductions are refused."""
         if opts.reduceOp != dist.ReduceOp.SUM:
-            raise GroupError(f"all_reduce of sparse tensors is a SUM, and no {opts.reduceOp}: pass tensor.to_dense().")
+            raise GroupError(f"all_reduce of sparse tensors supports SUM, not {opts.reduceOp}: pass tensor.to_dense().")
         mine = tensor.detach().coalesce()
         with torchs_errors():
             everyone = self._alive().all_gather_object((mine.indices().cpu(), mine.values().cpu()))

@@ -28,12 +28,6 @@ def factor(op: ReduceOp) -> float | torch.Tensor | None:
     return None if op == ReduceOp.SUM or op != ReduceOp.PREMUL_SUM else op.factor
 
 
-def divide(tensors: list[torch.Tensor], by: int) -> None:
-    """Divide integers in place, and drop the fraction."""
-    for tensor in tensors:
-        tensor.detach().div_(by, rounding_mode="trunc")
-
-
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor for a reduction: detached from the graph, and complex numbers as pairs of real ones."""
     tensor = tensor.detach()

@@ -210,10 +210,10 @@ def _verdict(name: str, observations: list, judged: tuple[str, str]) -> Verdict:
             raise min(problems, key=lambda problem: (problem.mistake == "waited", LEFT not in problem.hints))
         score = exercise.judge(observations)
     except Wrong as wrong:
+        wrong.__traceback__ = None  # it refers to this frame, and so to the tensors of the answer
         because = wrong.rank, wrong.mistake, wrong.expected, wrong.got, wrong.hints
         return Verdict(name, line, ranks, *because, scored=(wrong.score or ())[:3], picture=picture, code=code)
-    words = score.words if isinstance(score, Score) else score or ""
-    numbers = score[:3] if isinstance(score, Score) else ()
+    words, numbers = (score.words, score[:3]) if isinstance(score, Score) else (score or "", ())
     return Verdict(name, line, ranks, score=words, scored=numbers, picture=picture, code=code)
 
 

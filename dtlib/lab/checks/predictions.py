@@ -179,11 +179,11 @@ _KINDS: dict[type, str] = {str: "a text, in quotes", list: "a list, such as [0, 
 
 def _after_cell(result) -> None:
     """Compare guesses whose answers this cell has defined, on the ranks if it ran there."""
-    from dtlib.lab.engines.names import values
-
     source = getattr(result.info, "raw_cell", None) or ""
     if not result.success or not _noted:
         return
+    from dtlib.lab.engines.names import values
+
     code = without_magic(source)
     value_of = get_ipython().user_ns.__getitem__ if code == source else values
     code = get_ipython().transform_cell(code)

@@ -155,7 +155,7 @@ def engines(n: int | None = None, restart: bool = False, profile: str | Path | N
         runs = record.keeper() and note.get("connection")  # without a connection, the start was not completed
         suits = runs and not restart and ranks in (None, note["ranks"])
         # Keep ranks that already belong to this notebook and answer: names on them stay.
-        if suits and _current and record.is_owned_here() and _current.ask(os.getpid):
+        if suits and _current and record.is_owned_here() and len(_current.ask(os.getpid) or ()) == _current.size:
             print("The ranks still run, and keep their variables. lab.last() shows output that a closed page missed.")
         else:
             if _current:

@@ -50,6 +50,5 @@ class RankTable:
             device, users = row["device"], devices[row["host"], row["device"]]
             if device != "cpu" and users > 1:
                 device += f", shared by {users} through {shared_gpus.transport()}"
-            torch = "yes" if ready else "importing"
-            cells.append((row["rank"], row["host"], str(row["pid"]), device, cores, torch))
+            cells.append((row["rank"], row["host"], str(row["pid"]), device, cores, "yes" if ready else "importing"))
         return Table(cells, ("rank", "host", "process id", "device", "cores", "torch ready"), align="rlrlrl")
