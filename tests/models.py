@@ -154,17 +154,14 @@ def train_alone(model, optimizer, data, ranks=1, accumulate=1, clip=None):
     return model
 
 
-def train(model, optimizer, data, comm, accumulate=1, clip=None, by_samples=False, after_backward=None):
+def train(model, optimizer, data, comm, accumulate=1, clip=None, after_backward=None):
     """Train on ranks, each on its slice of a batch, with the class's ``no_sync`` and ``clip_grad_norm_`` if it has
-    them. Slices are weighted by ``batch_size`` if ``by_samples``, else by a factor of the loss."""
-    weighted = model if hasattr(model, "batch_size") else optimizer
+    them. Slices may differ in length, so a factor of the loss weights them."""
     clipped = next((one for one in (optimizer, model) if hasattr(one, "clip_grad_norm_")), None)
     for step, batch in enumerate(data):
         mine, last = slice_of(batch, comm.rank, comm.size), (step + 1) % accumulate == 0
-        if by_samples:
-            weighted.batch_size = len(mine[0])
         with nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
-            (loss_of(model, mine) * (1 if by_samples else comm.size * len(mine[0]) / len(batch[0]))).backward()
+            (loss_of(model, mine) * comm.size * len(mine[0]) / len(batch[0])).backward()
         if last:
             if after_backward:
                 after_backward()

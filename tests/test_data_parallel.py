@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import dtlib
 from benchmarks.peers import torch_group
-from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import buckets_of
 from dtlib.gradients.same_model import PASSES
+from dtlib.gradients.tokens import mean_over_tokens
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.data.batch_norm import SyncBatchNorm
 from dtlib.parallel.data.plain import DataParallelHooks, DataParallelNaive
@@ -132,12 +133,13 @@ def test_a_model_may_be_wrapped_again(world):
 
 
 @on_ranks(2, 3)
-def test_a_rank_without_any_batch_joins_those_that_weight_theirs(world):
+def test_a_rank_without_any_batch_joins_the_others(world):
     ours, reference, batch = DataParallel(build("plain"), world.comm), build("plain"), batches("plain", 1, 4)[0]
     with ours.join():
         if world.rank == 0:
-            ours.batch_size = 4
-            train_alone(ours, sgd(ours), [batch])
+            optimizer = sgd(ours)
+            (loss_of(ours, batch) * world.size).backward()  # the others add zeros, and the mean is over all ranks
+            optimizer.step()
     assert difference(ours, train_alone(reference, sgd(reference), [batch])) <= EXACT
 
 
@@ -184,27 +186,29 @@ def test_what_would_be_lost_without_a_word_is_refused(world):
 
 
 @on_ranks(2, 3)
-def test_batch_size_on_some_ranks_only_is_refused_on_all(world):
-    ranks = range(1, world.size + 1)
-    for dtype in (torch.float64, torch.float16):
-        model = DataParallel(nn.Linear(2, 2, bias=False, dtype=dtype))
-        x = torch.ones(1, 2, dtype=dtype)
-        for _ in range(2):
-            model.batch_size = 3 if world.rank else None
-            with pytest.raises(DtlibError, match="not set on all ranks"):
-                model(x).sum().backward()
-            model.zero_grad()
-            for samples in (1000 * (world.rank + 1), 0.25, 0):  # a sum of samples times 200 is beyond float16
-                model.batch_size = samples
-                (200 * (world.rank + 1) * model(x).sum()).backward()
-                mean = 200 * (sum(r * r for r in ranks) / sum(ranks) if samples > 1 else sum(ranks) / world.size)
-                grad = model.module.weight.grad
-                torch.testing.assert_close(grad, torch.full_like(grad, mean if samples else 0), rtol=1e-3, atol=0)
-                model.zero_grad()
-            model.batch_size = None
-            model(x).sum().backward()
-            assert (model.module.weight.grad == 1).all()
-            model.zero_grad()
+def test_mean_over_tokens_is_the_mean_over_unequal_batches(world):
+    reference, [batch] = build("plain"), batches("plain", 1, 2 * world.size)
+    loss_of(reference, batch).backward()
+    model = DataParallel(build("plain"))
+    first = sum(range(world.rank))  # rank 0 has nothing, rank 1 one sample, ...
+    x, y = (one[first:] if world.rank == world.size - 1 else one[first : first + world.rank] for one in batch)
+    mean_over_tokens(cross_entropy(model(x), y, reduction="none"), world.comm).backward()
+    for (name, parameter), averaged in zip(reference.named_parameters(), model.parameters(), strict=True):
+        if parameter.grad is None:
+            assert averaged.grad is None, name
+        else:
+            torch.testing.assert_close(averaged.grad, parameter.grad, rtol=0, atol=EXACT, msg=name)
+
+
+@on_ranks(2, 3)
+def test_one_rank_that_runs_one_more_forward_pass_is_seen_by_all(world):
+    x, y = batches("plain", 1, 4)[0]
+    model = DataParallel(build("plain"))
+    if world.rank:
+        model(x)
+    refuses("one rank skipped a forward pass", loss_of(model, (x, y)).backward)
+    model.zero_grad()
+    loss_of(model, (x, y)).backward()
 
 
 # Batch normalisation over the batches of all ranks

@@ -128,6 +128,13 @@ def test_buffers_are_averaged_gradients_stay_and_what_does_not_fit_is_refused(wo
             comm.barrier()
     normed = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     refused("without buffers", plain.DiLoCo, 2, model=normed)
+    model = made()
+    local = DiLoCo(comm, model, adamw(model), sgd(model, **OUTER), 2)
+    train(local, model, world.rank, range(3))
+    local.finish()
+    once = [parameter.detach().clone() for parameter in model.parameters()]
+    local.finish()  # momentum would move them again
+    equal([parameter.detach() for parameter in model.parameters()], once)
     other = made()
     for kind in (plain.LocalSGD, LocalSGD):
         refuses("another model", kind, comm, other, sgd(nn.ModuleList([made(), other]), lr=0.1), 2)

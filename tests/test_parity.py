@@ -189,7 +189,7 @@ def torch_fully_shard(world, case):
 def data_parallel(world, case):
     model = DataParallel(case.build(world.rank), world.comm, bucket_cap_mb=0.0002)
     assert len(model.buckets) > 1
-    return case.train(model, world, by_samples=case.uneven)
+    return case.train(model, world)
 
 
 def plain_data_parallel(kind, world, case):
@@ -243,7 +243,7 @@ def zero(stage, world, case):
     optimizer = ZeroOptimizer(
         model.named_parameters(), getattr(torch.optim, kind), world.comm, stage, bucket_cap_mb=0.0005, **settings
     )
-    return case.train(model, world, optimizer, by_samples=case.uneven)
+    return case.train(model, world, optimizer)
 
 
 def plain_zero(stage, world, case):
@@ -264,7 +264,7 @@ def sharded(reshard, world, case):
     model = case.build(world.rank)
     for module in [*units(model), model]:
         fully_shard(module, world.comm, reshard_after_forward=reshard)
-    return case.train(model, world, by_samples=case.uneven)
+    return case.train(model, world)
 
 
 def replicated(in_graph, world, case):

@@ -100,9 +100,9 @@ def test_data_parallel_has_the_payload_of_the_full_class(world):
     parameters = list(net().parameters())
     assert len(sent[DataParallelNaive]) == len(sent[DataParallelHooks]) == STEPS * len(parameters)
     assert 1 < len(model.buckets) < len(parameters)
-    # Behind each bucket of the full class travel a flag for each parameter, one about batch_size, one about the pass,
-    # and in the first three passes eight about values: with as many messages a number, as many bytes.
-    steps = [2 + 8 * (step < 3) for step in range(STEPS)]
+    # Behind each bucket of the full class travel a flag for each parameter, one about the pass, and in the first three
+    # passes eight about values: with as many messages a number, as many bytes.
+    steps = [1 + 8 * (step < 3) for step in range(STEPS)]
     flags = [len(bucket.parameters) + more for more in steps for bucket in model.buckets]
     for (plain, its_bytes), (full, all_bytes), flag in zip(
         sent[DataParallelBuckets], sent[DataParallel], flags, strict=True

@@ -275,19 +275,6 @@ def test_what_goes_wrong_without_a_word_elsewhere(world):
     torch.testing.assert_close(got, alone.layer.bias.grad, rtol=0, atol=1e-12)
 
 
-@on_ranks(2, 3)
-def test_batch_size_on_some_ranks_only_is_refused_on_all(world):
-    data = batches("plain", 2, 4 * world.size)
-    reference = build("plain")
-    train_alone(reference, sgd(reference), data, accumulate=2)
-    ours = sharded(build("plain"), world.comm)
-    ours.batch_size = 4 if world.rank else None
-    refuses("not set on all ranks", lambda: loss_of(ours, slice_of(data[0], world.rank, world.size)).backward())
-    ours.zero_grad()
-    train(ours, sgd(ours), data, world.comm, accumulate=2, by_samples=True)
-    assert difference_of_values(ours, reference, world.comm) <= EXACT
-
-
 def test_units_are_the_repeated_layers_that_share_nothing():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False)
     assert units_of(encoder) == list(encoder.layers)

@@ -440,6 +440,7 @@ def test_data_times_tensor(world, data_axis):
         model = DataParallel(language, comm, bucket_cap_mb=0.002)
         assert len(model.buckets) > 1
         optimizer = torch.optim.SGD(model.parameters(), **settings)
+        refuses("have the other shards", clip_grad_norm_, model, 0.5, mesh["data"])
         train(model, optimizer, mine, language, lambda: clip_grad_norm_(model, 0.5, mesh["tensor"]))
     else:
         stage = int(data_axis[-1])

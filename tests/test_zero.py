@@ -86,9 +86,9 @@ def test_payload_is_that_of_data_parallelism_and_more_if_stage_2_accumulates(wor
                 assert trace.sent("all_gather")[1] == once
                 assert flat - parameters == sum(bucket.shards.padding for bucket in zero._buckets)
                 assert all(bucket.shards.padding < world.size for bucket in zero._buckets)
-                # Which parameters were used is a line of its own: a byte for each, and two for each flag: batch_size,
-                # the forward pass, and eight that compare values in the first passes; at stage 2 in each pass.
-                assert trace.sent("all_reduce")[1] <= 2 * (4 + 2 * 10) * times
+                # Which parameters were used is a line of its own: a byte for each, and two for each flag: the forward
+                # pass, and eight that compare values in the first passes; at stage 2 in each pass.
+                assert trace.sent("all_reduce")[1] <= 2 * (4 + 2 * 9) * times
 
 
 @on_ranks(2, 3)
@@ -210,19 +210,20 @@ def test_what_scripts_do_between_steps(world, stage):
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("stage", [1, 2])
-def test_batch_size_on_some_ranks_only_is_refused_on_all(world, stage):
+def test_a_backward_pass_after_the_gradients_were_reduced_is_refused(world, stage):
     data = batches("plain", 4, 4 * world.size)
-    reference, ours = build("plain"), build("plain")
+    for dtype in (torch.bfloat16, torch.float64):
+        ours = build("plain").to(dtype)
+        zero = zero_of(ours, world.comm, stage)
+        mine = [(x.to(dtype), y) for x, y in (slice_of(batch, world.rank, world.size) for batch in data)]
+        loss_of(ours, mine[0]).backward()
+        zero.clip_grad_norm_(1.0)
+        refuses("step.. would lose its gradients", lambda: loss_of(ours, mine[1]).backward())  # noqa: B023
+        zero.zero_grad()
+        ours.zero_grad()
+    reference = build("plain")
     train_alone(reference, sgd(reference), data, accumulate=2)
-    zero = zero_of(ours, world.comm, stage)
-    zero.batch_size = 4 if world.rank else None
-    with pytest.raises(DtlibError, match="not set on all ranks"):
-        loss_of(ours, slice_of(data[0], world.rank, world.size)).backward()
-        zero.step()
-    zero.zero_grad()
-    ours.zero_grad()
-    # The next step is right; averages of several passes are weighted one by one.
-    assert difference(train(ours, zero, data, world.comm, accumulate=2, by_samples=True), reference) <= EXACT
+    assert difference(train(ours, zero, data, world.comm, accumulate=2), reference) <= EXACT
 
 
 @on_ranks(2, 3)
@@ -275,9 +276,8 @@ def test_a_rank_without_samples(world):
             # The last rank has nothing; the others share the samples unevenly.
             edges = [count * r // (2 * world.size - 2) for r in range(world.size - 1)] + [count, count]
             mine = slice(edges[world.rank], edges[world.rank + 1])
-            zero.batch_size = len(x[mine])
-            if zero.batch_size:
-                loss_of(ours, (x[mine], y[mine])).backward()
+            if samples := len(x[mine]):
+                (loss_of(ours, (x[mine], y[mine])) * world.size * samples / len(x)).backward()
             zero.step()
         assert difference(ours, reference) <= EXACT, stage
 

@@ -10,8 +10,9 @@ P. Micikevicius et al., "Mixed precision training", ICLR 2018.
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
-from dtlib.comm import Communicator
+from dtlib.comm import AnyCommunicator, Communicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.shard_info import info_of
 
@@ -160,3 +161,32 @@ def clip_by_norm(
     if ordinary:
         torch._foreach_mul_(ordinary, float(torch.clamp(largest / (norm + 1e-6), max=1.0)))
     return float(norm)
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, comm: AnyCommunicator) -> float:
+    """Scale all gradients so that the 2-norm of the whole model's gradient is at most ``max_norm``.
+
+    Call it between ``backward()`` and ``step()`` on all ranks of ``comm``, the tensor or the expert axis. Returns the
+    norm before scaling. Gradients inside a ``ZeroOptimizer`` are not included.
+
+    ``nn.utils.clip_grad_norm_`` would see only this rank's shards or experts, so each rank would use another factor.
+    Here their squares are summed over ranks, and parameters that every rank has are counted once. Gradients must
+    already be averaged over the data axis, for example by ``DataParallel``.
+
+    Raises:
+        DtlibError: if ``comm`` is not the axis that shares a parameter of the model.
+    """
+    comm = as_communicator(comm)
+    gradients, counted = [], []
+    for name, parameter in model.named_parameters():
+        sharing = info_of(parameter).tensor or info_of(parameter).experts
+        if sharing and sharing != comm.members:
+            raise DtlibError(
+                f"clip_grad_norm_: ranks {list(sharing)} have the other shards or experts of {name}, but comm has "
+                f"ranks {list(comm.members)}: pass mesh['tensor'] or mesh['expert']."
+            )
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
+            if sharing or comm.rank == 0:  # rank 0 counts the parameters that all ranks have
+                counted.append(parameter.grad)
+    return clip_by_norm(gradients, max_norm, comm, counted)

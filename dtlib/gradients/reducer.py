@@ -19,7 +19,6 @@ time, so only one bucket needs memory. Communication hooks and Horovod's compres
 docs/explanation/how_a_gradient_travels.md follows one gradient through this file.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from sys import getrefcount
@@ -33,7 +32,6 @@ from dtlib.errors import RESET, DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.same_model import AGAIN, PASSES, SAMPLE, bits_of
 from dtlib.gradients.shard_info import hooks_of_others, info_of, set_gradient_type
-from dtlib.gradients.tokens import refuse_weights
 
 
 class Reducer:
@@ -41,13 +39,10 @@ class Reducer:
 
     Args:
         buckets: in the order of their launch.
-        collective: ``launch(bucket, weight, flags)`` starts the collective of a bucket. ``collect(buckets, flags)``
-            waits for all buckets. It returns three things: for each bucket, which parameters any rank has used; for
-            each flag, whether any rank has set it; and whether all ranks have. ``weight`` multiplies this rank's
-            gradients; it is None if the collective computes the mean. ``weightable``: whether ``batch_size`` may weight
-            gradients.
-        owner: if ``owner.batch_size`` is set, it weights this rank's gradients; all ranks set it, or none. If
-            ``owner.forwards`` counts forward passes, ranks compare whether this number is odd (all must agree).
+        collective: ``launch(bucket, flags)`` starts the collective of a bucket. ``collect(buckets, flags)`` waits for
+            all buckets. It returns, for each bucket, which parameters any rank has used, and for each flag, whether it
+            differs between ranks.
+        owner: if ``owner.forwards`` counts forward passes, ranks compare whether this number is odd (all must agree).
         progress: what polls pending messages: ``"inline"`` (the hooks of the backward pass), or a ``"thread"``.
         names: parameter -> name, for error messages.
         by_call: if true, a pass ends with a call of ``end()``, not with ``backward()``; one pass may then include
@@ -56,11 +51,6 @@ class Reducer:
         values: parameters that must be equal on all ranks. The first ``PASSES`` passes compare a checksum. After that,
             one of ``AGAIN`` passes compares the first ``SAMPLE`` elements of one parameter, each in turn. If
             ``owner`` is an optimizer, its learning rates are compared, too.
-
-    Weights: a rank's gradients should be multiplied by its samples over the samples of all ranks, which are known only
-    at the end of the pass. So each rank divides by a guess, and ``end`` multiplies the sum by the guess over the true
-    number. The guess is a power of two, so dividing by it does not round. It is close to the largest number of samples
-    so far, so that 16-bit numbers stay in their range.
     """
 
     def __init__(self, buckets: Sequence, collective: "AllReduce | ReduceScatter", owner: object, progress: str,
@@ -74,7 +64,6 @@ class Reducer:
         # Per bucket, the parameters whose gradient is not ready in this pass; empty between passes.
         self._missing: list[set] = []
         self._launched = 0  # launched buckets of this pass
-        self._guess = 64.0
         self._values, self._compared = values, 0
         self._background = ExitStack()  # the progress thread, while buckets are in flight
 
@@ -114,19 +103,16 @@ class Reducer:
         for parameter, name in self.names.items():
             hooks: dict = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
             *_, last = [None, *hooks.values()]
-            if last is not None and not getattr(last, "func", last).__module__.startswith("dtlib."):
+            module = getattr(getattr(last, "func", last), "__module__", None) or ""
+            if last is not None and not module.startswith("dtlib."):
                 raise DtlibError(
                     f"{name} was given a hook after the one that sends its gradient, so this hook would change "
                     "the gradient too late: register post-accumulate hooks before the model is wrapped."
                 )
         self._missing = [set(bucket.parameters) for bucket in self.buckets]
-        self._samples, self._weight = getattr(self.owner, "batch_size", None), self.collective.weight
-        if self._samples is not None:
-            refuse_weights(self.names, self._samples)
-            self._weight = self._samples / self._guess
-        # Ranks compare these flags when the buckets are collected: batch_size is set; the count of forward passes is
-        # odd; and in some passes eight bits of a checksum of parameters and learning rates.
-        self._flags = [self._samples is not None, getattr(self.owner, "forwards", 0) % 2 == 1]
+        # Ranks compare these flags when the buckets are collected: the count of forward passes is odd; and in some
+        # passes eight bits of a checksum of parameters and learning rates.
+        self._flags = [getattr(self.owner, "forwards", 0) % 2 == 1]
         if self._values and (self._compared < PASSES or self._compared % AGAIN == 0):
             one = self._values[self._compared // AGAIN % len(self._values)]
             some = self._values if self._compared < PASSES else [one.flatten()[:SAMPLE]]
@@ -139,7 +125,7 @@ class Reducer:
             self._background.enter_context(progress_thread())
         bucket = self.buckets[self._launched]
         bucket.complete()
-        self.collective.launch(bucket, self._weight, self._flags)
+        self.collective.launch(bucket, self._flags)
         self._launched += 1
 
     @torch.no_grad()
@@ -155,24 +141,22 @@ class Reducer:
         if self.root_buffers:
             self.root_buffers.stale = True  # before any error, so that all ranks broadcast again
         try:
-            used, on_any, on_all = self.collective.collect(self.buckets, self._flags)
+            used, differs = self.collective.collect(self.buckets, self._flags)
         finally:
             self._background.close()
         # All messages have arrived, so training can continue after an error below.
         self._launched, self._missing = 0, []
-        self._check_flags(on_any, on_all)
-        factor = self._correction() if on_all[0] else None  # only if gradients are weighted by samples
+        self._check_flags(differs)
         for bucket, its_used in zip(self.buckets, used, strict=True):
-            bucket.finish(factor, its_used)
+            bucket.finish(its_used)
         self.passes += 1
 
-    def _check_flags(self, on_any: list, on_all: list) -> None:
+    def _check_flags(self, differs: list[bool]) -> None:
         """Raise an error on all ranks if flags differ between ranks; all ranks call it."""
-        differs = [some != every for some, every in zip(on_any, on_all, strict=True)]
         if self.collective.comm.simulated:
             return  # simulated ranks contribute zeros
         # In join() some ranks have no more batches and do not step, so their parameters may differ.
-        if any(differs[2:]) and getattr(self.owner, "_join", None) is None:
+        if any(differs[1:]) and getattr(self.owner, "_join", None) is None:
             raise DtlibError(
                 "The model's parameters, or learning rates, differ between ranks, for example because one rank alone "
                 "called load_state_dict(), left out a step, or has another optimizer or schedule: load values on all "
@@ -180,28 +164,13 @@ class Reducer:
                 "Horovod, call hvd.broadcast_parameters() first."
             )
         self._compared += 1
-        if any(differs[1:2]):
+        if differs[0]:
             forwards, self.owner.forwards = self.owner.forwards, 0  # type: ignore[attr-defined]
             raise DtlibError(
                 f"This backward pass is for forward pass {forwards} here, and for a different one on another rank: "
                 "one rank skipped a forward pass, for example by `continue`, or ran one more. Skip a step on all "
                 "ranks or on none, and call the model for other purposes in eval() and no_grad()."
             )
-        if on_any[0] and not self.collective.weightable:
-            raise DtlibError("batch_size weights gradients, but a communication hook does not: use only one of them.")
-        if differs[0]:
-            raise DtlibError(
-                f"batch_size is {self._samples} here, but is not set on all ranks: before the backward pass, set it on "
-                "all ranks or on none."
-            )
-
-    def _correction(self) -> float:
-        """Return the guess over the true number of samples, and improve the guess; all ranks call it."""
-        samples = torch.tensor(float(self._samples or 0), dtype=torch.float64)
-        total = self.collective.comm.all_reduce(samples).item() or 1.0  # 1 if no rank has a sample
-        factor = self._guess / total
-        self._guess = max(self._guess, 2.0 ** round(math.log2(total)))
-        return factor
 
     def forget(self) -> None:
         """Clear the averages and the count of passes; the owner calls it when a new step begins."""
@@ -250,7 +219,7 @@ class Bucket:
             check_dense(parameter.grad)
         self.used = [parameter.grad is not None for parameter in self.parameters]
 
-    def fill(self, weight: float | None, extra: int, free: bool = True) -> FlatBuffer:
+    def fill(self, extra: int, weight: float = 1.0, free: bool = True) -> FlatBuffer:
         """Copy gradients, times ``weight``, into a flat buffer with ``extra`` zeros at its end.
 
         Each gradient is freed after its copy, unless ``free`` is false. Missing gradients are zeros.
@@ -264,16 +233,12 @@ class Bucket:
                 parameter.grad = None
             if gradient is None:
                 view.zero_()
-            elif weight is None:
-                view.copy_(gradient)
             else:
                 torch.mul(gradient.detach().to(view.dtype), weight, out=view)
         return buffer
 
-    def finish(self, factor: float | None, used: list) -> None:
-        """Set gradients to views of the received average, times ``factor``; to None if no rank used the parameter."""
-        if factor is not None:
-            self.buffer.flat[: self.buffer.numel].mul_(factor)
+    def finish(self, used: list) -> None:
+        """Set gradients to views of the received average; to None if no rank used the parameter."""
         for parameter, view, is_used in zip(self.parameters, self.buffer.views, used, strict=True):
             parameter.grad = view if is_used else None
         for parameter in self.sharded:
@@ -288,7 +253,6 @@ class GradientShard(Bucket):
     """
 
     average: torch.Tensor | None
-    _unscaled: torch.Tensor | None
 
     def __init__(self, parameters: list, shards: Shards):
         super().__init__(parameters)
@@ -301,43 +265,29 @@ class GradientShard(Bucket):
         super().complete()
         self.used = [now or then for now, then in zip(self.used, before, strict=True)]
 
-    def flat_gradients(self, weight: float | None) -> torch.Tensor:
-        """Return the gradients, times ``weight``, in one flat tensor, and free the originals.
+    def flat_gradients(self) -> torch.Tensor:
+        """Return the gradients in one flat tensor, and free the originals.
 
         A single gradient is not copied if nothing else refers to its memory.
         """
         first = self.parameters[0]
         if len(self.parameters) > 1 or self.shards.padding or not _is_alone(first, self.dtype):
-            return self.fill(weight, self.shards.padding).flat
+            return self.fill(self.shards.padding).flat
         whole, first.grad = first.grad.detach().view(-1), None
-        return whole if weight is None else whole.mul_(weight)
+        return whole
 
-    def take(self, shard: torch.Tensor, weighted: bool) -> None:
-        """Add a received shard to the average.
+    def take(self, shard: torch.Tensor) -> None:
+        """Add a received shard to the average."""
+        self.average = shard if self.average is None else self.average.add_(shard)
 
-        A ``weighted`` shard still needs the factor of ``finish``, so it is kept separate from earlier passes.
-        """
-        if self.average is None:
-            self.average = shard
-        elif weighted:
-            self._unscaled = shard
-        else:
-            self.average.add_(shard)
-
-    def finish(self, factor: float | None, used: list) -> None:
-        """Multiply the shard of this pass by ``factor`` and add it to the average."""
-        assert self.average is not None
+    def finish(self, used: list) -> None:
+        """Record which parameters any rank has used."""
         self.used_anywhere = used
-        if self._unscaled is not None:
-            self.average.add_(self._unscaled, alpha=factor or 1.0)
-        elif factor is not None:
-            self.average.mul_(factor)
-        self._unscaled = None
 
     def forget(self) -> None:
         """Clear the average and the record of used parameters."""
         self.used = self.used_anywhere = [False] * len(self.parameters)
-        self.average = self._unscaled = None
+        self.average = None
 
 
 class AllReduce:
@@ -347,27 +297,24 @@ class AllReduce:
     say on how many ranks they were set.
     """
 
-    weightable = True
-
     def __init__(self, comm: Communicator, algorithm: str | None = None):
         self.comm, self.algorithm = comm, algorithm
-        self.weight: float | None = 1 / comm.size  # gradients are averaged before they are sent, in `Bucket.fill`
 
-    def launch(self, bucket: Bucket, weight: float | None, flags: list[bool]) -> None:
-        """Start the all-reduce of a bucket's gradients, times ``weight``."""
+    def launch(self, bucket: Bucket, flags: list[bool]) -> None:
+        """Start the all-reduce of a bucket's gradients; each rank divides its own, so the sum is the average."""
         tail = torch.tensor([*bucket.used, *flags])
-        bucket.buffer = bucket.fill(weight, len(tail))
+        bucket.buffer = bucket.fill(len(tail), weight=1 / self.comm.size)
         bucket.buffer.tail.copy_(tail)
         bucket.handle = self.comm.all_reduce(bucket.buffer.flat, async_op=True, algorithm=self.algorithm)
 
-    def collect(self, buckets: Sequence[Bucket], flags: list[bool]) -> tuple[list, list, list]:
-        """Wait for all buckets; return used parameters per bucket, flags set on any rank, and flags set on all."""
+    def collect(self, buckets: Sequence[Bucket], flags: list[bool]) -> tuple[list, list]:
+        """Wait for all buckets; return used parameters per bucket, and whether each flag differs between ranks."""
         for bucket in buckets:
             bucket.handle.wait()
         tails = [bucket.buffer.tail.tolist() for bucket in buckets]
         counts = tails[0][-len(flags) :]
         used = [tail[: -len(flags)] for tail in tails]
-        return used, [count > 0 for count in counts], [count == self.comm.size for count in counts]
+        return used, [0 < count < self.comm.size for count in counts]
 
 
 class ReduceScatter:
@@ -376,37 +323,34 @@ class ReduceScatter:
     A shard has no place for flags, so one small all-reduce at the end of the pass exchanges them.
     """
 
-    weight, weightable = None, True
-
     def __init__(self, comm: Communicator):
         self.comm = comm
-        self._in_flight: tuple | None = None  # the bucket in flight, and whether it is weighted
+        self._in_flight: GradientShard | None = None
 
-    def launch(self, bucket: GradientShard, weight: float | None, flags: list[bool]) -> None:
+    def launch(self, bucket: GradientShard, flags: list[bool]) -> None:
         """Wait for the previous bucket, so that only one needs memory; then start the reduce-scatter of ``bucket``."""
         self._collect_last()
-        whole = bucket.flat_gradients(weight)
+        whole = bucket.flat_gradients()
         own = whole.new_empty(bucket.shards.length)
-        op = "mean" if weight is None else "sum"
-        bucket.handle = self.comm.reduce_scatter(own, whole, op, async_op=True, overwrite=True)
-        self._in_flight = bucket, flags[0]
+        bucket.handle = self.comm.reduce_scatter(own, whole, "mean", async_op=True, overwrite=True)
+        self._in_flight = bucket
 
     def _collect_last(self) -> None:
-        if self._in_flight:
-            bucket, weighted = self._in_flight
-            bucket.take(bucket.handle.wait(), weighted)
+        if bucket := self._in_flight:
+            bucket.take(bucket.handle.wait())
             self._in_flight = None
             del bucket.handle
 
-    def collect(self, buckets: Sequence[GradientShard], flags: list[bool]) -> tuple[list, list, list]:
-        """Wait for the last bucket; return used parameters per bucket, flags set on any rank, and flags set on all."""
+    def collect(self, buckets: Sequence[GradientShard], flags: list[bool]) -> tuple[list, list]:
+        """Wait for the last bucket; return used parameters per bucket, and whether each flag differs between ranks."""
         self._collect_last()
         # One all-reduce with "max": a flag's maximum says whether any rank has set it, and the maximum of its negation
         # says whether any rank has not.
         mine = [*flags, *(not flag for flag in flags), *(used for bucket in buckets for used in bucket.used)]
         rest = iter(self.comm.all_reduce(torch.tensor(mine, dtype=torch.int8), op="max").tolist())
-        on_any, on_all = [next(rest) > 0 for _ in flags], [next(rest) == 0 for _ in flags]
-        return [[next(rest) for _ in bucket.parameters] for bucket in buckets], on_any, on_all
+        on_any, off_any = [next(rest) for _ in flags], [next(rest) for _ in flags]
+        used = [[next(rest) for _ in bucket.parameters] for bucket in buckets]
+        return used, [bool(on and off) for on, off in zip(on_any, off_any, strict=True)]
 
 
 def _is_alone(parameter: torch.Tensor, dtype: torch.dtype) -> bool:

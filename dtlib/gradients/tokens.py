@@ -1,13 +1,10 @@
 """The mean loss over the tokens of all ranks, when ranks have different numbers of tokens."""
 
-from collections.abc import Iterable
 from weakref import WeakSet
 
 import torch
 
 from dtlib.comm import Communicator
-from dtlib.errors import DtlibError
-from dtlib.gradients.shard_info import info_of
 
 # Communicators whose loss in this step is already divided by the number of all tokens; preconditions.py reads it.
 divided_by_all_tokens: WeakSet = WeakSet()
@@ -32,16 +29,3 @@ def mean_over_tokens(losses: torch.Tensor, comm: Communicator, mask: torch.Tenso
     total = float(comm.all_reduce(count))
     kept = losses if mask is None else losses.masked_fill(~mask, 0.0)
     return kept.sum() * (comm.size / max(total, 1.0))
-
-
-def refuse_weights(parameters: Iterable[torch.Tensor], batch_size: float | None) -> None:
-    """Refuse ``batch_size`` if ranks share sequences: weights after the backward pass would be wrong.
-
-    Raises:
-        DtlibError: on every rank, because all ranks set ``batch_size`` or none does.
-    """
-    if batch_size is not None and any(len(info_of(one).sequences) > 1 for one in parameters):
-        raise DtlibError(
-            f"batch_size={batch_size} is not possible where ranks share sequences: gradients of keys and values "
-            "contain losses of other ranks. Leave batch_size out, and compute the loss with mean_over_tokens."
-        )

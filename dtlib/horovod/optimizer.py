@@ -27,7 +27,7 @@ from dtlib.horovod.operations import Average, check_op, version_of
 class _Bucket(Bucket):
     """A bucket that sends a copy of its gradients. They stay in ``.grad``, so that changes by the user are detected."""
 
-    def finish(self, factor: float | None, used: list) -> None:
+    def finish(self, used: list) -> None:
         """Write the reduced gradients into ``.grad``, except of parameters that have been frozen since the launch."""
         for parameter, view in zip(self.parameters, self.buffer.views, strict=True):
             if parameter.requires_grad:
@@ -45,21 +45,21 @@ class _Compressed(AllReduce):
     def __init__(self, compression: type[NoneCompressor], op: int):
         super().__init__(communicator())
         self.compression = compression
-        self.weight = 1 / size() if op == Average else None
+        self.weight = 1 / size() if op == Average else 1.0
         self._contexts: dict[Bucket, object] = {}  # bucket -> context for decompress
 
-    def launch(self, bucket: Bucket, weight: float | None, flags: list[bool]) -> None:
-        bucket.buffer = bucket.fill(weight, 0, free=False)
+    def launch(self, bucket: Bucket, flags: list[bool]) -> None:
+        bucket.buffer = bucket.fill(0, self.weight, free=False)
         short, self._contexts[bucket] = self.compression.compress(bucket.buffer.flat)
         bucket.handle = communicator().all_reduce(short, async_op=True)
 
-    def collect(self, buckets: Sequence[Bucket], flags: list[bool]) -> tuple[list, list, list]:
+    def collect(self, buckets: Sequence[Bucket], flags: list[bool]) -> tuple[list, list]:
         for bucket in buckets:
             short = bucket.handle.wait()
             bucket.buffer.flat.copy_(self.compression.decompress(short, self._contexts[bucket]))
-        # Flags from the third on are a checksum of the parameters, which the reducer compares in some passes.
-        everyones = list(zip(*communicator().all_gather_object(flags) if len(flags) > 2 else [flags], strict=True))
-        return [bucket.used for bucket in buckets], list(map(any, everyones)), list(map(all, everyones))
+        # Flags from the second on are a checksum of the parameters, which the reducer compares in some passes.
+        everyones = zip(*communicator().all_gather_object(flags) if len(flags) > 1 else [flags], strict=True)
+        return [bucket.used for bucket in buckets], [len(set(flag)) > 1 for flag in everyones]
 
 
 class _Distributed(Optimizer):

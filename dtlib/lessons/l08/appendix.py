@@ -115,7 +115,7 @@ assert all(len(set(row(f"{step}", "right answers of 96")[:2])) == 1 for step in 
 # Each replica has the same losses in both ways, to 1e-12. (The number of right answers rises and falls, because ten
 # steps are few.) Here is the rewired graph, from top to bottom. Look at the grey bars across all four columns: an
 # `all_reduce` is an exchange, `apply_gradients` the step of the optimizer. (The figure leaves out operations that only
-# change a tensor's shape or name; `print(replicator.graph())` counts all operations.)
+# change a tensor's shape or name; `print(replicator.graph().module.code)` shows them all.)
 
 # %%
 figures.rewired(replicator.graph())

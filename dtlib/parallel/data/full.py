@@ -40,8 +40,8 @@ class DataParallel(nn.Module):
 
     Rank 0's buffers are broadcast before the first forward pass of each training step.
 
-    If batch sizes differ between ranks, set ``model.batch_size = len(x)`` on all ranks before the step. Gradients are
-    then weighted by the batch size: a mean over samples, not over ranks. A parameter that no rank has used keeps
+    If batch sizes differ between ranks, compute the loss with ``mean_over_tokens`` (gradients/tokens.py): a mean over
+    samples, not over ranks. A parameter that no rank has used keeps
     ``grad=None``. If only some ranks have used it, the other ranks contribute zeros. ``torch.autograd.grad`` returns
     this rank's local gradient. Expert parameters that differ between these ranks are not averaged: ``MixtureOfExperts``
     handles them.
@@ -59,7 +59,6 @@ class DataParallel(nn.Module):
         super().__init__()
         self.module = module
         self.comm = as_communicator(init().comm if comm is None else comm)
-        self.batch_size: int | None = None
         named = {name: p for name, p in module.named_parameters() if p.requires_grad and not self._is_an_experts(p)}
         _check_parameters(named, module, self.comm, bucket_cap_mb)
         names = {parameter: name for name, parameter in named.items()}
@@ -126,7 +125,7 @@ class DataParallel(nn.Module):
     def register_comm_hook(self, state: object, hook: Callable) -> None:
         """Average buckets with ``hook(state, bucket)`` instead of ``all_reduce`` (hooks.py). All ranks call this.
 
-        A hook cannot be combined with ``batch_size`` or ``join()``. Counterpart: torch's ``register_comm_hook``.
+        A hook cannot be combined with ``join()``. Counterpart: torch's ``register_comm_hook``.
         """
         self._collective = self._reducer.collective = CommHook(state, hook, self._collective, self.buckets)
 
@@ -140,34 +139,33 @@ class DataParallel(nn.Module):
     def join(self) -> Iterator[None]:
         """Allow different numbers of batches per rank: a rank without a batch contributes zero gradients.
 
-        Gradients are averaged over all ranks, or over samples if ``batch_size`` is set. In this context, each forward
+        Gradients are averaged over all ranks. In this context, each forward
         pass in training must be followed by a backward pass. At the end, all ranks receive the parameters of a rank
         that had the most batches. Counterpart: ``DistributedDataParallel.join``.
         """
         if isinstance(self._collective, CommHook):
-            raise DtlibError("join() weights gradients, but a communication hook does not: use only one of them.")
+            raise DtlibError("join() does not support a communication hook: use only one of them.")
         for name, module in self.module.named_modules():
             if getattr(module, "communicates_in_forward", False):
                 what = name or "this model"
                 raise DtlibError(f"join(): ranks without a batch cannot run {what}, which communicates.")
-        self._join, batch_size = [1] * self.comm.size, self.batch_size
+        self._join = [1] * self.comm.size
         try:
             yield
             last = self._join or []
             # This rank has no batch left. Take part in the steps of the other ranks until no rank has a batch.
             while any(still := self._announce(False)):
                 self._join = last = still
-                self.batch_size = 0 if BY_SAMPLES in still else None
                 self._shadow()
             for tensor in [*self.module.parameters(), *self.module.buffers()]:
                 self.comm.broadcast(tensor, _last_with_a_batch(last))
         finally:
-            self._join, self.batch_size = None, batch_size
+            self._join = None
 
     def _announce(self, has_batch: bool) -> list[int]:
-        """Gather one flag per rank: 0 without a batch, 1 with a batch, BY_SAMPLES with a batch weighted by its size."""
-        mine = (1 if self.batch_size is None else BY_SAMPLES) if has_batch else 0
-        return self.comm.all_gather(torch.zeros(self.comm.size, dtype=torch.int64), torch.tensor([mine])).tolist()
+        """Gather one flag per rank: whether it has a batch."""
+        flags = torch.zeros(self.comm.size, dtype=torch.int64)
+        return self.comm.all_gather(flags, torch.tensor([int(has_batch)])).tolist()
 
     def _shadow(self) -> None:
         """Run all collectives of one training step with zero gradients."""
@@ -190,7 +188,6 @@ def flag_storage(parameters: list) -> list[torch.Tensor]:
     return [views[0].as_strided((elements - size,), (1,), size)] if elements > size else []
 
 
-BY_SAMPLES = 2
 _hooks: WeakKeyDictionary = WeakKeyDictionary()  # for each wrapped module, the hooks of its parameters
 
 

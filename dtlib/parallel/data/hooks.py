@@ -58,8 +58,6 @@ class CommHook(AllReduce):
     ``before`` is the model's current collective, which must not be a hook.
     """
 
-    weightable = False  # the hook divides, so batches cannot be weighted
-
     def __init__(self, state: object, hook: Callable, before: AllReduce, buckets: list[Bucket]):
         if isinstance(before, CommHook):
             raise DtlibError(f"This model already has the hook {before.name}: wrap it again for another one.")
@@ -75,9 +73,9 @@ class CommHook(AllReduce):
         self.state, self.hook, self.buckets = state, hook, buckets
         self._futures: dict[Bucket, torch.futures.Future] = {}
 
-    def launch(self, bucket: Bucket, weight: float | None, flags: list[bool]) -> None:
+    def launch(self, bucket: Bucket, flags: list[bool]) -> None:
         """Call the hook, and all-reduce the flags separately because a hook may resize the gradients' memory."""
-        buffer = bucket.buffer = bucket.fill(None, 0)
+        buffer = bucket.buffer = bucket.fill(0)
         buffer.tail = torch.tensor([*bucket.used, *flags], dtype=buffer.flat.dtype, device=buffer.flat.device)
         bucket.handle = self.comm.all_reduce(buffer.tail, async_op=True)
         b = self.buckets.index(bucket)
@@ -89,7 +87,7 @@ class CommHook(AllReduce):
             )
         self._futures[bucket] = future
 
-    def collect(self, buckets: Sequence[Bucket], flags: list[bool]) -> tuple[list, list, list]:
+    def collect(self, buckets: Sequence[Bucket], flags: list[bool]) -> tuple[list, list]:
         """Wait for the hooks and write the averages into the buckets."""
         arrived = super().collect(buckets, flags)
         for bucket in buckets:

@@ -5,7 +5,8 @@ arXiv:1701.06538; D. Lepikhin et al., "GShard", arXiv:2006.16668. Counterparts: 
 of experts.
 """
 
+from dtlib.gradients.precision import clip_grad_norm_
 from dtlib.parallel.expert import checks  # noqa: F401  # installs the checks of plain.py on import
-from dtlib.parallel.expert.layer import MixtureOfExperts, clip_grad_norm_, whole_state_dict
+from dtlib.parallel.expert.layer import MixtureOfExperts, whole_state_dict
 
 __all__ = ["MixtureOfExperts", "clip_grad_norm_", "whole_state_dict"]

@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.precision import clip_by_norm
 from dtlib.gradients.same_model import check_same_arguments, check_same_values
 from dtlib.gradients.shard_info import info_of, note
 from dtlib.parallel.expert.plain import through_experts
@@ -147,32 +146,6 @@ class MixtureOfExperts(nn.Module):
         self.choices = of_all.long()
         self.balance = self.count * (share * probabilities.sum(0)).sum() * factor
         self.z_loss = logits.logsumexp(-1).square().sum() * factor
-
-
-def clip_grad_norm_(model: nn.Module, max_norm: float, comm: AnyCommunicator) -> float:
-    """Scale all gradients so that the 2-norm of the whole model's gradient is at most ``max_norm``.
-
-    Call it between ``backward()`` and ``step()`` on all ranks of ``comm``, the expert axis. Returns the norm before
-    scaling.
-
-    The squares of experts' gradients are summed over ranks. Parameters that every rank has are counted once; their
-    gradients must already be averaged. ``nn.utils.clip_grad_norm_`` would see only this rank's experts, and is refused.
-    """
-    comm = as_communicator(comm)
-    # Count gradients that all ranks have only on rank 0.
-    gradients, counted = [], []
-    for name, parameter in model.named_parameters():
-        sharing = info_of(parameter).experts
-        if sharing and sharing != comm.members:
-            raise DtlibError(
-                f"clip_grad_norm_: ranks {list(sharing)} share experts such as {name}, but comm has ranks "
-                f"{list(comm.members)}: pass mesh['expert']."
-            )
-        if parameter.grad is not None:
-            gradients.append(parameter.grad)
-            if sharing or comm.rank == 0:
-                counted.append(parameter.grad)
-    return clip_by_norm(gradients, max_norm, comm, counted)
 
 
 def whole_state_dict(model: nn.Module, comm: AnyCommunicator) -> dict[str, torch.Tensor]:

@@ -53,7 +53,7 @@ class DiLoCo:
         self.trained = list(named.values())
         self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         self.starts = [parameter.detach().clone() for parameter in self.trained]
-        self.steps = 0
+        self.steps = self._since = 0  # steps so far, and since the last exchange
         self._stepping = False
         _guard(self)
 
@@ -66,13 +66,13 @@ class DiLoCo:
             self.inner_optimizer.step()
         finally:
             self._stepping = False
-        self.steps += 1
-        if self.steps % self.sync_every == 0:
+        self.steps, self._since = self.steps + 1, self._since + 1
+        if self._since == self.sync_every:
             self._exchange()
 
     def finish(self) -> None:
-        """Exchange the rest of the last round, so that all ranks have the same parameters. All ranks call it."""
-        if self.steps % self.sync_every:
+        """End the round early, so that all ranks have the same parameters. All ranks call it."""
+        if self._since:
             self._exchange()
 
     @torch.no_grad()
@@ -89,6 +89,7 @@ class DiLoCo:
     @torch.no_grad()
     def _exchange(self) -> None:
         """Take the outer step, from the round's start. The result is the same on all ranks."""
+        self._since = 0
         moved = [start - parameter for start, parameter in zip(self.starts, self.trained, strict=True)]
         mean = self.comm.all_reduce(torch.cat([tensor.flatten() for tensor in [*moved, *self._buffers]]), op="mean")
         *ways, rest = mean.split([*(tensor.numel() for tensor in moved), sum(one.numel() for one in self._buffers)])
@@ -105,11 +106,12 @@ class DiLoCo:
 
     def state_dict(self) -> dict:
         """Return this rank's state; save it together with the model and the inner optimizer of this rank."""
-        return {"steps": self.steps, "starts": self.starts, "outer_optimizer": self.outer_optimizer.state_dict()}
+        outer = self.outer_optimizer.state_dict()
+        return {"steps": self.steps, "since": self._since, "starts": self.starts, "outer_optimizer": outer}
 
     def load_state_dict(self, state: dict) -> None:
         """Load this rank's state; all ranks call it, after they have loaded the model and the inner optimizer."""
-        self.steps = state["steps"]
+        self.steps, self._since = state["steps"], state["since"]
         for start, saved in zip(self.starts, state["starts"], strict=True):
             start.copy_(saved)
         self.outer_optimizer.load_state_dict(state["outer_optimizer"])

@@ -64,7 +64,7 @@ class Replicator:
         self.comm = comm if comm is None else as_communicator(comm)
         self.replicas: int = replicas or self.comm.size  # type: ignore[union-attr]  # there is one of the two
         self.replica_id = self.comm.rank if self.comm else 0
-        self._exchange = between_graph(self.comm) if self.comm else in_graph(self.replicas)
+        self._exchange = between_graph(self.comm) if self.comm else in_graph
         self._optimizers: list[ReplicatedOptimizer] = []
         self._graph: StepGraph | None = None
 
@@ -92,16 +92,19 @@ class Replicator:
             raise DtlibError(f"map_reduce has no op {op!r}: choose one of {', '.join(MAP_REDUCE_OPS)}.")
         # Raise the same errors as with processes for tensors that cannot be combined.
         types.combiner(tensor, op, "map_reduce")
-        return exchanged(tensor, f"all_reduce {op}", self._exchange)
+        return exchanged(tensor, op, self._exchange)
 
     def map_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate every replica's tensor along the first axis; numbers become a vector.
 
-        ``tensor`` has the same shape on all replicas. Gradients flow back to every replica.
+        ``tensor`` has the same shape on all replicas. Gradients flow back to every replica. It is an all-reduce, so it
+        sends more than an all-gather.
         """
         _check_tensor(tensor, "map_gather")
-        types.check_name(types.dtype_name(tensor.dtype), "map_gather")
-        return exchanged(tensor, "all_gather", self._exchange)
+        # One row per replica: this replica's tensor in its row, and zeros in the other rows.
+        rows = [tensor if r == self.replica_id else torch.zeros_like(tensor) for r in range(self.replicas)]
+        whole = self.map_reduce(torch.stack(rows))
+        return whole.flatten(0, 1) if tensor.dim() else whole
 
     # Running
 
@@ -159,7 +162,7 @@ class Replicator:
         return [tree_unflatten(mine, spec) for mine, spec in zip(self._graph(*flat), packed, strict=True)]
 
     def graph(self) -> StepGraph:
-        """Return the graph of the last step; ``print`` shows it."""
+        """Return the graph of the last step."""
         if self._graph is None:
             why = "a process per replica has none" if self.comm else "nothing has run yet"
             raise DtlibError(f"graph() shows the last step of Replicator(replicas=...): {why}.")

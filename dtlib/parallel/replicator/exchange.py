@@ -1,11 +1,8 @@
 """Exchanges between replicas, with gradients: collectives between processes, or marks in a captured graph.
 
-    y = all_reduce(x)          the sum (mean, ...) over replicas       gradient: all_reduce of the gradients
-    y = all_gather(x)          all replicas' x, concatenated           gradient: reduce_scatter
-    y = reduce_scatter(x)      chunk r of the sum                      gradient: all_gather
+    y = all_reduce(x)    the sum or the mean over replicas    gradient: all_reduce of the gradients
 
-The loss of every replica may depend on every replica's x, so gradients are exchanged as well. The kind of an exchange
-is a string: ``all_reduce mean``, ``all_gather``, ``reduce_scatter``.
+The loss of every replica may depend on every replica's x, so gradients are exchanged as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,56 +15,31 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.backward import with_gradient
 
 MAP_REDUCE_OPS = ("sum", "mean")
-GRADIENT = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}  # an all-reduce is its own gradient
 Exchange = Callable[[Tensor, str], Tensor]
 
 
 def between_graph(comm: Communicator) -> Exchange:
     """Return the exchange for one replica per process: a collective of the communicator."""
-
-    def exchange(tensor: Tensor, kind: str) -> Tensor:
-        name, _, op = kind.partition(" ")
-        if name == "all_reduce":
-            return comm.all_reduce(tensor.detach().clone(memory_format=torch.contiguous_format), op=op)
-        result = tensor.new_empty(_shape_after(tensor, kind, comm.size))
-        return getattr(comm, name)(result, tensor.detach().contiguous())
-
-    return exchange
+    return lambda tensor, op: comm.all_reduce(tensor.detach().clone(memory_format=torch.contiguous_format), op=op)
 
 
-def in_graph(replicas: int) -> Exchange:
-    """Return the exchange for all replicas in one process: a mark that ``graph.rewire`` replaces by ``combine_all``."""
-    return lambda tensor, kind: torch.ops.dtlib.exchange(tensor, kind, replicas)
+def in_graph(tensor: Tensor, op: str) -> Tensor:
+    """Exchange between replicas in one process: a mark that ``graph.rewire`` replaces by ``combine_all``."""
+    return torch.ops.dtlib.exchange(tensor, op)
 
 
-def combine_all(tensors: list[Tensor], kind: str) -> list[Tensor]:
+def combine_all(tensors: list[Tensor], op: str) -> list[Tensor]:
     """Exchange in a rewired graph: take a tensor per replica; return a result per replica, each in its own memory."""
-    name, _, op = kind.partition(" ")
     stacked = torch.stack(tensors)
-    if name == "reduce_scatter":
-        return [chunk.clone() for chunk in stacked.sum(0).chunk(len(tensors))]
-    if name == "all_reduce":
-        result = (stacked.mean(0) if op == "mean" else stacked.sum(0)).to(stacked.dtype)
-    else:
-        result = stacked.flatten(0, 1) if stacked.dim() > 1 else stacked
+    result = (stacked.mean(0) if op == "mean" else stacked.sum(0)).to(stacked.dtype)
     return [result.clone() for _ in tensors]
 
 
-def exchanged(tensor: Tensor, kind: str, exchange: Exchange) -> Tensor:
-    """Return ``exchange(tensor, kind)``, with gradients that flow back to every replica."""
-    shape = tensor.shape
-
-    def backward(gradient):
-        return exchanged(gradient, GRADIENT.get(kind, kind), exchange).reshape(shape)
-
-    return with_gradient(tensor, lambda tensor: exchange(tensor, kind), backward)
-
-
-def _shape_after(tensor, kind: str, replicas: int) -> tuple:
-    """Return the shape of an exchange's result: numbers are gathered into a vector, tensors along the first axis."""
-    if kind == "all_gather":
-        return (replicas * len(tensor), *tensor.shape[1:]) if tensor.dim() else (replicas,)
-    return (len(tensor) // replicas, *tensor.shape[1:]) if kind == "reduce_scatter" else tuple(tensor.shape)
+def exchanged(tensor: Tensor, op: str, exchange: Exchange) -> Tensor:
+    """Return ``exchange(tensor, op)``, with gradients that flow back to every replica."""
+    return with_gradient(
+        tensor, lambda tensor: exchange(tensor, op), lambda gradient: exchanged(gradient, op, exchange)
+    )
 
 
 # The marks. They are tagged as random operators, so that tracing does not treat their results as constants.
@@ -81,7 +53,7 @@ OUTSIDE = "Replicas exchange tensors inside step_fn: pass step_fn to replicator.
 
 
 @_mark("exchange")
-def _exchange(tensor: Tensor, kind: str, replicas: int) -> Tensor:
+def _exchange(tensor: Tensor, op: str) -> Tensor:
     raise DtlibError(OUTSIDE)
 
 
@@ -90,6 +62,6 @@ def _apply_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor], 
     raise DtlibError(OUTSIDE)
 
 
-_exchange.register_fake(lambda tensor, kind, replicas: tensor.new_empty(_shape_after(tensor, kind, replicas)))
+_exchange.register_fake(lambda tensor, op: tensor.new_empty(tensor.shape))
 _apply_gradients.register_fake(lambda parameters, gradients, used, optimizer: None)
 EXCHANGE, APPLY = torch.ops.dtlib.exchange.default, torch.ops.dtlib.apply_gradients.default

@@ -123,35 +123,18 @@ class _NoSideEffects(TorchDispatchMode):
 class StepGraph:
     """One step of all replicas.
 
-    ``print(graph)`` shows a table and ``graph.code`` Python code. ``graph.exchanges`` are the nodes at which replicas
-    exchange tensors, and ``graph.module`` is the ``torch.fx.GraphModule``.
+    ``graph.exchanges`` are the nodes at which replicas exchange tensors. ``graph.module`` is the
+    ``torch.fx.GraphModule``, and ``graph.module.code`` its Python code.
     """
 
     def __init__(self, module: fx.GraphModule, replicas: int):
-        self.module, self.replicas, self.code = module, replicas, module.code
+        self.module, self.replicas = module, replicas
         self.exchanges = [node for node in module.graph.nodes if "exchange" in node.meta]
 
     def __call__(self, *tensors: torch.Tensor) -> list[list]:
         """Run the step on all replicas' inputs; return a list of outputs for each replica."""
         with torch.no_grad():  # gradients are operations of the graph
             return self.module(*tensors)
-
-    def __str__(self) -> str:
-        """Return the number of each replica's operations between exchanges, from top to bottom.
-
-        replica 0       replica 1
-        13 operations   13 operations
-        ==== all_reduce mean of (7,) float64 ====
-        """
-        rows, counts = [[f"replica {replica}" for replica in range(self.replicas)]], [0] * self.replicas
-        for node in self.module.graph.nodes:
-            if node in self.exchanges or node.op == "output":
-                rows += [[f"{count} operations" for count in counts]] if any(counts) else []
-                rows += [[f"==== {node.meta['exchange']} ===="]] if node in self.exchanges else []
-                counts = [0] * self.replicas
-            elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-                counts[node.meta["replica"]] += 1
-        return "\n".join("".join(text.ljust(16) for text in row).rstrip() for row in rows)
 
 
 def rewire(graphs: list[fx.GraphModule], apply: list[Callable]) -> StepGraph:
@@ -236,5 +219,4 @@ def _text_of(mark: fx.Node) -> str:
     args: tuple = mark.args
     if mark.target is APPLY:
         return f"apply_gradients of optimizer {args[3]}: {len(args[0])} parameters"
-    value = (mark if args[1].startswith("all_reduce") else args[0]).meta.get("val")
-    return f"{args[1]} of {'a constant' if value is None else described(value)}"
+    return f"all_reduce {args[1]} of {described(mark.meta['val'])}"

@@ -65,7 +65,7 @@ class ReplicatedOptimizer:
         # Send all gradients in one message. At its end, one number per parameter says whether this replica has used it.
         pieces = [_flat(gradient, parameter) for gradient, parameter in zip(gradients, parameters, strict=True)]
         used_here = [pieces[0].new_full((1,), float(gradient is not None)) for gradient in gradients]
-        flat = exchanged(torch.cat([*pieces, *used_here]).detach(), "all_reduce mean", self._exchange)
+        flat = exchanged(torch.cat([*pieces, *used_here]).detach(), "mean", self._exchange)
         *averages, used = flat.split([*(len(piece) for piece in pieces), len(parameters)])
         averages = [average.view_as(parameter) for average, parameter in zip(averages, parameters, strict=True)]
         if self._in_graph:

@@ -46,6 +46,7 @@ Megatron-LM", SC 2021, section 2.3. Names are Megatron-LM's.
 """
 
 # ruff: noqa: I001
+from dtlib.gradients.precision import clip_grad_norm_
 from dtlib.parallel.tensor import checks  # noqa: F401  # installs the checks of plain.py on import
 from dtlib.parallel.tensor.blocks import ParallelAttention, ParallelMLP
 from dtlib.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
@@ -54,7 +55,7 @@ from dtlib.parallel.tensor.functions import (
     sum_over_ranks,
 )  # fmt: skip
 from dtlib.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from dtlib.parallel.tensor.unsharded import clip_grad_norm_, whole_state_dict
+from dtlib.parallel.tensor.unsharded import whole_state_dict
 
 __all__ = [
     "ColumnParallelLinear", "ParallelAttention", "ParallelMLP", "RowParallelLinear", "VocabParallelEmbedding",

@@ -21,6 +21,7 @@ S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion para
 
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import nn, optim
@@ -63,9 +64,8 @@ class ZeroOptimizer(optim.Optimizer):
 
     Parameters in 16 bits get float32 master weights, only for this rank's shard.
 
-    Set ``optimizer.batch_size = len(x)`` before a backward pass to weight this rank's gradients by its samples. A rank
-    without samples sets it to 0 and calls ``step()`` without a backward pass. A parameter that no rank has used is not
-    updated. After ``step()``, all gradients are None.
+    If batch sizes differ between ranks, compute the loss with ``mean_over_tokens`` (gradients/tokens.py). A parameter
+    that no rank has used is not updated. After ``step()``, all gradients are None.
 
     At stage 2, gradients are sent and freed during ``backward()``. Placeholders replace them and refuse to be read. Use
     ``optimizer.zero_grad()`` to drop the averages; ``model.zero_grad()`` cannot drop them. Clip with
@@ -88,7 +88,7 @@ class ZeroOptimizer(optim.Optimizer):
                  **defaults: object):  # fmt: skip
         check_arguments(optimizer_class, stage, bucket_cap_mb)
         self.comm = as_communicator(init().comm if comm is None else comm)
-        self.stage, self.batch_size, self.forwards = stage, None, 0
+        self.stage, self.forwards = stage, 0
         self._names: dict[nn.Parameter, str] = {}
         self._reduced = False  # True if gradients are averaged and step() can skip that
         # The base class needs default settings, so take those of an optimizer with a dummy parameter.
@@ -148,11 +148,22 @@ class ZeroOptimizer(optim.Optimizer):
             values=list(self._names),
         )  # fmt: skip
         for bucket in self._buckets:
-            keep = bucket.keep if isinstance(bucket, WholeGradients) else self._reducer.gradient_is_ready
             for parameter in bucket.parameters:
-                replace_hook(parameter, keep)
+                replace_hook(parameter, partial(self._gradient_is_ready, bucket))
 
     # Gradients
+
+    def _gradient_is_ready(self, bucket: ShardedBucket, parameter: nn.Parameter) -> None:
+        """Keep a gradient (stage 1), or send it in its bucket (stage 2); autograd calls this hook."""
+        if self._reduced:
+            raise DtlibError(
+                "backward() was called after reduce_gradients() or clip_grad_norm_(), so step() would lose its "
+                "gradients: call them after the last backward() before step()."
+            )
+        if isinstance(bucket, WholeGradients):
+            bucket.keep(parameter)
+        else:
+            self._reducer.gradient_is_ready(parameter)
 
     def reduce_gradients(self, scale: float = 1.0) -> None:
         """Average gradients over ranks and divide them by ``scale``, unless this was already done since the last step.

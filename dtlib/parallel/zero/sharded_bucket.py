@@ -42,9 +42,9 @@ class ShardedBucket(GradientShard):
             drop_placeholder(parameter)
         super().complete()
 
-    def finish(self, factor: float | None, used: list) -> None:
+    def finish(self, used: list) -> None:
         """Store the average and put placeholders in place of the gradients that were sent."""
-        super().finish(factor, used)
+        super().finish(used)
         for parameter in self.parameters:
             parameter.grad = FreedGradient.like(parameter)
 
@@ -76,22 +76,22 @@ class WholeGradients(ShardedBucket):
             view.copy_(gradient)
             parameter.grad = view
 
-    def flat_gradients(self, weight: float | None) -> torch.Tensor:
-        """Return all gradients as one flat tensor, times ``weight``; unused parameters contribute zeros."""
+    def flat_gradients(self) -> torch.Tensor:
+        """Return all gradients as one flat tensor; unused parameters contribute zeros."""
         for parameter, view in self.views.items():
             if parameter.grad is None:
                 view.zero_()
             self.keep(parameter)  # it may have been set by hand, without the hook
             parameter.grad = None
-        return self.memory.flat if weight is None else self.memory.flat.mul_(weight)
+        return self.memory.flat
 
-    def take(self, shard: torch.Tensor, weighted: bool) -> None:
+    def take(self, shard: torch.Tensor) -> None:
         """Store this rank's shard of the average."""
         self.average = self.shards.own(self.memory.flat).copy_(shard)
 
-    def finish(self, factor: float | None, used: list) -> None:
+    def finish(self, used: list) -> None:
         """Finish without placeholders, because the gradients have not been freed."""
-        GradientShard.finish(self, factor, used)
+        GradientShard.finish(self, used)
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the flat buffer's views, one for each parameter."""

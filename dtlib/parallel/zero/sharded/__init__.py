@@ -49,9 +49,9 @@ def fully_shard(module: nn.Module, comm: AnyCommunicator | None = None, reshard_
             cores are idle while computing (an accelerator, or an emulated network).
         progress: how pending messages progress, as for ``DataParallel``.
 
-    The module gets ``no_sync()``, ``clip_grad_norm_(max_norm)``, ``summon_full_params()`` and ``batch_size``. If
-    ``batch_size`` is set, on all ranks, it weights this rank's gradients by its samples. All ranks must run the units
-    in the same order; a rank without samples runs an empty batch.
+    The module gets ``no_sync()``, ``clip_grad_norm_(max_norm)`` and ``summon_full_params()``. All ranks must run the
+    units in the same order. A rank without samples runs an empty batch, and the loss of all ranks is
+    ``mean_over_tokens`` (gradients/tokens.py).
 
     Counterparts: ``torch.distributed.fsdp.fully_shard``; DeepSpeed's ZeRO stage 3.
 
@@ -71,7 +71,6 @@ def fully_shard(module: nn.Module, comm: AnyCommunicator | None = None, reshard_
 class FullySharded(nn.Module):
     """Methods that ``fully_shard`` adds to a module. Call them on the whole model."""
 
-    batch_size: float | None = None
     _unit: Unit
 
     def __deepcopy__(self, memo: dict) -> NoReturn:

@@ -256,9 +256,9 @@ class Flat(GradientShard):
         self.free()
         self.sent = True
 
-    def finish(self, factor: float | None, used: list) -> None:
+    def finish(self, used: list) -> None:
         """Store the average as the gradients of the shards. A shard that no rank has used keeps its gradient."""
-        super().finish(factor, used)
+        super().finish(used)
         assert self.average is not None
         for piece, view, is_used in zip(self.pieces, self.shards.views(self.average), used, strict=True):
             if is_used:
