@@ -114,7 +114,7 @@ parallel/pipeline/interpreter.py: torch.utils._pytree
 parallel/pipeline/linear.py: _backward_hooks, _post_accumulate_grad_hooks
 parallel/pipeline/stage.py: _version x2, torch.ops.aten._unsafe_view, torch.utils._pytree
 parallel/replicator/__init__.py: torch.utils._pytree
-parallel/replicator/graph.py: _cdata x3, _schema, torch._ops, torch._subclasses x4, torch.utils._python_dispatch
+parallel/replicator/graph.py: _cdata x3, _schema, torch._subclasses x4, torch.utils._python_dispatch
 parallel/tensor/layers.py: _backward_hooks, _backward_pre_hooks, _forward_hooks, _forward_pre_hooks
 parallel/zero/plain.py: torch._C._current_graph_task_id
 parallel/zero/sharded/parameter_locations.py: _parameters

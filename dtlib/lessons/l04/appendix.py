@@ -116,11 +116,12 @@ def gradient_of(model, loss):
 first = sum(range(world.rank + 1))  # rank 0 has image 0; rank 1 has 1 and 2; ...
 images, labels = x[first:][: world.rank + 1], y[first:][: world.rank + 1]
 one, plain, yours, dtlibs = fresh_net(), *(DataParallel(fresh_net(), comm) for _ in range(3))
+losses = cross_entropy(dtlibs(images), labels, reduction="none")
 whole = gradient_of(one, cross_entropy(one(x[:10]), y[:10]))
 gradients = {
     "plain mean": gradient_of(plain, cross_entropy(plain(images), labels)),
     "your loss": gradient_of(yours, weighted_loss(comm, yours, images, labels)),
-    "dtlib's loss": gradient_of(dtlibs, mean_over_tokens(cross_entropy(dtlibs(images), labels, reduction="none"), comm)),
+    "dtlib's loss": gradient_of(dtlibs, mean_over_tokens(losses, comm)),
 }
 for way, gradient in gradients.items():
     if world.rank == 0:

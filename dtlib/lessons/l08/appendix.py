@@ -104,8 +104,7 @@ assert (between["hits"] == in_graph["hits"]).all()
 losses = [way["loss"].mean(1) for way in (between, in_graph)]
 hits = in_graph["hits"][:, 0].tolist()
 rows = [(step, *(f"{loss[step]:.10f}" for loss in losses), hits[step]) for step in (0, 1, 4, 9)]
-headers = ("step", "4 processes: loss", "1 graph: loss", "right answers of 96")
-lab.table(rows, headers)
+lab.table(rows, ("step", "4 processes: loss", "1 graph: loss", "right answers of 96"))
 
 # %% tags=["statement"]
 # "Each replica has the same losses in both ways, to 1e-12."
