@@ -132,8 +132,8 @@ def nothing_arrives_early(patch):
     def kept(kind):
         gradients = kind.flat_gradients
 
-        def flat_gradients(bucket, weight):
-            bucket.kept = gradients(bucket, weight)
+        def flat_gradients(bucket):
+            bucket.kept = gradients(bucket)
             return bucket.kept
 
         return flat_gradients
@@ -234,7 +234,9 @@ def test_flags_of_data_parallelism_are_communication(world):
         assert scratch > 0
         return m.communication - scratch
 
-    assert communication(0) == 4 * 11 * len(SIZES)  # in each bucket a flag of its parameter, and ten that compare ranks
+    assert communication(0) == 4 * 10 * len(
+        SIZES
+    )  # in each bucket a flag of its parameter, and nine that compare ranks
     assert communication(2) == 0  # what travels is gone when it has arrived
 
 

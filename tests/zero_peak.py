@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from dtlib.theory.zero import Scheme, _ceil, _checked, _shard, zero_bytes
 
-COMPARED = 10  # flags behind a bucket: of batch_size, of the pass, and of values in the first passes
+COMPARED = 9  # flags behind a bucket: of the pass, and of values in the first passes
 
 
 def zero_peak_bytes(

@@ -25,7 +25,7 @@ from dtlib.comm import AnyCommunicator, Communicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.local_gradient import FreedGradient, UnaveragedGradient, drop_placeholder
 from dtlib.gradients.same_model import PASSES, check_same_model, digest_of
-from dtlib.gradients.shard_info import hooks_of_others, set_gradient_type
+from dtlib.gradients.shard_info import hooks_of_others, info_of, set_gradient_type
 from dtlib.gradients.tokens import divided_by_all_tokens
 
 
@@ -45,6 +45,7 @@ class Preconditions:
         self.caller, self.model, self.in_units, self.steps = caller, model, bool(units), 0
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.names = {parameter: name for name, parameter in trained.items()}
+        self.shards = [parameter for parameter in self.names if info_of(parameter).differs()]
         check_same_model(trained, comm, caller, model)
         if any(map(hooks_of_others, self.names)):
             self._refuse("this model still has hooks of another wrapper: build it again")
@@ -78,7 +79,7 @@ class Preconditions:
         # With the loss of mean_over_tokens, ranks may have different numbers of tokens.
         divided = self.whole in divided_by_all_tokens
         divided_by_all_tokens.discard(self.whole)
-        for parameter in self.names:
+        for parameter in self.shards:
             set_gradient_type(parameter)
         ready = [self.names[parameter] for parameter in self.ready]
         kept = sorted(ready) == sorted(self.names.values())

@@ -2,7 +2,7 @@
 
     ranks          stage = rank % pipe, index on the data axis = rank // pipe
     states         theory.zero: one flat buffer at stage 1, one per bucket at stage 2, one per unit at stage 3
-    data           theory.zero: rings; at stage 0 buckets, which end with a flag per parameter and two more flags
+    data           theory.zero: rings; at stage 0 buckets, which end with a flag per parameter and one more flag
     pipe           a stage sends its outputs forward and the gradients of its inputs backward, for each micro-batch
     tensor         of a decoder (workloads/decoder.py): two all-reduces per layer and pass, one for the embedding, one
                    for the head's inputs, and three numbers per token for the loss
@@ -47,7 +47,7 @@ def _of_place(stages, boundaries, plan, stage, place, scheme="adam", bucket=0):
     units = [sum(unit) for unit in stages[stage]]
     buckets = _buckets([size for unit in stages[stage] for size in unit], plan.zero, bucket)
     flat = {2: [sum(bucket) for bucket in buckets], 3: units}.get(plan.zero, [sum(units)])
-    sent_sizes = [sum(bucket) + len(bucket) + 2 for bucket in buckets] if plan.zero == 0 else flat
+    sent_sizes = [sum(bucket) + len(bucket) + 1 for bucket in buckets] if plan.zero == 0 else flat
     data = zero_wire_elements(sent_sizes, plan.data, plan.zero, plan.micro_batches, rank=place) if plan.data > 1 else 0
     samples = plan.micro_batch * plan.micro_batches
     forward = boundaries[stage] if stage < plan.pipe - 1 else 0

@@ -141,14 +141,14 @@ if comm.rank == 0:
 # %% tags=["statement"]
 # "Losses are equal, bytes almost equal, and each rank keeps a quarter of the optimizer states."
 plain, stage_1 = found(r"Bytes sent: data parallelism ([\d,]+), stage 1 ([\d,]+)")
-assert plain - stage_1 == 560
+assert plain - stage_1 == 480
 assert abs(stage_1 / plain - 1) < 0.001 and len(set(found(r"ten losses: data parallelism ([\d.]+), stage 1 ([\d.]+\d)"))) == 1
 assert row("stage 1", "on each of 4 ranks")[-2:] == [12, 4]
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # A ring all-reduce *is* a reduce_scatter followed by an all_gather, and stage 1 puts the optimizer's step between the
 # two. **Losses are equal, bytes almost equal, and each rank keeps a quarter of the optimizer states.** (Data
-# parallelism sends 560 bytes more, mostly flags of used parameters.)
+# parallelism sends 480 bytes more, mostly flags of used parameters.)
 
 # %% [markdown] tags=["half-day"]
 # ## Stages 2 and 3
@@ -343,8 +343,8 @@ sent_bytes = {(stage, m): sent_in_a_step(stage, m) for stage in range(4) for m i
 from dtlib.theory import zero as theory
 
 sent = lab.values("sent_bytes")[0]
-# 16 flags travel with gradients: one for each of 6 parameters, and 10 that compare the ranks.
-flat = {0: parameters + 16, 1: parameters, 2: parameters, 3: [8320, 16512, 1290]}
+# 15 flags travel with gradients: one for each of 6 parameters, and 9 that compare the ranks.
+flat = {0: parameters + 15, 1: parameters, 2: parameters, 3: [8320, 16512, 1290]}
 
 
 def row(stage, micro_steps=1):

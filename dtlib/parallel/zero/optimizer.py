@@ -21,7 +21,6 @@ S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion para
 
 import warnings
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 from torch import nn, optim
@@ -90,7 +89,7 @@ class ZeroOptimizer(optim.Optimizer):
         self.comm = as_communicator(init().comm if comm is None else comm)
         self.stage, self.forwards = stage, 0
         self._names: dict[nn.Parameter, str] = {}
-        self._reduced = False  # True if gradients are averaged and step() can skip that
+        self._reduced = 0  # backward passes in the averages that step() will use; 0 if there are none yet
         # The base class needs default settings, so take those of an optimizer with a dummy parameter.
         super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
         everything = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -148,22 +147,11 @@ class ZeroOptimizer(optim.Optimizer):
             values=list(self._names),
         )  # fmt: skip
         for bucket in self._buckets:
+            keep = bucket.keep if isinstance(bucket, WholeGradients) else self._reducer.gradient_is_ready
             for parameter in bucket.parameters:
-                replace_hook(parameter, partial(self._gradient_is_ready, bucket))
+                replace_hook(parameter, keep)
 
     # Gradients
-
-    def _gradient_is_ready(self, bucket: ShardedBucket, parameter: nn.Parameter) -> None:
-        """Keep a gradient (stage 1), or send it in its bucket (stage 2); autograd calls this hook."""
-        if self._reduced:
-            raise DtlibError(
-                "backward() was called after reduce_gradients() or clip_grad_norm_(), so step() would lose its "
-                "gradients: call them after the last backward() before step()."
-            )
-        if isinstance(bucket, WholeGradients):
-            bucket.keep(parameter)
-        else:
-            self._reducer.gradient_is_ready(parameter)
 
     def reduce_gradients(self, scale: float = 1.0) -> None:
         """Average gradients over ranks and divide them by ``scale``, unless this was already done since the last step.
@@ -171,6 +159,13 @@ class ZeroOptimizer(optim.Optimizer):
         ``step()`` calls this. Call it yourself to inspect or change the gradients of ``masters`` before the step.
         """
         if self._reduced:
+            if self._reduced < self._reducer.passes or not all(
+                is_freed(parameter.grad) for parameter in self._shard_of
+            ):
+                raise DtlibError(
+                    "backward() was called after reduce_gradients() or clip_grad_norm_(), so step() would lose its "
+                    "gradients: call zero_grad() now, and these two after the last backward() of a step."
+                )
             return
         self._check_parameters()
         self._reducer.check()
@@ -182,7 +177,7 @@ class ZeroOptimizer(optim.Optimizer):
             for piece, view, ranks in zip(bucket.owned, views, bucket.used_anywhere, strict=True):
                 piece.grad = view if ranks else None
         self.masters.take_gradients(scale)
-        self._reduced = True
+        self._reduced = self._reducer.passes
 
     def _check_parameters(self) -> None:
         """Refuse changes to parameters that would otherwise give wrong results without an error."""
@@ -220,7 +215,7 @@ class ZeroOptimizer(optim.Optimizer):
             drop_placeholder(parameter)
         self._reducer.check()
         self._reducer.forget()
-        self._reduced = False
+        self._reduced = 0
 
     # The step
 
