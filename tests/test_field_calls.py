@@ -9,10 +9,11 @@ import torch
 from torch import distributed as dist
 
 import dtlib
-from dtlib.comm import as_communicator
+from dtlib.comm import as_communicator, waiting
 from dtlib.errors import CommunicationError, WaitTimeout
 from tests.api_calls import calls, cells, sources
 from tests.cases import refuses
+from tests.conftest import wait_until
 from tests.ranks import on_ranks
 
 
@@ -136,6 +137,17 @@ def test_waits_of_mpi4py_end(world):
     comm.verify = True
     with pytest.raises(CommunicationError, match=r"all_reduce\(sum\)"):  # MPI's and ours never meet
         comm.mpi.Allreduce(MPI.IN_PLACE, np.ones(1)) if comm.rank == 0 else comm.all_reduce(np.ones(1))
+
+
+@on_ranks(2)
+def test_an_interrupted_receive_of_mpi4py_is_released(world):
+    before = set(waiting._abandoned)
+    for call in (lambda mpi: mpi.Recv(np.empty(1), source=1 - world.rank), lambda mpi: mpi.recv(source=1 - world.rank)):
+        comm = world.comm.split(0)
+        comm.time_limit = 0.1
+        refuses("Waited 0.1 s in recv", call, comm.mpi, error=WaitTimeout)
+        wait_until(lambda: waiting.drop_abandoned() or set(waiting._abandoned) <= before)
+        world.comm.barrier()
 
 
 BY_TORCH = "04", "05", "06", "07", "08", "09", "10", "11", "11b", "12", "12b", "13"

@@ -115,6 +115,10 @@ class _Message(ForeignRequests):
         self.status = self.status or MPI.Status()
         return requests[0].Test(self.status)
 
+    def give_up(self, requests: list) -> None:
+        """Cancel the request. This ends a receive that no message has matched."""
+        requests[0].Cancel()
+
 
 class Pending(MPI.Request):
     """A request with waits that can be interrupted."""
@@ -147,11 +151,13 @@ class IncomingObject:
         self.probe = probe
 
     def Test(self, status: MPI.Status | None = None) -> bool:
-        self.message = self.message or self.probe(status)
+        if self.message is None:
+            self.message = self.probe(status)
         return self.message is not None
 
     def Cancel(self) -> None:
-        pass
+        # Do not probe any more: a message that comes later would be matched, and nobody would receive it.
+        self.message = self.message or MPI.MESSAGE_NULL
 
     def content(self) -> object:
         """Receive the matched message and return the unpickled object."""
