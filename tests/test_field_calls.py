@@ -150,6 +150,24 @@ def test_an_interrupted_receive_of_mpi4py_is_released(world):
         world.comm.barrier()
 
 
+@on_ranks(2)
+def test_communicators_and_ranks_of_mpi_itself_receive_objects(world):
+    from mpi4py import MPI
+
+    mpi, other, long = world.comm.mpi, 1 - world.rank, "x" * 2**17
+    for made in (mpi.Dup(), mpi.Split(0)):
+        status, sending = MPI.Status(), made.isend(long, other, tag=3)
+        assert made.recv(source=other, tag=3, status=status) == long and status.Get_tag() == 3
+        sending.wait()
+        arriving, sending = made.irecv(source=other), made.isend(world.rank, other)
+        assert arriving.wait() == other
+        sending.wait()
+        assert made.sendrecv(world.rank, other, source=other) == other
+        made.Free()
+    assert mpi.recv(source=MPI.PROC_NULL) is None and mpi.irecv(source=MPI.PROC_NULL).wait() is None
+    assert mpi.sendrecv(1, MPI.PROC_NULL, source=MPI.PROC_NULL) is None
+
+
 BY_TORCH = "04", "05", "06", "07", "08", "09", "10", "11", "11b", "12", "12b", "13"
 
 

@@ -68,9 +68,15 @@ class Mpi4pyComm(MPI.Intracomm):
     def recv(
         self, buf: object = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
     ) -> object:
+        if self._left_to_mpi(source):
+            return super().recv(buf, source, tag, status)
         return self.irecv(buf, source, tag).wait(status)
 
-    def irecv(self, buf: object = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> IncomingObject:
+    def irecv(
+        self, buf: object = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG
+    ) -> IncomingObject | MPI.Request:
+        if self._left_to_mpi(source):
+            return super().irecv(buf, source, tag)
         return self._message("recv", source, tag, IncomingObject(partial(super().improbe, source, tag)), None)
 
     def Sendrecv(
@@ -90,8 +96,11 @@ class Mpi4pyComm(MPI.Intracomm):
         sending.Wait()
         return got
 
+    def _left_to_mpi(self, peer) -> bool:
+        return self.comm is None or peer == MPI.PROC_NULL
+
     def _message(self, operation, peer, tag, request, content):
-        if self.comm is None or peer == MPI.PROC_NULL:
+        if self._left_to_mpi(peer):
             return request
         comm, sends = self.comm, operation == "send"
         peers = comm.members if peer == MPI.ANY_SOURCE else (comm.members[peer],)
