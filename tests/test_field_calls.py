@@ -168,6 +168,22 @@ def test_communicators_and_ranks_of_mpi_itself_receive_objects(world):
     assert mpi.sendrecv(1, MPI.PROC_NULL, source=MPI.PROC_NULL) is None
 
 
+@on_ranks(2, 3)
+def test_the_root_of_mpi4py_may_gather_and_scatter_in_place(world):
+    from mpi4py import MPI
+
+    comm = world.comm.split(0)
+    comm.verify = True
+    mine, everyones = np.full(3, float(comm.rank)), np.zeros((comm.size, 3))
+    everyones[0] = mine
+    comm.mpi.Gather(*(MPI.IN_PLACE, everyones) if comm.rank == 0 else (mine, None), root=0)
+    if comm.rank == 0:
+        assert everyones[:, 0].tolist() == [*range(comm.size)]
+    mine[:] = 7
+    comm.mpi.Scatter(*(everyones, MPI.IN_PLACE) if comm.rank == 0 else (None, mine), root=0)
+    assert (mine == comm.rank if comm.rank else mine == 7).all()
+
+
 BY_TORCH = "04", "05", "06", "07", "08", "09", "10", "11", "11b", "12", "12b", "13"
 
 

@@ -193,11 +193,10 @@ def _collective(name: str):
         if self.comm is None:
             return theirs(self, *args, **named)
         comm, tensor, root, op = self.comm, None, None, ""
-        if started and not lower.endswith("v"):
-            # Find the buffer that names the shape and dtype of this call: for scatter the receive buffer, for others
-            # the first.
-            candidates = (*args[::-1], named.get("recvbuf")) if lower == "scatter" else (*args, *named.values())
-            tensor = next((found for each in candidates if (found := _array(each)) is not None), None)
+        # The first buffer names the shape and dtype of this call. With IN_PLACE, the root of gather and scatter names
+        # only the whole tensor, and other ranks only their chunk.
+        if started and lower not in ("gather", "scatter") and not lower.endswith("v"):
+            tensor = next((found for each in (*args, *named.values()) if (found := _array(each)) is not None), None)
         if lower in WITH_ROOT:
             root = named.get("root", next((each for each in args[1:] if isinstance(each, int)), 0))
         if "reduce" in lower:
