@@ -108,20 +108,13 @@ class Communicator(ObjectOperations):
         """Return the buffers that collectives keep between calls (measure/buffers.py)."""
         return {"communication": self._buffers.tensors()}
 
-    def wait_for(
-        self, request: MPI.Request, buffers: object, description: str, time_limit: float | None = None
-    ) -> None:
+    def wait_for(self, request: MPI.Request, buffers: object, description: str) -> None:
         """Wait for an mpi4py request of this communicator; the wait can be interrupted and can time out.
 
-        ``time_limit`` (seconds) replaces the communicator's own limit. ``buffers`` stay alive until the request
-        completes.
+        ``buffers`` stay alive until the request completes.
         """
         call, link = self._call(description, peers=self.members), lifetime.ForeignRequests(self._mpi)
-        waited = Operation(call, link, iter([[request]]), lambda: None, buffers)
-        waited.start(self, async_op=time_limit is not None, in_turn=False)
-        if time_limit is not None:
-            waited._time_limit = time_limit
-            waited.wait()
+        Operation(call, link, iter([[request]]), lambda: None, buffers).start(self, in_turn=False)
 
     def gather_and_free(self, operation: str, obj: object = None) -> list:
         """All-gather a picklable ``obj``; then free the communicators that no rank uses any more.
