@@ -28,7 +28,7 @@ def on_gloo(world):
             store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         port = world.comm.broadcast_object(store.port if store else None)
         store = store or dist.TCPStore("127.0.0.1", port, None, False)
-        _group = ProcessGroupCommunicator(make_group({"cpu": "gloo"}, store, world.rank, world.size), store=store)
+        _group = ProcessGroupCommunicator(make_group({"cpu": "gloo"}, store, world.rank, world.size))
     return _group
 
 

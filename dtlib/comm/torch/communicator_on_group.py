@@ -38,14 +38,13 @@ def _options(kind, **values):
 
 
 class ProcessGroupCommunicator(ObjectOperations):
-    """The operations of ``Communicator`` over a ``torch.distributed.ProcessGroup`` or one of its backends.
+    """The operations of ``Communicator`` over a ``torch.distributed.ProcessGroup``.
 
     Args:
         group: the process group; it keeps its own timeout.
         time_limit: seconds until a wait raises ``WaitTimeout``, if the wait can be interrupted; None leaves the timeout
             to the group.
         members: the world ranks of this group; default: the ranks in torch's tables, or 0 to ``size - 1``.
-        store: the group's store; ``split`` needs it if the group does not provide one.
 
     Tensors are on the CPU or on a GPU, on all ranks alike. The group copies a tensor if it cannot send it from its
     device (a CUDA tensor on gloo, a CPU tensor on NCCL alone). The backend decides how float16 and bfloat16 are
@@ -58,10 +57,9 @@ class ProcessGroupCommunicator(ObjectOperations):
 
     def __init__(
         self, group: dist.ProcessGroup, time_limit: float | None = None, members: Sequence[int] | None = None,
-        name: str = "group", store: dist.Store | None = None,
+        name: str = "group",
     ):  # fmt: skip
         self.group = group
-        self.store = store
         self.time_limit = time_limit
         self.name = name
         self.rank = group.rank()
@@ -277,21 +275,10 @@ class ProcessGroupCommunicator(ObjectOperations):
             key=lambda rank: (asked[rank][1], rank),
         )
         # Rank 0 drew the random name, so it is new in the store even if several communicators share the store.
-        store = dist.PrefixStore(f"dtlib/{asked[0][2]}/{ranks[0]}", self._store())
+        store = dist.PrefixStore(f"dtlib/{asked[0][2]}/{ranks[0]}", self.group.get_group_store())
         group = make_group(self.backends, store, ranks.index(self.rank), len(ranks))
         members = [self.members[rank] for rank in ranks]
-        return ProcessGroupCommunicator(group, self.time_limit, members, f"{self.name}/{color}", store)
-
-    def _store(self):
-        if self.store is None:
-            try:
-                self.store = self.group.get_group_store()
-            except (AttributeError, RuntimeError):
-                raise CommunicationError(
-                    "split needs the store of its group, which is unknown here: pass ProcessGroupCommunicator(group, "
-                    "store=...)."
-                ) from None
-        return self.store
+        return ProcessGroupCommunicator(group, self.time_limit, members, f"{self.name}/{color}")
 
     # From the arguments of a call to a handle
 
