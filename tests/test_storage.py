@@ -785,7 +785,8 @@ def test_opens_reads_and_jumps_are_counted(folder_of):
     assert (totals["opens"], totals["reads"], totals["bytes"]) == (7, SAMPLES, 32 * SAMPLES)
     assert totals["jumps"] == 0
     reader.files.counters.reset()
-    numbers_in(Loader(reader, 8, block=1))
+    reader.block = 1
+    numbers_in(Loader(reader, 8))
     assert reader.files.counters.randomness > 0.8
     one_each = open_samples(folder_of("files"))
     numbers_in(Loader(one_each, 8, prefetch=0))
