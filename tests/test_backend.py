@@ -126,7 +126,6 @@ def test_collectives_and_reductions(world):
     assert [tensor.is_sparse for tensor in tensors] == [True, False, True]
     whole = torch.tensor([rank, -rank, 2])
     refuses("has the reductions SUM", dist.all_reduce, whole, ReduceOp.BOR, error=dist.DistBackendError, group=group)
-    refuses("would round", dist.reduce, whole, 0, ReduceOp.AVG, error=dist.DistBackendError, group=group)
     assert whole.tolist() == [rank, -rank, 2]
     work = dist.all_reduce(whole, ReduceOp.AVG, group=group, async_op=True)
     work.wait()
@@ -165,6 +164,18 @@ def test_collectives_and_reductions(world):
     assert part.tolist() == [rank * size] * (rank + 1)
     dist.reduce_scatter_single(out, torch.arange(2.0 * size), ReduceOp.AVG, group=group)
     assert out.tolist() == [2 * rank, 2 * rank + 1]
+
+    counts, mean = torch.tensor([rank, -rank, 2]), [(size - 1) // 2, -((size - 1) // 2), 2]
+    dist.reduce(summed := counts.clone(), 0, ReduceOp.AVG, group=group)
+    assert summed.tolist() == (counts.tolist() if rank else mean), "as NCCL: no fraction"
+    dist.reduce_scatter_single(summed, counts.repeat(size), ReduceOp.AVG, group=group)
+    assert summed.tolist() == mean
+    part = torch.empty(rank + 1, dtype=torch.int64)
+    dist.reduce_scatter(part, [torch.full((r + 1,), -rank) for r in everyone], ReduceOp.AVG, group=group)
+    assert part.tolist() == [mean[1]] * (rank + 1)
+    part = torch.empty(rank + 1, dtype=torch.complex64)
+    dist.reduce_scatter(part, [torch.full((r + 1,), 1j * rank) for r in everyone], ReduceOp.AVG, group=group)
+    assert part.tolist() == [1j * (size - 1) / 2] * (rank + 1)
 
     last = size - 1
     total = torch.tensor([2.0])

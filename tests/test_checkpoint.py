@@ -193,8 +193,8 @@ def test_masters_that_were_not_saved_get_the_values(world, stage, tmp_path):
         assert (holding.master is None) == (holding.name == "first.bias")
 
 
-def plain_sgd(model):
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
+def plain_sgd(model, lr=0.5):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=0.9)
 
 
 @on_ranks(3)
@@ -534,6 +534,16 @@ def lose_a_state(path):
     file.write_bytes(file.read_bytes().replace(b"random/cpu", b"random/cpt"))
 
 
+def damage_a_random_state(path):
+    """A state of the right length, which no generator has; only on rank 1."""
+    with open(data_file(path), "r+b") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(start - 8))
+        first, end = header["random/cpu"]["data_offsets"]
+        file.seek(start + first)
+        file.write(b"\xff" * (end - first))
+
+
 def odd_setting(path):
     index = json.loads((path / "index.json").read_text())
     index["optimizer"]["groups"][0]["settings"]["lr"] = {"a": 1}
@@ -565,6 +575,7 @@ WHERE_LOADED = {  # exported without
     "an optimizer that is none": (lambda path: edit(path, optimizer=3), "is damaged"),
     "a setting of another kind": (odd_setting, "is damaged"),
     "a random state is missing": (lose_a_state, "is damaged"),
+    "a damaged random state": (damage_a_random_state, ".safetensors is damaged"),
 }
 
 
@@ -580,6 +591,20 @@ def test_what_is_damaged_is_refused_on_all_ranks_and_changes_nothing(world, dama
     refused_and_unchanged(world, words, tmp_path, build("plain", seed=5), plain_sgd)
     if world.rank == 0 and damage in DAMAGES:
         assert words in refusal(checkpoint.export, tmp_path, tmp_path / "out")
+
+
+@on_ranks(2)
+def test_a_learning_rate_in_a_tensor_is_set_in_place_and_only_by_a_whole_checkpoint(world, tmp_path):
+    model, rate = build("plain"), torch.tensor(0.125)
+    save(tmp_path, model, plain_sgd(model), world.comm)
+    load(tmp_path, model, optimizer := plain_sgd(model, rate), world.comm)
+    assert optimizer.param_groups[0]["lr"] is rate and rate == 0.5
+    rate.fill_(0.125)
+    if world.rank == 0:
+        damage_a_random_state(tmp_path)
+    world.comm.barrier()
+    refused_and_unchanged(world, "is damaged", tmp_path, model, lambda model: plain_sgd(model, rate))
+    assert rate == 0.125
 
 
 @on_ranks(2)

@@ -293,6 +293,18 @@ def test_messages_leave_a_slow_wire_in_their_order_whichever_is_asked_for_first(
 
 
 @on_ranks(2)
+def test_a_delayed_message_that_was_given_up_is_released(world):
+    before = set(waiting._abandoned)
+    slow = world.comm.emulate_network(latency=1000, bandwidth=1e9)
+    slow.time_limit = 0.1
+    handle = slow.send(torch.ones(10), 1 - world.rank, async_op=True)
+    refuses("Waited 0.1 s in recv", slow.recv, torch.ones(10), 1 - world.rank, error=WaitTimeout)
+    assert handle.complete
+    wait_until(lambda: waiting.drop_abandoned() or set(waiting._abandoned) <= before)
+    world.comm.barrier()
+
+
+@on_ranks(2)
 def test_an_emulated_network_takes_its_time(world):
     slow = world.comm.emulate_network(latency=0.05, bandwidth=1e6)
     began = time.monotonic()

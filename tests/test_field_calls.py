@@ -9,10 +9,11 @@ import torch
 from torch import distributed as dist
 
 import dtlib
-from dtlib.comm import as_communicator
+from dtlib.comm import as_communicator, waiting
 from dtlib.errors import CommunicationError, WaitTimeout
 from tests.api_calls import calls, cells, sources
 from tests.cases import refuses
+from tests.conftest import wait_until
 from tests.ranks import on_ranks
 
 
@@ -136,6 +137,51 @@ def test_waits_of_mpi4py_end(world):
     comm.verify = True
     with pytest.raises(CommunicationError, match=r"all_reduce\(sum\)"):  # MPI's and ours never meet
         comm.mpi.Allreduce(MPI.IN_PLACE, np.ones(1)) if comm.rank == 0 else comm.all_reduce(np.ones(1))
+
+
+@on_ranks(2)
+def test_an_interrupted_receive_of_mpi4py_is_released(world):
+    before = set(waiting._abandoned)
+    for call in (lambda mpi: mpi.Recv(np.empty(1), source=1 - world.rank), lambda mpi: mpi.recv(source=1 - world.rank)):
+        comm = world.comm.split(0)
+        comm.time_limit = 0.1
+        refuses("Waited 0.1 s in recv", call, comm.mpi, error=WaitTimeout)
+        wait_until(lambda: waiting.drop_abandoned() or set(waiting._abandoned) <= before)
+        world.comm.barrier()
+
+
+@on_ranks(2)
+def test_communicators_and_ranks_of_mpi_itself_receive_objects(world):
+    from mpi4py import MPI
+
+    mpi, other, long = world.comm.mpi, 1 - world.rank, "x" * 2**17
+    for made in (mpi.Dup(), mpi.Split(0)):
+        status, sending = MPI.Status(), made.isend(long, other, tag=3)
+        assert made.recv(source=other, tag=3, status=status) == long and status.Get_tag() == 3
+        sending.wait()
+        arriving, sending = made.irecv(source=other), made.isend(world.rank, other)
+        assert arriving.wait() == other
+        sending.wait()
+        assert made.sendrecv(world.rank, other, source=other) == other
+        made.Free()
+    assert mpi.recv(source=MPI.PROC_NULL) is None and mpi.irecv(source=MPI.PROC_NULL).wait() is None
+    assert mpi.sendrecv(1, MPI.PROC_NULL, source=MPI.PROC_NULL) is None
+
+
+@on_ranks(2, 3)
+def test_the_root_of_mpi4py_may_gather_and_scatter_in_place(world):
+    from mpi4py import MPI
+
+    comm = world.comm.split(0)
+    comm.verify = True
+    mine, everyones = np.full(3, float(comm.rank)), np.zeros((comm.size, 3))
+    everyones[0] = mine
+    comm.mpi.Gather(*(MPI.IN_PLACE, everyones) if comm.rank == 0 else (mine, None), root=0)
+    if comm.rank == 0:
+        assert everyones[:, 0].tolist() == [*range(comm.size)]
+    mine[:] = 7
+    comm.mpi.Scatter(*(everyones, MPI.IN_PLACE) if comm.rank == 0 else (None, mine), root=0)
+    assert (mine == comm.rank if comm.rank else mine == 7).all()
 
 
 BY_TORCH = "04", "05", "06", "07", "08", "09", "10", "11", "11b", "12", "12b", "13"

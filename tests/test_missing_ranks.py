@@ -152,3 +152,19 @@ def test_a_board_of_several_nodes_shows_all_ranks(world):
     world.comm.barrier()
     if world.rank % 2 == 0:
         os.unlink(files[world.rank])
+
+
+def test_a_board_without_its_store_shows_its_own_node():
+    """Rank 0 ended with the store: who waits is told by this node's entries, and not by an error of torch."""
+
+    class Ended:
+        def check(self, *_):
+            raise RuntimeError("Broken pipe")
+
+        set = get = check
+
+    file = Board.make_file(2)
+    mine, other = (ClusterBoard(file, rank, [2, 3], 1, 2, Ended()) for rank in (2, 3))
+    other.publish("finished", Call("barrier", None, 3, range(4), "world", 1))
+    assert mine.seen()[3].state == "finished"
+    os.unlink(file)

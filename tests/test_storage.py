@@ -730,6 +730,23 @@ def test_a_staged_folder_never_mixes_two_versions(folder_of, tmp_path, monkeypat
     assert open_samples(tmp_path / "local")[range(40)]["number"].tolist() == list(range(1000, 1040))
 
 
+def test_staging_to_a_disk_that_keeps_coarse_times(folder_of, tmp_path, monkeypatch):
+    """exFAT and vfat keep whole or even seconds."""
+    folder, local, utime = folder_of("shards", 40), tmp_path / "local", os.utime
+
+    def coarse(path, times=None, ns=None):
+        utime(path, times if ns is None else tuple(each // 2_000_000_000 * 2 for each in ns))
+
+    monkeypatch.setattr(os, "utime", coarse)
+    for path in folder.iterdir():
+        utime(path, ns=(10**18 + 1_999_999_999,) * 2)
+    assert stage(folder, local).bytes > 0
+    assert stage(folder, local).bytes == 0, "it is there already"
+    expected = written_anew(folder, 1000)
+    assert stage(folder, local).bytes > 0
+    assert open_samples(local)[range(40)]["number"].tolist() == expected
+
+
 def test_processes_that_stage_at_once(folder_of, tmp_path):
     """Four of them, to one place: each finds whole files there, and its own samples."""
     folder, children = folder_of("shards", 4000), []
@@ -768,7 +785,8 @@ def test_opens_reads_and_jumps_are_counted(folder_of):
     assert (totals["opens"], totals["reads"], totals["bytes"]) == (7, SAMPLES, 32 * SAMPLES)
     assert totals["jumps"] == 0
     reader.files.counters.reset()
-    numbers_in(Loader(reader, 8, block=1))
+    reader.block = 1
+    numbers_in(Loader(reader, 8))
     assert reader.files.counters.randomness > 0.8
     one_each = open_samples(folder_of("files"))
     numbers_in(Loader(one_each, 8, prefetch=0))

@@ -1,5 +1,3 @@
-import json
-import tempfile
 import time
 
 import pytest
@@ -50,7 +48,7 @@ def test_an_asynchronous_operation_and_the_wait_for_it_have_lanes_of_their_own(w
 
 
 @on_ranks(2, 3)
-def test_a_timeline_has_all_ranks_and_opens_in_perfetto(world):
+def test_a_timeline_has_all_ranks(world):
     with dtlib.trace() as trace:
         world.comm.all_reduce(torch.ones(8))
     timeline = trace.gather()
@@ -59,20 +57,10 @@ def test_a_timeline_has_all_ranks_and_opens_in_perfetto(world):
     assert min(event.start for event in timeline.events) == 0
     # They took part in the same exchange, so on one clock they overlap.
     assert max(event.start for event in timeline.events) <= min(event.end for event in timeline.events)
-    rows = saved(timeline)
-    assert {row["pid"] for row in rows} == set(range(world.size))
-    assert all(row["dur"] > 0 and row["name"] == "all_reduce" for row in rows)
-
-
-def saved(timeline):
-    """The events in the file for Perfetto and Chrome."""
-    with tempfile.NamedTemporaryFile("r") as file:
-        timeline.save(file.name)
-        return [row for row in json.load(file)["traceEvents"] if row["ph"] == "X"]
 
 
 @on_ranks(2, 3)
-def test_events_have_their_facts_as_fields_and_so_has_the_file(world):
+def test_events_have_their_facts_as_fields(world):
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     half = world.comm.split(0, key=-world.rank)  # which counts its ranks the other way round
     last = half.size - 1
@@ -97,10 +85,6 @@ def test_events_have_their_facts_as_fields_and_so_has_the_file(world):
         f"{world.rank}F3", f"send(to rank {right}) of (2, 3) float32", f"recv(from rank {left}) of (2, 3) float32",
         f"send(to rank {right}) of (2, 3) float32", f"reduce(max to rank {last}) of (4,) float64", "barrier",
     ]  # fmt: skip
-    phase, send, *_, barrier = (row["args"] for row in saved(Timeline([Trace(world.rank, 0.0, events)])))
-    assert phase["action"] == {"stage": world.rank, "kind": "F", "microbatch": 3}
-    assert (send["peer"], send["shape"], send["dtype"], send["tag"]) == (right, [2, 3], "float32", 5)
-    assert barrier["what"] == "barrier" and not {"peer", "shape", "op", "action"} & barrier.keys()
 
 
 @on_ranks(2, 3)

@@ -1,6 +1,7 @@
 """The wall: every learner is shown for what he is, nothing is sent that should not be, and whatever happens to it, no
 learner notices."""
 
+import errno
 import getpass
 import http.server
 import json
@@ -296,6 +297,27 @@ def test_nothing_is_sent_before_joining_and_neither_names_nor_code_after(learner
         works()
         assert got[-1][0] == "/leave" and len(got) == count
         assert not reports._thread.is_alive()
+
+
+def test_events_that_cannot_be_written_are_sent_later(learner, monkeypatch):
+    """A disk that is full once."""
+    written, real = [], reports._write
+
+    def write(note):
+        written.append(note["state"])
+        if len(written) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(note)
+
+    monkeypatch.setattr(reports, "BETWEEN_SECONDS", 0.05)
+    monkeypatch.setattr(reports, "HEARTBEAT_SECONDS", 0.2)
+    with spy() as (port, got):
+        reports.join(f"ABCDEF@127.0.0.1:{port}", "heron")
+        reports._thread.join(30)
+        monkeypatch.setattr(reports, "_write", write)
+        reports.report("verdict", exercise="ring-build", mistake="sent", says="Who sends?")
+        reports._thread.join(30)
+        assert len(written) == 2 and json.loads(got[-1][2])["says"] == "Who sends?"
 
 
 def test_who_joined_yesterday_has_left(learner):

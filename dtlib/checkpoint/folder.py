@@ -205,14 +205,15 @@ def read_index(folder: Path) -> dict:
 
 
 @contextmanager
-def corruption_as_checkpoint_error(path: Path) -> Iterator[None]:
+def corruption_as_checkpoint_error(path: Path, also: type[Exception] = SafetensorError) -> Iterator[None]:
     """Convert errors in the block, which reads the file ``path``, to a ``CheckpointError`` that names the file.
 
     The block may then use the file's contents without checks: wrong types and missing keys raise such errors.
+    ``also`` is one more type of error that a damaged file causes in this block.
     """
     try:
         yield
-    except (AttributeError, LookupError, OSError, TypeError, ValueError, SafetensorError) as problem:
+    except (AttributeError, LookupError, OSError, TypeError, ValueError, SafetensorError, also) as problem:
         raise CheckpointError(f"{path} is damaged ({problem!r}): use another checkpoint.") from None
 
 

@@ -90,7 +90,11 @@ def _others(reader: disk.Reader, shards: list[LocalShard], optimizer, comm) -> t
                 for name, value in saved["settings"].items():
                     if name not in MACHINE:
                         settings.append((group, name, _setting(group.get(name), value)))
-        return states, settings, _random_states(reader.file(files[comm.rank])) if len(files) == comm.size else {}
+    random = {}
+    if len(files) == comm.size:
+        with disk.corruption_as_checkpoint_error(reader.folder / files[comm.rank], RuntimeError):
+            random = _random_states(reader.file(files[comm.rank]))
+    return states, settings, random
 
 
 @torch.no_grad()
@@ -106,13 +110,14 @@ def _fill(reader: disk.Reader, shards: list[LocalShard], optimizer, states: dict
             if tensor is not None:
                 elements = elements_here(tensor)
                 elements.copy_(values.view(elements.shape))
-    for put, numbers in random.items():
-        put(numbers)
+    for device, state in random.items():
+        (torch.cuda if device == "cuda" else torch).set_rng_state(state)
     if optimizer is not None:
         local(optimizer).state.clear()
         local(optimizer).state.update(states)
     for group, name, value in settings:
-        group[name] = value
+        # A tensor is set in place: a captured CUDA graph, for example, reads it.
+        group[name] = group[name].copy_(value) if isinstance(value, torch.Tensor) else value
 
 
 @torch.no_grad()
@@ -143,20 +148,19 @@ def _state(reader: disk.Reader, shard: LocalShard, optimizer) -> dict:
 
 def _setting(before, saved):
     """Convert a saved setting to the type of the current one, because JSON has no tuples and no tensors."""
-    if isinstance(saved, dict):
-        saved = saved["value"]
+    saved = saved["value"] if isinstance(saved, dict) else saved
     if isinstance(before, torch.Tensor):
-        return before.fill_(saved)
+        return torch.full_like(before, saved)
     return tuple(saved) if isinstance(before, tuple) else saved
 
 
-def _random_states(file) -> dict:
-    """Return the saved random states of this rank, by the function that restores them."""
-    states = {torch.set_rng_state: file.get_tensor("random/cpu")}
-    # Try the state on another generator first: a damaged one must raise before anything is changed.
-    torch.Generator().set_state(states[torch.set_rng_state])
-    if "random/cuda" in file.keys() and torch.cuda.is_available():  # noqa: SIM118 (a file, not a dictionary)
-        states[torch.cuda.set_rng_state] = file.get_tensor("random/cuda")
+def _random_states(file) -> dict[str, torch.Tensor]:
+    """Return the saved random states of this rank, by device."""
+    on_gpu = "random/cuda" in file.keys() and torch.cuda.is_available()  # noqa: SIM118 (a file, not a dictionary)
+    states = {device: file.get_tensor(f"random/{device}") for device in (["cpu", "cuda"] if on_gpu else ["cpu"])}
+    for device, state in states.items():
+        # Try the state on another generator first: a damaged one must raise before anything is changed.
+        torch.Generator(device).set_state(state)
     return states
 
 

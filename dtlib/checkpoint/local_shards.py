@@ -139,12 +139,8 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
     """Return a map from each additional name of a tied parameter or buffer to its first name."""
     model = bare(model)
     first: dict[torch.Tensor, str] = {}
-    aliases = {}
     both = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in both:
-        if first.setdefault(tensor, name) != name:
-            aliases[name] = first[tensor]
-    return aliases
+    return {name: first[tensor] for name, tensor in both if first.setdefault(tensor, name) != name}
 
 
 def local(optimizer: Optimizer) -> Optimizer:

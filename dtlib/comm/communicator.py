@@ -48,9 +48,9 @@ class Communicator(ObjectOperations):
             be equal on all ranks. Without it, ranks with different shapes or dtypes may silently get wrong values.
 
     ``members[r]`` is the world rank of rank r, and ``world_rank`` is this rank's world rank. Every operation on tensors
-    accepts ``async_op=True`` and then returns a handle with ``wait()`` and ``done()``. ``algorithm=`` overrides the
-    choice by size and number of ranks (selection.py); ``comm.mpi`` has MPI's own collectives. Counterparts: mpi4py's
-    upper-case methods and the functions of ``torch.distributed``.
+    accepts ``async_op=True`` and then returns a handle with ``wait()`` and ``done()``. ``algorithm=`` of ``all_reduce``
+    overrides the choice by size and number of ranks (selection.py); ``comm.mpi`` has MPI's own collectives.
+    Counterparts: mpi4py's upper-case methods and the functions of ``torch.distributed``.
     """
 
     simulated = False  # True if the other ranks do not exist (one_rank.py)
@@ -108,20 +108,13 @@ class Communicator(ObjectOperations):
         """Return the buffers that collectives keep between calls (measure/buffers.py)."""
         return {"communication": self._buffers.tensors()}
 
-    def wait_for(
-        self, request: MPI.Request, buffers: object, description: str, time_limit: float | None = None
-    ) -> None:
+    def wait_for(self, request: MPI.Request, buffers: object, description: str) -> None:
         """Wait for an mpi4py request of this communicator; the wait can be interrupted and can time out.
 
-        ``time_limit`` (seconds) replaces the communicator's own limit. ``buffers`` stay alive until the request
-        completes.
+        ``buffers`` stay alive until the request completes.
         """
         call, link = self._call(description, peers=self.members), lifetime.ForeignRequests(self._mpi)
-        waited = Operation(call, link, iter([[request]]), lambda: None, buffers)
-        waited.start(self, async_op=time_limit is not None, in_turn=False)
-        if time_limit is not None:
-            waited._time_limit = time_limit
-            waited.wait()
+        Operation(call, link, iter([[request]]), lambda: None, buffers).start(self, in_turn=False)
 
     def gather_and_free(self, operation: str, obj: object = None) -> list:
         """All-gather a picklable ``obj``; then free the communicators that no rank uses any more.
@@ -171,30 +164,27 @@ class Communicator(ObjectOperations):
     # One to all, all to one
 
     @overload
-    def broadcast(self, tensor: T, root: int = ..., async_op: No = ..., algorithm: Name = ...) -> T: ...
+    def broadcast(self, tensor: T, root: int = ..., async_op: No = ...) -> T: ...
     @overload
-    def broadcast(self, tensor: T, root: int = ..., *, async_op: Yes, algorithm: Name = ...) -> Operation[T]: ...
-    def broadcast(self, tensor: T, root: int = 0, async_op: bool = False, algorithm: Name = None) -> T | Operation[T]:
+    def broadcast(self, tensor: T, root: int = ..., *, async_op: Yes) -> Operation[T]: ...
+    def broadcast(self, tensor: T, root: int = 0, async_op: bool = False) -> T | Operation[T]:
         """Copy the values of ``tensor`` on rank ``root`` to ``tensor`` on every rank, in place; return ``tensor``."""
-        if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
+        if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor)):
             return nccl.broadcast(tensor, root, async_op)
         self._check_rank(root, "broadcast", "root")
         content = payload(tensor, "broadcast", writes=self.rank != root)
         flat = content.flat
         # On the root nothing is written, so autograd may still use the tensor: do not mark it as modified.
         finish = content.store if self.rank != root else lambda: tensor
-        return self._collective("broadcast", tensor, (flat, root), finish, async_op, algorithm, flat, peer=root)
+        return self._collective("broadcast", tensor, (flat, root), finish, async_op, flat=flat, peer=root)
 
     @overload
-    def reduce(self, tensor: T, root: int = ..., op: str = ..., async_op: No = ..., algorithm: Name = ...) -> T: ...
+    def reduce(self, tensor: T, root: int = ..., op: str = ..., async_op: No = ...) -> T: ...
     @overload
-    def reduce(self, tensor: T, root: int = ..., op: str = ..., *, async_op: Yes,
-        algorithm: Name = ...) -> Operation[T]: ...  # fmt: skip
-    def reduce(
-        self, tensor: T, root: int = 0, op: str = "sum", async_op: bool = False, algorithm: Name = None
-    ) -> T | Operation[T]:
+    def reduce(self, tensor: T, root: int = ..., op: str = ..., *, async_op: Yes) -> Operation[T]: ...
+    def reduce(self, tensor: T, root: int = 0, op: str = "sum", async_op: bool = False) -> T | Operation[T]:
         """Combine ``tensor`` over all ranks into ``tensor`` on rank ``root``; other ranks keep their values."""
-        if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
+        if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor)):
             return nccl.reduce(tensor, root, op, async_op)
         self._check_rank(root, "reduce", "root")
         content = payload(tensor, "reduce", writes=self.rank == root)
@@ -203,7 +193,7 @@ class Communicator(ObjectOperations):
         flat = content.flat if self.rank == root else content.flat.copy()
         finish = content.finisher(op, self.size) if self.rank == root else lambda: tensor
         arguments = flat, root, combine
-        return self._collective("reduce", tensor, arguments, finish, async_op, algorithm, flat, op=op, peer=root)
+        return self._collective("reduce", tensor, arguments, finish, async_op, flat=flat, op=op, peer=root)
 
     @overload
     def scatter(self, out: T, tensor: AnyTensor | None = ..., root: int = ..., async_op: No = ...) -> T: ...
@@ -267,21 +257,20 @@ class Communicator(ObjectOperations):
 
     @overload
     def reduce_scatter(self, out: T, tensor: AnyTensor, op: str = ..., async_op: No = ...,
-        algorithm: Name = ..., overwrite: bool = ...) -> T: ...  # fmt: skip
+        overwrite: bool = ...) -> T: ...  # fmt: skip
     @overload
     def reduce_scatter(self, out: T, tensor: AnyTensor, op: str = ..., *, async_op: Yes,
-        algorithm: Name = ..., overwrite: bool = ...) -> Operation[T]: ...  # fmt: skip
+        overwrite: bool = ...) -> Operation[T]: ...  # fmt: skip
     def reduce_scatter(
-        self, out: T, tensor: AnyTensor, op: str = "sum", async_op: bool = False, algorithm: Name = None,
-        overwrite: bool = False,
-    ) -> T | Operation[T]:  # fmt: skip
+        self, out: T, tensor: AnyTensor, op: str = "sum", async_op: bool = False, overwrite: bool = False
+    ) -> T | Operation[T]:
         """Combine ``tensor`` over all ranks; rank r gets chunk r of the result in ``out``. Return ``out``.
 
         ``tensor`` has ``size`` equal chunks. Its values stay unchanged, with two exceptions. If ``out`` is chunk r of
         ``tensor``, the other chunks hold partial results afterwards. With ``overwrite=True``, all chunks may be
         overwritten, and the operation allocates no memory.
         """
-        if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out, algorithm)):
+        if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out)):
             return nccl.reduce_scatter(out, tensor, op, async_op)
         mine = payload(out, "reduce_scatter", writes=True)
         combine = types.combiner(out, op, "reduce_scatter")
@@ -291,28 +280,27 @@ class Communicator(ObjectOperations):
             # `out` overlaps another chunk: copy, because the result must not overwrite a chunk that is still to be
             # sent.
             chunks = [chunk.copy() for chunk in chunks]
-        if overwrite and not overlap:
-            algorithm = algorithm or "ring_over_input"
+        algorithm = "ring_over_input" if overwrite and not overlap else None
         finish = mine.finisher(op, self.size)
         arguments = mine.flat, chunks, combine
         return self._collective("reduce_scatter", tensor, arguments, finish, async_op, algorithm, mine.flat, op=op)
 
     @overload
-    def all_gather(self, out: T, tensor: AnyTensor, async_op: No = ..., algorithm: Name = ...) -> T: ...
+    def all_gather(self, out: T, tensor: AnyTensor, async_op: No = ...) -> T: ...
     @overload
-    def all_gather(self, out: T, tensor: AnyTensor, *, async_op: Yes, algorithm: Name = ...) -> Operation[T]: ...
-    def all_gather(self, out: T, tensor: AnyTensor, async_op: bool = False, algorithm: Name = None) -> T | Operation[T]:
+    def all_gather(self, out: T, tensor: AnyTensor, *, async_op: Yes) -> Operation[T]: ...
+    def all_gather(self, out: T, tensor: AnyTensor, async_op: bool = False) -> T | Operation[T]:
         """Copy every rank's ``tensor``, in rank order, into ``out`` on every rank.
 
         ``out`` has ``size`` times as many elements as ``tensor`` and the same dtype; returns ``out``.
         """
-        if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
+        if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor)):
             return nccl.all_gather(out, tensor, async_op)
         mine = payload(tensor, "all_gather", writes=False)
         whole, chunks = self._cut(out, tensor, "all_gather", writes=True)
         if not same_memory(chunks[self.rank], mine.flat):
             chunks[self.rank][...] = mine.flat
-        return self._collective("all_gather", tensor, (chunks,), whole.store, async_op, algorithm, whole.flat)
+        return self._collective("all_gather", tensor, (chunks,), whole.store, async_op, flat=whole.flat)
 
     @overload
     def all_to_all(self, out: T, tensor: AnyTensor, output_split_sizes: Sizes = ..., input_split_sizes: Sizes = ...,

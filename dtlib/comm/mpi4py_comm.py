@@ -68,9 +68,15 @@ class Mpi4pyComm(MPI.Intracomm):
     def recv(
         self, buf: object = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
     ) -> object:
+        if self._left_to_mpi(source):
+            return super().recv(buf, source, tag, status)
         return self.irecv(buf, source, tag).wait(status)
 
-    def irecv(self, buf: object = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> IncomingObject:
+    def irecv(
+        self, buf: object = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG
+    ) -> IncomingObject | MPI.Request:
+        if self._left_to_mpi(source):
+            return super().irecv(buf, source, tag)
         return self._message("recv", source, tag, IncomingObject(partial(super().improbe, source, tag)), None)
 
     def Sendrecv(
@@ -90,8 +96,11 @@ class Mpi4pyComm(MPI.Intracomm):
         sending.Wait()
         return got
 
+    def _left_to_mpi(self, peer) -> bool:
+        return self.comm is None or peer == MPI.PROC_NULL
+
     def _message(self, operation, peer, tag, request, content):
-        if self.comm is None or peer == MPI.PROC_NULL:
+        if self._left_to_mpi(peer):
             return request
         comm, sends = self.comm, operation == "send"
         peers = comm.members if peer == MPI.ANY_SOURCE else (comm.members[peer],)
@@ -114,6 +123,10 @@ class _Message(ForeignRequests):
     def all_done(self, requests: list) -> bool:
         self.status = self.status or MPI.Status()
         return requests[0].Test(self.status)
+
+    def give_up(self, requests: list) -> None:
+        """Cancel the request. This ends a receive that no message has matched."""
+        requests[0].Cancel()
 
 
 class Pending(MPI.Request):
@@ -147,11 +160,13 @@ class IncomingObject:
         self.probe = probe
 
     def Test(self, status: MPI.Status | None = None) -> bool:
-        self.message = self.message or self.probe(status)
+        if self.message is None:
+            self.message = self.probe(status)
         return self.message is not None
 
     def Cancel(self) -> None:
-        pass
+        # Do not probe any more: a message that comes later would be matched, and nobody would receive it.
+        self.message = self.message or MPI.MESSAGE_NULL
 
     def content(self) -> object:
         """Receive the matched message and return the unpickled object."""
@@ -178,11 +193,10 @@ def _collective(name: str):
         if self.comm is None:
             return theirs(self, *args, **named)
         comm, tensor, root, op = self.comm, None, None, ""
-        if started and not lower.endswith("v"):
-            # Find the buffer that names the shape and dtype of this call: for scatter the receive buffer, for others
-            # the first.
-            candidates = (*args[::-1], named.get("recvbuf")) if lower == "scatter" else (*args, *named.values())
-            tensor = next((found for each in candidates if (found := _array(each)) is not None), None)
+        # The first buffer names the shape and dtype of this call. With IN_PLACE, the root of gather and scatter names
+        # only the whole tensor, and other ranks only their chunk.
+        if started and lower not in ("gather", "scatter") and not lower.endswith("v"):
+            tensor = next((found for each in (*args, *named.values()) if (found := _array(each)) is not None), None)
         if lower in WITH_ROOT:
             root = named.get("root", next((each for each in args[1:] if isinstance(each, int)), 0))
         if "reduce" in lower:

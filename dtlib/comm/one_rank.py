@@ -63,10 +63,6 @@ class SoloCommunicator(Communicator):
             "you need, solo(rank, size)."
         )
 
-    def wait_for(self, request: object, buffers: object, description: str, time_limit: float | None = None) -> None:
-        """Raise CommunicationError, because there is no MPI request to wait for."""
-        raise CommunicationError(f"{description} waits for MPI, which solo does not use: use dtlib.init().comm.")
-
     def _link(self, tag):
         return SoloLink(self._mpi, self.rank, self.size, tag, self._buffers)
 

@@ -91,6 +91,7 @@ class Wire:
         """Drop a message that is still delayed; do nothing if it was sent."""
         with self._lock, suppress(ValueError):
             self._delayed.remove(message)
+            message.dropped = True
 
 
 class _DelayedMessage:
@@ -101,6 +102,7 @@ class _DelayedMessage:
         self._wire = wire
         self.start = start
         self.request: Request | None = None
+        self.dropped = False  # True if it was cancelled before its time: then nothing is pending
 
     def Cancel(self) -> None:
         self._wire.forget(self)
@@ -108,4 +110,4 @@ class _DelayedMessage:
     def Test(self, status: MPI.Status | None = None) -> bool:
         if self.request is None:
             self._wire.send_due()
-        return self.request is not None and self.request.Test()
+        return self.dropped or (self.request is not None and self.request.Test())

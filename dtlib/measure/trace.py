@@ -7,17 +7,14 @@
         world.comm.all_reduce(gradients)
 
 Exercises check the messages and bytes of the record, and notebooks draw its timeline (``lab.timeline("trace")``).
-``Timeline.save`` writes a file for https://ui.perfetto.dev and Chrome's about:tracing.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from os import PathLike
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -125,26 +122,3 @@ class Timeline:
     def emulated(self) -> bool:
         """Whether a part ran on an emulated network, which is slowed down on purpose."""
         return any(event.emulated for event in self.events)
-
-    def save(self, file: str | PathLike[str]) -> None:
-        """Write the events to ``file`` in the Trace Event Format (Google, 2016) for Perfetto and Chrome, in µs."""
-        lanes = {"main": 0, "background": 1}
-        rows = [{"ph": "M", "name": "process_name", "pid": r, "args": {"name": f"rank {r}"}} for r in self.ranks]
-        for rank, (lane, number) in ((rank, item) for rank in self.ranks for item in lanes.items()):
-            rows.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}})
-        for event in self.events:
-            end = self.end if event.end is None else event.end
-            rows.append({
-                "ph": "X", "name": event.name, "cat": event.kind, "pid": event.rank, "tid": lanes[event.lane],
-                "ts": event.start * 1e6, "dur": (end - event.start) * 1e6, "args": _arguments(event),
-            })  # fmt: skip
-        with open(file, "w") as opened:
-            json.dump({"traceEvents": rows}, opened)
-
-
-def _arguments(event: Event) -> dict:
-    """Return the fields of an event that are set, and its description ``what``."""
-    facts = {name: fact for name, fact in vars(event).items() if fact not in (None, "")}
-    if event.action is not None:
-        facts["action"] = dict(zip(("stage", "kind", "microbatch"), event.action, strict=True))
-    return {"what": event.what, **facts}

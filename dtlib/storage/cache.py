@@ -119,7 +119,8 @@ def _copy(folder: Path, local: Path) -> Staged:
             there = read_index(local) if (local / INDEX).exists() else None
             if there and there.get("source") != index["source"]:
                 raise DtlibError(f"{local} already has samples, but not of {folder}: choose a new folder.")
-            old = [name for name in index["counts"] if not _alike(folder / name, local / name)]
+            before = {name: _size_and_time(folder / name) for name in index["counts"]}
+            old = [name for name, made in before.items() if not _alike(made, _size_and_time(local / name))]
             if not old and there == index:
                 return Staged(local, 0)
             others = [local / name for name in old if (local / name).exists()]
@@ -130,8 +131,8 @@ def _copy(folder: Path, local: Path) -> Staged:
             (local / INDEX).unlink(missing_ok=True)
             count = sum(_copy_file(folder / name, local / name) for name in old)
             # If the source has changed during the copy, the copy is not consistent.
-            for name in index["counts"]:
-                if not _alike(folder / name, local / name):
+            for name, made in before.items():
+                if _size_and_time(folder / name) != made:
                     raise StorageError(
                         folder / name, 0, f"{folder / name} was written again while it was staged: stage it again."
                     )
@@ -144,12 +145,20 @@ def _copy(folder: Path, local: Path) -> Staged:
     return Staged(local, count)
 
 
-def _alike(source: Path, copy: Path) -> bool:
-    """Return whether the copy exists and has the size and modification time of its source."""
-    if not (copy.exists() and source.exists()):
+def _size_and_time(path: Path) -> tuple[int, int] | None:
+    """Return the size of a file and its modification time in nanoseconds, or None if it does not exist."""
+    return (path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else None
+
+
+def _alike(source: tuple[int, int] | None, copy: tuple[int, int] | None) -> bool:
+    """Return whether the copy exists and has the size and modification time of its source.
+
+    Some disks round the time of a copy: exFAT to 10 ms, vfat to 2 s.
+    """
+    if source is None or copy is None:
         return False
-    one, other = source.stat(), copy.stat()
-    return (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)
+    rounded = copy[1] % 10**7 == 0 and abs(source[1] - copy[1]) < 2 * 10**9
+    return source[0] == copy[0] and (source[1] == copy[1] or rounded)
 
 
 def _copy_file(source: Path, target: Path) -> int:

@@ -58,8 +58,6 @@ class Loader:
             read when the loop needs it.
         shuffle: if false, the order is 0, 1, 2, ...
         drop_last: leave out the last samples if they do not fill a batch on every rank.
-        block: overrides the reader's ``block`` in the shuffled order (order.py).
-        window: overrides the reader's ``window``.
 
     Raises:
         DtlibError: for invalid arguments.
@@ -68,12 +66,10 @@ class Loader:
 
     def __init__(
         self, reader: Source, batch_size: int, rank: int = 0, ranks: int = 1, *, seed: int = 0, workers: int = 0,
-        prefetch: int = 2, shuffle: bool = True, drop_last: bool = False, block: int | None = None,
-        window: int | None = None,
+        prefetch: int = 2, shuffle: bool = True, drop_last: bool = False,
     ):  # fmt: skip
-        sizes = {"batch_size": batch_size, "ranks": ranks, "block": block or 1, "window": window or 1}
-        for name, size in sizes.items():
-            number(name, size)
+        number("batch_size", batch_size)
+        number("ranks", ranks)
         number("rank", rank, 0, ranks - 1)
         number("seed", seed, 0)
         number("workers", workers, 0, MOST_PROCESSES - 1)
@@ -88,9 +84,7 @@ class Loader:
         self.skipped: list[Exception] = []
         self._epoch, self._taken = 0, 0  # _taken: samples of this epoch that all ranks together have taken
         self._begin = 0  # the value of _taken at which steps of the current size began: 0, or that of a loaded state
-        self._order = {
-            "seed": seed, "shuffle": shuffle, "block": block or reader.block, "window": window or reader.window,
-        }  # fmt: skip
+        self._order = {"seed": seed, "shuffle": shuffle, "block": reader.block, "window": reader.window}
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch."""

@@ -57,8 +57,7 @@ def join(where: str, alias: str) -> None:
     """
     if in_engine():
         raise DtlibError("lab.join belongs in a cell without %%px, because you join, and not each rank.")
-    found = _ADDRESS.fullmatch(str(where).strip())
-    if not found:
+    if not (found := _ADDRESS.fullmatch(str(where).strip())):
         raise DtlibError(f"lab.join({where!r}): write the code and the address in the form of the wall, CODE@ADDRESS.")
     alias = " ".join(str(alias).split())
     if not 1 <= len(alias) <= ALIAS or not alias.isprintable():
@@ -140,15 +139,16 @@ def _ends(result) -> None:
 
 def _send_events() -> None:
     """Send events in a thread: in kernels until the learner leaves, elsewhere until the queue is empty."""
-    wait = HEARTBEAT_SECONDS
-    while _beats or not _events.empty():
-        events = []
+    events: list = []
+    while _beats or events or not _events.empty():
         with suppress(queue.Empty):
-            events.append(_events.get(timeout=wait))
+            events.append(_events.get(timeout=HEARTBEAT_SECONDS))
             while True:
                 events.append(_events.get_nowait())
+        del events[:-MOST]
         with suppress(Exception):  # after an error of the file or the network, try again later
-            if (note := _noted(events)) is None:
+            note, events = _noted(events), []
+            if note is None:
                 return
             try:
                 _asked(note["address"], "tell", message(note["state"], time.time()), note["token"])

@@ -134,10 +134,10 @@ class SimulatedCommunicator(ArgumentChecks):
         arguments, finish = (flat, combine), lambda: self._mean(tensor, op)
         return self._collective("all_reduce", tensor, arguments, finish, async_op, algorithm, op=op)
 
-    def broadcast(self, tensor: Tensor, root: int = 0, async_op: bool = False, algorithm: str | None = None) -> Started:
+    def broadcast(self, tensor: Tensor, root: int = 0, async_op: bool = False) -> Started:
         self._check_rank(root, "broadcast", "root")
         arguments = _flat(tensor, "broadcast"), root
-        return self._collective("broadcast", tensor, arguments, lambda: tensor, async_op, algorithm, peer=root)
+        return self._collective("broadcast", tensor, arguments, lambda: tensor, async_op, peer=root)
 
     def reduce(self, tensor: Tensor, root: int = 0, op: str = "sum", async_op: bool = False) -> Started:
         self._check_rank(root, "reduce", "root")

@@ -163,10 +163,9 @@ class _Future(torch.futures.Future):
         return following
 
 
-def joined(works: Sequence[GroupWork], result: list | None = None, finish: Finish = None) -> GroupWork:
+def joined(works: Sequence[GroupWork]) -> GroupWork:
     """Return one work for several."""
-    result = [tensor for work in works for tensor in work._result] if result is None else result
-    return GroupWork(works, result, finish)
+    return GroupWork(works, [tensor for work in works for tensor in work._result])
 
 
 def _tensors(result):

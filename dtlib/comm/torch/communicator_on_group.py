@@ -38,19 +38,18 @@ def _options(kind, **values):
 
 
 class ProcessGroupCommunicator(ObjectOperations):
-    """The operations of ``Communicator`` over a ``torch.distributed.ProcessGroup`` or one of its backends.
+    """The operations of ``Communicator`` over a ``torch.distributed.ProcessGroup``.
 
     Args:
         group: the process group; it keeps its own timeout.
         time_limit: seconds until a wait raises ``WaitTimeout``, if the wait can be interrupted; None leaves the timeout
             to the group.
         members: the world ranks of this group; default: the ranks in torch's tables, or 0 to ``size - 1``.
-        store: the group's store; ``split`` needs it if the group does not provide one.
 
     Tensors are on the CPU or on a GPU, on all ranks alike. The group copies a tensor if it cannot send it from its
     device (a CUDA tensor on gloo, a CPU tensor on NCCL alone). The backend decides how float16 and bfloat16 are
     combined. Bytes are counted as a ring would send them, whatever the backend does. Messages count as 0, because the
-    backend does not report them. ``algorithm=`` other than None is refused.
+    backend does not report them. ``all_reduce`` refuses an ``algorithm=`` other than None.
     """
 
     simulated = False
@@ -58,10 +57,9 @@ class ProcessGroupCommunicator(ObjectOperations):
 
     def __init__(
         self, group: dist.ProcessGroup, time_limit: float | None = None, members: Sequence[int] | None = None,
-        name: str = "group", store: dist.Store | None = None,
+        name: str = "group",
     ):  # fmt: skip
         self.group = group
-        self.store = store
         self.time_limit = time_limit
         self.name = name
         self.rank = group.rank()
@@ -98,24 +96,20 @@ class ProcessGroupCommunicator(ObjectOperations):
 
     # One to all, all to one
 
-    def broadcast(
-        self, tensor: T, root: int = 0, async_op: bool = False, algorithm: str | None = None
-    ) -> T | GroupHandle[T]:
+    def broadcast(self, tensor: T, root: int = 0, async_op: bool = False) -> T | GroupHandle[T]:
         """Copy the values of ``tensor`` on rank ``root`` to ``tensor`` on every rank, in place; return ``tensor``."""
         self._check_rank(root, "broadcast", "root")
-        content = self._carried(tensor, "broadcast", writes=self.rank != root, algorithm=algorithm)
+        content = self._carried(tensor, "broadcast", writes=self.rank != root)
         begin = partial(self.group.broadcast, [content.octets], _options(c10d.BroadcastOptions, rootRank=root))
         # Counted as a ring that starts at the root: the last rank sends nothing.
         sent = content.nbytes if (self.rank + 1) % self.size != root else 0
         call = self._call("broadcast", tensor, peer=root)
         return self._start(call, content, begin, content.store, async_op, sent)
 
-    def reduce(
-        self, tensor: T, root: int = 0, op: str = "sum", async_op: bool = False, algorithm: str | None = None
-    ) -> T | GroupHandle[T]:
+    def reduce(self, tensor: T, root: int = 0, op: str = "sum", async_op: bool = False) -> T | GroupHandle[T]:
         """Combine ``tensor`` over all ranks into ``tensor`` on rank ``root``; other ranks keep their values."""
         self._check_rank(root, "reduce", "root")
-        content = self._carried(tensor, "reduce", writes=self.rank == root, algorithm=algorithm)
+        content = self._carried(tensor, "reduce", writes=self.rank == root)
         wire = Reduced(content.flat, tensor, op, "reduce")
         # Partial results must not appear in the caller's tensor on other ranks.
         moving = wire.values if self.rank == root else wire.values.clone()
@@ -178,7 +172,12 @@ class ProcessGroupCommunicator(ObjectOperations):
 
         ``op`` is ``sum``, ``mean``, ``max``, ``min`` or ``prod``.
         """
-        content = self._carried(tensor, "all_reduce", writes=True, algorithm=algorithm)
+        if algorithm is not None:
+            raise CommunicationError(
+                f"all_reduce(algorithm={algorithm!r}): a process group of torch chooses its algorithm; leave "
+                "algorithm= out, or use a communicator over MPI."
+            )
+        content = self._carried(tensor, "all_reduce", writes=True)
         wire = Reduced(content.flat, tensor, op, "all_reduce")
         begin = partial(self.group.allreduce, [wire.values], _options(c10d.AllreduceOptions, reduceOp=REDUCE_OPS[op]))
 
@@ -191,11 +190,10 @@ class ProcessGroupCommunicator(ObjectOperations):
         return self._start(call, content, begin, finish, async_op, sent)
 
     def reduce_scatter(
-        self, out: T, tensor: AnyTensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None,
-        overwrite: bool = False,
-    ) -> T | GroupHandle[T]:  # fmt: skip
+        self, out: T, tensor: AnyTensor, op: str = "sum", async_op: bool = False, overwrite: bool = False
+    ) -> T | GroupHandle[T]:
         """Combine ``tensor``, of ``size`` equal chunks, over all ranks; return ``out`` with chunk r on rank r."""
-        mine = self._carried(out, "reduce_scatter", writes=True, algorithm=algorithm)
+        mine = self._carried(out, "reduce_scatter", writes=True)
         whole = self._carried(tensor, "reduce_scatter", writes=False)
         wire, wide = Reduced(mine.flat, out, op, "reduce_scatter"), Reduced(whole.flat, tensor, op, "reduce_scatter")
         self._check_whole(tensor, whole.flat.numel(), out, mine.flat.numel(), "reduce_scatter")
@@ -216,11 +214,9 @@ class ProcessGroupCommunicator(ObjectOperations):
         call = self._call("reduce_scatter", tensor, op=op)
         return self._start(call, mine, begin, finish, async_op, (self.size - 1) * mine.nbytes)
 
-    def all_gather(
-        self, out: T, tensor: AnyTensor, async_op: bool = False, algorithm: str | None = None
-    ) -> T | GroupHandle[T]:
+    def all_gather(self, out: T, tensor: AnyTensor, async_op: bool = False) -> T | GroupHandle[T]:
         """Copy every rank's ``tensor``, in rank order, into ``out`` on every rank; return ``out``."""
-        mine = self._carried(tensor, "all_gather", writes=False, algorithm=algorithm)
+        mine = self._carried(tensor, "all_gather", writes=False)
         whole = self._carried(out, "all_gather", writes=True)
         self._check_whole(out, whole.flat.numel(), tensor, mine.flat.numel(), "all_gather")
         begin = partial(self.group._allgather_base, whole.octets, mine.octets, c10d.AllgatherOptions())
@@ -277,30 +273,14 @@ class ProcessGroupCommunicator(ObjectOperations):
             key=lambda rank: (asked[rank][1], rank),
         )
         # Rank 0 drew the random name, so it is new in the store even if several communicators share the store.
-        store = dist.PrefixStore(f"dtlib/{asked[0][2]}/{ranks[0]}", self._store())
+        store = dist.PrefixStore(f"dtlib/{asked[0][2]}/{ranks[0]}", self.group.get_group_store())
         group = make_group(self.backends, store, ranks.index(self.rank), len(ranks))
         members = [self.members[rank] for rank in ranks]
-        return ProcessGroupCommunicator(group, self.time_limit, members, f"{self.name}/{color}", store)
-
-    def _store(self):
-        if self.store is None:
-            try:
-                self.store = self.group.get_group_store()
-            except (AttributeError, RuntimeError):
-                raise CommunicationError(
-                    "split needs the store of its group, which is unknown here: pass ProcessGroupCommunicator(group, "
-                    "store=...)."
-                ) from None
-        return self.store
+        return ProcessGroupCommunicator(group, self.time_limit, members, f"{self.name}/{color}")
 
     # From the arguments of a call to a handle
 
-    def _carried(self, tensor, operation, writes, algorithm=None) -> GroupTensor:
-        if algorithm is not None:
-            raise CommunicationError(
-                f"{operation}(algorithm={algorithm!r}): a process group of torch chooses its algorithm; leave "
-                "algorithm= out, or use a communicator over MPI."
-            )
+    def _carried(self, tensor, operation, writes) -> GroupTensor:
         return GroupTensor(tensor, operation, writes, self.backends)
 
     def _call(self, operation, tensor=None, peers=None, **facts) -> Call:

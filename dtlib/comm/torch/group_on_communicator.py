@@ -109,13 +109,8 @@ class Group(dist.ProcessGroup):
         for tensor in tensors:
             warn_of_activations(tensor)
         calls = [self._to_reduce(tensor, opts) for tensor in tensors]
-        # NCCL averages integers: it divides their sum, and drops the fraction.
-        sums = [each for each in calls if each["op"] == "mean" and not each["tensor"].is_floating_point()]
-        for each in sums:
-            each["op"] = "sum"
         starts = [partial(self._alive().all_reduce, **each) for each in calls]
-        finish = (lambda: [x["tensor"].div_(self.size(), rounding_mode="trunc") for x in sums]) if sums else None
-        return self._begin(opts, starts, tensors, finish)
+        return self._begin(opts, starts, tensors, self._division(opts, [each["tensor"] for each in calls]))
 
     allreduce_coalesced = allreduce
 
@@ -128,7 +123,8 @@ class Group(dist.ProcessGroup):
 
     def reduce(self, tensors: Tensors, opts: c10d.ReduceOptions) -> dist.Work:
         reduce = partial(self._alive().reduce, root=opts.rootRank)
-        return self._begin(opts, [partial(reduce, **self._to_reduce(tensor, opts)) for tensor in tensors], tensors)
+        starts = [partial(reduce, **self._to_reduce(tensor, opts)) for tensor in tensors]
+        return self._begin(opts, starts, tensors, self._division(opts, tensors if self.rank() == opts.rootRank else []))
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: c10d.AllgatherOptions | None = None
@@ -174,7 +170,7 @@ class Group(dist.ProcessGroup):
             partial(self._alive().reduce_scatter, dense(output), **self._to_reduce(input, opts, in_place=False))
             for output, input in zip(outputs, inputs, strict=True)
         ]
-        return self._begin(opts, starts, outputs)
+        return self._begin(opts, starts, outputs, self._division(opts, outputs))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -296,11 +292,21 @@ class Group(dist.ProcessGroup):
         return works[0] if len(works) == 1 else joined(works)
 
     def _to_reduce(self, tensor, opts, in_place=True):
-        """Return arguments: the tensor to send, multiplied by the reduction's factor, and the reduction's name."""
+        """Return arguments: the tensor to send, multiplied by the reduction's factor, and the reduction's name.
+
+        For the mean of integers it is the sum, which ``_division`` divides.
+        """
         with torchs_errors():
             name = named(opts.reduceOp, tensor)
         mine, by = dense(tensor), factor(opts.reduceOp)
+        name = "sum" if name == "mean" and not mine.is_floating_point() else name
         return {"tensor": mine if by is None else mine.mul_(by) if in_place else mine * by, "op": name}
+
+    def _division(self, opts, outputs):
+        """Return a function that divides sums of integers for a mean, without the fraction, as NCCL does; or None."""
+        dense_ones = [dense(output) for output in outputs] if opts.reduceOp == dist.ReduceOp.AVG else []
+        sums = [one for one in dense_ones if not one.is_floating_point()]
+        return (lambda: [one.div_(self.size(), rounding_mode="trunc") for one in sums]) if sums else None
 
     def _all_reduce_sparse(self, tensor, opts):
         """Add sparse tensors entry by entry; this waits for the other ranks. Other reductions are refused."""
@@ -324,7 +330,8 @@ class Group(dist.ProcessGroup):
         totals = [tensor.detach().clone() for tensor in inputs]
         reduce = self._alive().reduce
         starts = [partial(reduce, root=root, **self._to_reduce(total, opts)) for root, total in enumerate(totals)]
-        return self._begin(opts, starts, [output], partial(output.detach().copy_, totals[self.rank()]))
+        divide = self._division(opts, [mine := totals[self.rank()]])
+        return self._begin(opts, starts, [output], lambda: (divide and divide(), output.detach().copy_(mine)))
 
     def _all_gather(self, outputs, input, opts):
         if all(output.shape == input.shape for output in outputs):

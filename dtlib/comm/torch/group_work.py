@@ -30,9 +30,6 @@ _abandoned: list = []  # buffers that a group may still read or write
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the device types from which a group sends tensors without a copy, with the names of their backends."""
-    if not isinstance(group, dist.ProcessGroup):
-        name = group.name()
-        return {"cuda" if name == "nccl" else "cpu": name}
     names = {device.type: group._get_backend(device).name() for device in group._device_types}
     return {device: name for device, name in names.items() if (device, name) != ("cuda", "gloo")}
 

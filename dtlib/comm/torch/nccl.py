@@ -54,7 +54,7 @@ def nccl_communicator(comm: ObjectOperations, device: torch.device) -> ProcessGr
     if not refusals:
         # Otherwise torch warns at exit about a group that was not destroyed.
         atexit.register(group.abort)
-        return ProcessGroupCommunicator(group, comm.time_limit, comm.members, comm.name, store)
+        return ProcessGroupCommunicator(group, comm.time_limit, comm.members, comm.name)
     with suppress(RuntimeError):
         group.abort()
     if comm.rank == 0:

@@ -152,13 +152,14 @@ class ClusterBoard(Board):
                 time.sleep(COPY_SECONDS)
 
     def seen(self) -> dict[int, BoardEntry]:
-        """Return what each rank of all nodes did last."""
+        """Return what each rank of all nodes did last; without the store, which ends with rank 0, only of this node."""
         found = super().seen()
-        for node in range(self._nodes):
-            key = f"node {node}"
-            if node != self._node and self._store.check([key]):
-                others = json.loads(self._store.get(key))
-                found.update({int(rank): _entry(**content) for rank, content in others.items()})
+        with suppress(RuntimeError):
+            for node in range(self._nodes):
+                key = f"node {node}"
+                if node != self._node and self._store.check([key]):
+                    others = json.loads(self._store.get(key))
+                    found.update({int(rank): _entry(**content) for rank, content in others.items()})
         return found
 
 
