@@ -54,10 +54,10 @@ def alone(ranks, name):
     x, gate = x.requires_grad_(), gate.requires_grad_()
     experts = [expert_of(number) for number in range(len(gate))]
     probabilities = (x @ gate.mT).softmax(-1)
-    choices, outputs = torch.zeros(len(gate), dtype=torch.float64), []
+    choices, outputs, chances = [0.0] * len(gate), [], probabilities.tolist()
     for rank in range(ranks):
         rows, taken = [torch.zeros(WIDTH, dtype=torch.float64) for _ in range(TOKENS)], [0] * len(gate)
-        best = [sorted(range(len(gate)), key=lambda e, t=t: -probabilities[rank, t, e]) for t in range(TOKENS)]
+        best = [sorted(range(len(gate)), key=lambda e, own=own: -own[e]) for own in chances[rank]]
         for choice in range(case["top"]):
             for t in range(TOKENS):
                 e, others = best[t][choice], sum(probabilities[rank, t, o] for o in best[t][: case["top"]])
@@ -67,7 +67,7 @@ def alone(ranks, name):
                     weight = probabilities[rank, t, e] / (others if case["top"] > 1 else 1)
                     rows[t] = rows[t] + weight * experts[e](x[rank, t])
         outputs.append(torch.stack(rows))
-    out = torch.stack(outputs)
+    out, choices = torch.stack(outputs), torch.tensor(choices, dtype=torch.float64)
     balance = len(gate) * (choices / choices.sum() * probabilities.mean((0, 1))).sum()
     ((out * cotangent).sum() / ranks + WEIGHT * balance).backward()
     of_experts = [[torch.zeros_like(p) if p.grad is None else p.grad for p in e.parameters()] for e in experts]
