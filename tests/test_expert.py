@@ -2,7 +2,6 @@
 """Mixtures of experts beside their values (test_parity.py): bytes, refusals, and mistakes that are noticed."""
 
 import math
-from functools import cache
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import dtlib
 from dtlib.parallel.expert import plain
 from dtlib.parallel.expert.plain import MixtureOfExperts
 from tests.cases import broken_modules, refuses
+from tests.devices import of_one_process
 from tests.models import EXACT, apart
 from tests.ranks import on_ranks
 
@@ -46,7 +46,7 @@ def places_of(case, count):
     return TOKENS if case.get("capacity") is None else math.ceil(case["capacity"] * case["top"] * TOKENS / count)
 
 
-@cache
+@of_one_process
 def alone(ranks, name):
     """One process that goes from token to token: the mean over ranks of their losses."""
     case = CASES[name]

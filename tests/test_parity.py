@@ -8,7 +8,7 @@ A row is one test for each number of ranks, which reports every case that fails.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -46,7 +46,7 @@ from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
 from dtlib.parallel.zero.sharded import fully_shard
 from tests import test_context, test_context_module, test_expert, test_local, test_pipeline, test_tensor
 from tests.cases import all_cases
-from tests.devices import DEVICE
+from tests.devices import DEVICE, of_one_process
 from tests.models import (
     EXACT,
     MODELS,
@@ -132,7 +132,7 @@ USED = ("chain", "convolutional", "transformer")  # all parameters are trained a
 GRAPHS = ("chain", "plain", "transformer")
 
 
-@cache
+@of_one_process
 def alone(case: Case, ranks: int, dtype: torch.dtype = torch.float64) -> dict:
     """Parameters and buffers of one process that computes in ``dtype``, in float64."""
     data = [tuple(one.to(dtype) if one.is_floating_point() else one for one in batch) for batch in case.data(ranks)]
