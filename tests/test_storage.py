@@ -10,7 +10,7 @@ import signal
 import sys
 import tarfile
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -479,10 +479,16 @@ DAMAGED = [  # format, file, damage, lost samples, the byte at which it is notic
 ]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("form,name,damage,lost,offset,words", DAMAGED, ids=lambda x: getattr(x, "__name__", None))
+@pytest.mark.parametrize(
+    "form,name,damage,lost,offset,words,workers",
+    [
+        pytest.param(*row, workers, marks=[pytest.mark.slow] * (workers and row[2] is not truncated))
+        for workers, row in product((0, 1), DAMAGED)
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
 def test_damage_is_told_with_file_and_offset_or_skipped_and_counted(
-    folder_of, workers, form, name, damage, lost, offset, words
+    folder_of, form, name, damage, lost, offset, words, workers
 ):
     folder = folder_of(form)
     damage(folder / name)
