@@ -6,6 +6,7 @@ All cases run as one test, and the test reports every case that fails. Below ``@
 import functools
 import inspect
 import itertools
+import os
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,6 +85,23 @@ def all_cases():
     except Exception as error:
         raise AssertionError("\n".join([*failed, repr(error)])) from error
     assert not failed, f"{len(failed)} cases failed\n" + "\n".join(failed)
+
+
+def in_processes(values, run) -> list[int]:
+    """The exit statuses of forked processes that do ``run(value)`` at once: what it returns, 1 for an error."""
+    children = []
+    for value in values:
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                status = int(run(value) or 0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 def broken_modules(module, mistakes: dict):

@@ -1,4 +1,5 @@
 import gc
+import os
 import resource
 import shutil
 import signal
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from dtlib.lab.course import LEFT_BEHIND
-from dtlib.world.launch import forked_ranks, start_ranks
+from dtlib.world.launch import forked_ranks, python_of_a_rank, rank_environment, start_ranks
 from dtlib.world.machine import gpu_names
 from tests.ranks import IMPORTS, end_worlds
 
@@ -60,7 +61,7 @@ def wants_ranks(session) -> bool:
     """Whether the tests of this process start so many that importing torch once for all of them is worth it."""
     if hasattr(session.config, "workerinput"):  # a worker of pytest-xdist: it has been done
         return False
-    names = ("on_ranks", "start_ranks", "said_by_ranks", "lab", "recovery")
+    names = ("on_ranks", "start_ranks", "said_by_ranks", "start_python", "lab", "recovery")
     return any(hasattr(item.module, name) for item in session.items for name in names)
 
 
@@ -108,6 +109,31 @@ def said_by_ranks(command, ranks: int, **popen) -> str:
         said, errors = started.communicate(timeout=120)
     assert started.returncode == 0, said + errors
     return said
+
+
+def start_python(*words, env=None, **popen) -> subprocess.Popen:
+    """A new Python, without MPI, as `python words`; forked like ranks, which have imported torch, where that can be."""
+    env = {**os.environ, **rank_environment(1), "OMP_NUM_THREADS": "1", **(env or {})}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*python_of_a_rank(), *map(str, words)], env=env, **{**pipes, **popen})
+
+
+@pytest.fixture
+def run_here(capsys):
+    """Run the ``dtlib`` command in this process: its arguments, and variables of the environment."""
+    from dtlib.cli import main
+
+    def run(*arguments, **environment):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            try:
+                status = main(list(map(str, arguments)))
+            except SystemExit as ended:
+                status = ended.code
+        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
+
+    return run
 
 
 @contextmanager

@@ -8,12 +8,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_map_only
 
 from dtlib.comm import types
 
@@ -51,6 +53,20 @@ def _made_by_dtlib(frame) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def of_one_process(compute):
+    """What one process computes, to compare with it: beside a fake GPU, which is slow, the CPU computes it."""
+
+    @cache
+    def computed(*arguments):
+        if DEVICE != "fake":
+            return compute(*arguments)
+        with torch.device("cpu"):
+            found = compute(*arguments)
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(torch.zeros(0).device), found)
+
+    return computed
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from tests.cases import run_cases, without
 IMPORTS = (  # beside those that every rank needs: what many tests would import on each rank of each world
     *("pytest", "_pytest.assertion", *LATE_IMPORTS, "torch.distributed.optim", "torch.distributed.pipelining"),
     *("torch.distributed.checkpoint.state_dict", "dtlib.training.torch_runtime", "dtlib.workloads.summarization"),
+    "scipy.stats",
 )
 TIME_LIMIT = 300  # seconds for one body or case: what hangs
 GRACE_SECONDS = 2  # for the other ranks, once one has failed

@@ -455,7 +455,9 @@ def test_data_parallelism_holds_gradients_once_and_the_last_bucket_twice(world):
     }
     with all_cases() as case:
         for name, (kind, copy, flags) in kinds.items():
-            comm = world.comm.split(0).emulate_network(0.2, 1e9)  # so that nothing arrives early
+            comm = world.comm.split(0)
+            if name != "naive":  # whose messages are sent and waited for one by one, after the backward pass
+                comm = comm.emulate_network(0.2, 1e9)  # so that nothing arrives early
             with Live() as live:
                 model = kind(weights(sizes), comm)
                 for _ in range(2):

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 import warnings
 from datetime import timedelta
@@ -22,7 +21,7 @@ from benchmarks.peers import torch_group
 from dtlib.errors import DtlibError
 from dtlib.world.launch import start_ranks
 from tests.cases import refuses
-from tests.conftest import said_by_ranks, wait_until
+from tests.conftest import said_by_ranks, start_python, wait_until
 from tests.ranks import on_ranks
 
 ReduceOp = dist.ReduceOp
@@ -667,13 +666,14 @@ def test_without_mpi_and_with_another_rank_it_is_refused(tmp_path):
     script = tmp_path / "train.py"
     script.write_text('import torch.distributed as dist, dtlib.backend; dist.init_process_group("dtlib")')
     torchruns = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for words in (["-m", "dtlib.backend", str(script)], [str(script)]):
-        command, env = [sys.executable, *words], {**os.environ, **torchruns}
-        ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
+    for words in (["-m", "dtlib.backend", script], [script]):
+        ran = start_python(*words, env=torchruns)
+        said = ran.communicate(timeout=90)[1]
         command = f"start them with `mpiexec -n 1 python -m dtlib.backend {script}`"
-        assert ran.returncode and f"torchrun started these processes without it: {command}" in ran.stderr, ran.stderr
-    ran = subprocess.run([sys.executable, "-m", "dtlib.backend", "nowhere.py"], capture_output=True, text=True)
-    assert ran.returncode == 1 and ran.stderr.startswith("nowhere.py: mpiexec -n RANKS python -m dtlib.backend PROGRAM")
+        assert ran.returncode and f"torchrun started these processes without it: {command}" in said, said
+    ran = start_python("-m", "dtlib.backend", "nowhere.py")
+    assert ran.communicate()[1].startswith("nowhere.py: mpiexec -n RANKS python -m dtlib.backend PROGRAM")
+    assert ran.returncode == 1
     with pytest.raises(DtlibError, match="world_size is 7, but this process is rank 0 of 1 in MPI: leave"):
         process_groups.rendezvous("dtlib://?rank=0&world_size=7")
 

@@ -20,7 +20,7 @@ def test_ranks_hold_and_send_what_the_brief_predicts(world):
     assert not wrong, wrong
 
 
-@on_ranks(4)
+@on_ranks(4, slow=(4,))
 def test_a_race_has_a_brief_of_its_own(world):
     """The lesson suggests to halve the latency: whoever does it in a %%px cell changes no score."""
     with patch.multiple(brief, LATENCY=0.0, BANDWIDTH=1e12, LIMIT=10**9):

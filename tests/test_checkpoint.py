@@ -101,7 +101,10 @@ def of_size(comm, size):
 
 @on_ranks(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("name", "kind"), [("plain", "adamw"), ("transformer", "adamw"), ("plain", "sgd")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("plain", "adamw"), ("transformer", "adamw"), pytest.param("plain", "sgd", marks=pytest.mark.slow)],
+)
 def test_training_goes_on_at_another_stage_on_other_ranks(world, stage, name, kind, tmp_path):
     data = batches(name, BEFORE + AFTER, 12)
     run = Run(stage, world.comm, name, kind, groups=2, scheduled=True)

@@ -9,30 +9,33 @@ import torch
 from torch import distributed as dist
 
 from dtlib.comm.torch import nccl
-from tests.cases import all_cases, refuses
+from tests.cases import refuses
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
-from tests.test_parity import TABLE
+from tests.test_parity import TABLE, check
 
 # They use classes, futures or graphs of torch, which know no such device.
 ELSEWHERE = "torch", "hook", "ContextParallel", "Replicator, one graph", "on other communicators"
 ROWS = [name for name in TABLE if not name.startswith(ELSEWHERE) and not name.endswith(("torch", "all_reduce"))]
-# One of each kind in the fast tier.
+# One of each kind in the fast tier, where half of its cases run.
 FAST = {
     "DataParallelNaive", "SyncBatchNorm", "plain Stage3", "fully_shard, kept", "pipeline, plain", "tensor, plain",
     "MixtureOfExperts, plain", "attention, zigzag",
 }  # fmt: skip
-MARKED = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in ROWS]
 
 
 @on_ranks(2, device="fake")
-@pytest.mark.parametrize("strategy", MARKED)
+@pytest.mark.parametrize("strategy", [name for name in ROWS if name in FAST])
+def test_half_of_parity_on_a_fake_gpu(world, strategy):
+    check(world, strategy, half=True)
+
+
+@pytest.mark.slow
+@on_ranks(2, device="fake")
+@pytest.mark.parametrize("strategy", ROWS)
 def test_parity_on_a_fake_gpu(world, strategy):
     """Values of one process, while each tensor travels as a GPU's does."""
-    with all_cases() as case:
-        for name, error, bound in TABLE[strategy](world):
-            with case(*name):
-                assert error <= bound
+    check(world, strategy, half=False)
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 """Mixtures of experts beside their values (test_parity.py): bytes, refusals, and mistakes that are noticed."""
 
 import math
-from functools import cache
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import dtlib
 from dtlib.parallel.expert import plain
 from dtlib.parallel.expert.plain import MixtureOfExperts
 from tests.cases import broken_modules, refuses
+from tests.devices import of_one_process
 from tests.models import EXACT, apart
 from tests.ranks import on_ranks
 
@@ -46,7 +46,7 @@ def places_of(case, count):
     return TOKENS if case.get("capacity") is None else math.ceil(case["capacity"] * case["top"] * TOKENS / count)
 
 
-@cache
+@of_one_process
 def alone(ranks, name):
     """One process that goes from token to token: the mean over ranks of their losses."""
     case = CASES[name]
@@ -54,10 +54,10 @@ def alone(ranks, name):
     x, gate = x.requires_grad_(), gate.requires_grad_()
     experts = [expert_of(number) for number in range(len(gate))]
     probabilities = (x @ gate.mT).softmax(-1)
-    choices, outputs = torch.zeros(len(gate), dtype=torch.float64), []
+    choices, outputs, chances = [0.0] * len(gate), [], probabilities.tolist()
     for rank in range(ranks):
         rows, taken = [torch.zeros(WIDTH, dtype=torch.float64) for _ in range(TOKENS)], [0] * len(gate)
-        best = [sorted(range(len(gate)), key=lambda e, t=t: -probabilities[rank, t, e]) for t in range(TOKENS)]
+        best = [sorted(range(len(gate)), key=lambda e, own=own: -own[e]) for own in chances[rank]]
         for choice in range(case["top"]):
             for t in range(TOKENS):
                 e, others = best[t][choice], sum(probabilities[rank, t, o] for o in best[t][: case["top"]])
@@ -67,7 +67,7 @@ def alone(ranks, name):
                     weight = probabilities[rank, t, e] / (others if case["top"] > 1 else 1)
                     rows[t] = rows[t] + weight * experts[e](x[rank, t])
         outputs.append(torch.stack(rows))
-    out = torch.stack(outputs)
+    out, choices = torch.stack(outputs), torch.tensor(choices, dtype=torch.float64)
     balance = len(gate) * (choices / choices.sum() * probabilities.mean((0, 1))).sum()
     ((out * cotangent).sum() / ranks + WEIGHT * balance).backward()
     of_experts = [[torch.zeros_like(p) if p.grad is None else p.grad for p in e.parameters()] for e in experts]

@@ -37,6 +37,7 @@ def test_a_part_prints_or_says_why_not(program, seconds, said):
     assert gpu_report.run(["-c", program], seconds).startswith(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["collectives", "strategies"])
 def test_each_part_runs_on_a_fake_gpu(name):
     """What a part computes and prints, on one rank."""
@@ -53,7 +54,10 @@ def test_each_part_runs_on_a_fake_gpu(name):
     assert words[name] in said
 
 
-@pytest.mark.parametrize("words, begins", [("device", "| what | from |"), ("memory 2", "| case | states | formula |")])
+MEMORY = pytest.param("memory 2", "| case | states | formula |", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("words, begins", [("device", "| what | from |"), MEMORY])
 def test_parts_that_need_no_gpu(words, begins):
     said = gpu_report.run([*gpu_report.ME, *words.split()], 120)
     assert said.startswith(begins), said

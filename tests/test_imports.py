@@ -5,6 +5,8 @@ import subprocess
 import sys
 from importlib.metadata import distribution
 
+import pytest
+
 from tests.conftest import ROOT
 
 # Programs of their own, as what a process has imported stays. ``seen()`` is all that an import could change: what names
@@ -73,6 +75,7 @@ def said(program: str):
     return json.loads(ran.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_importing_everything_but_the_backend_changes_nothing():
     others = said(EVERYTHING + "everything()\nimport json, sys; print(json.dumps([*sys.modules]))")
     others = [name for name in others if name.split(".")[0] not in ("dtlib", "__main__")]

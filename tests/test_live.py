@@ -101,6 +101,7 @@ assert resident() - before[1] < 2**21
 """
 
 
+@pytest.mark.slow
 def test_memory_of_the_process_grows_and_shrinks_by_as_much():
     """Of a new one, whose memory nothing has used before."""
     subprocess.run([sys.executable, "-c", OF_A_PROCESS], check=True)

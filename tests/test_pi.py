@@ -102,6 +102,7 @@ def test_the_standard_error_is_the_scatter_over_seeds():
     assert abs(errors.mean()) < 4 * runs[0].standard_error / math.sqrt(len(runs))
 
 
+@pytest.mark.slow
 def test_the_gpu_kernel_counts_the_same_points_in_tritons_interpreter():
     """The kernel's arithmetic, without a GPU: Triton can interpret it on the CPU."""
     pytest.importorskip("triton", reason="needs Triton (0.7 GB; .ci/run has it): pip install -e '.[triton]'")

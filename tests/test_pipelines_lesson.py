@@ -38,12 +38,12 @@ def test_what_is_measured_begins_after_waiting():
     assert found.makespan == 10 and found.busy == [6, 6]
 
 
-@on_ranks(1, 3)
+@on_ranks(1, 2, 3, slow=(1, 2))
 @for_each(name=explorer.ORDERS)
 def test_what_runs_is_what_is_simulated(world, name):
     """The order and what is held exactly; the makespan from below, as sleeping takes no less than asked."""
     microbatches = 2 * world.size
-    for settings in ({}, {"message": 0.5}, {"message": 0.5, "one_by_one": True}):
+    for settings in ({}, {"message": 0.5}, {"message": 0.5, "one_by_one": True})[: 2 + (world.size < 3)]:
         trace, peak = explorer.run(name, world.size, microbatches, 1.0, **settings)
         timeline = trace.gather()
         found = pipelines.measured(timeline, explorer.SECONDS)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 
@@ -98,10 +99,6 @@ def test_as_json(capsys):
         ("plan llama3-8b --fixed zero=1,zero=3", "zero is in 'zero=1,zero=3' twice"),
         ("plan llama3-8b --fixed expert=2", "expert is 2, and the model's experts are 0: give 1."),
         ("plan llama3-8b --device=--", "There is no device"),  # argparse makes an empty list of it
-        (
-            "plan layers=1e6,hidden=7207200,heads=720720,vocab=9,seq=65536,experts=720720 --gpus 720720",
-            "720720 GPUs have more than 40,000 plans: fix some axes, such as tensor=8,pipe=4.",
-        ),
         ("plan llama3-8b --best -1", "--best is -1: give a whole number"),
         ("plan llama3-8b --best inf", "--best is inf: give a whole number"),
     ),
@@ -116,6 +113,16 @@ def test_what_cannot_be_ends_with_one_sentence(line, says, capsys, tmp_path, mon
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1, error
     assert not list(tmp_path.iterdir())
+
+
+def test_more_plans_than_anybody_waits_for_are_refused(capsys, monkeypatch):
+    search = import_module("dtlib.planner.estimate")
+    assert search.MOST_PLANS == 40_000
+    monkeypatch.setattr(search, "MOST_PLANS", 1000)
+    line = "plan layers=1e6,hidden=7207200,heads=720720,vocab=9,seq=65536,experts=720720 --gpus 720720"
+    assert main(line.split()) == 2
+    says = "720720 GPUs have more than 1,000 plans: fix some axes, such as tensor=8,pipe=4."
+    assert (error := capsys.readouterr().err) and says in error and error.count("\n") == 1, error
 
 
 def test_json_and_files_at_once(tmp_path, capsys):

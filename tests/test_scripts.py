@@ -100,6 +100,7 @@ def test_a_program_for_deepspeed_on_deepspeed_itself(tmp_path, program, batch, m
     assert ours == pytest.approx(theirs, rel=1e-5) and len(set(theirs)) >= 4
 
 
+@pytest.mark.slow
 def test_a_program_for_horovod(tmp_path):
     two = losses("horovod_digits", tmp_path, 2)
     assert len(two) == 8 and two[-1] < two[0]

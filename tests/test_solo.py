@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import torch
 
 from dtlib.comm import solo
@@ -68,6 +69,7 @@ def test_it_says_that_it_is_simulated_and_checks_as_the_real_one_does():
         refuses(words, call, error=CommunicationError)
 
 
+@pytest.mark.slow
 def test_it_needs_no_mpi():
     program = (
         "import sys; sys.modules['mpi4py'] = None\n"  # an import of it raises

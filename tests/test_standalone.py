@@ -40,7 +40,7 @@ def on_gloo(ranks):
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-@on_ranks(2, 3, 4, slow=(3, 4))
+@on_ranks(2, 3, 4, slow=(2, 3, 4))
 def test_values_are_those_of_gloo_and_of_one_process(world):
     """On two ranks a sum has one order, so values are the same to the bit."""
     gloo = world.comm.broadcast_object(on_gloo(world.size) if world.rank == 0 else None)

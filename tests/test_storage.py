@@ -7,11 +7,10 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tarfile
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from dtlib.storage.formats import INDEX
 from dtlib.storage.order import order, slice_of_rank
 from dtlib.storage.preprocessing import RECORD, raw_samples, record_of
 from dtlib.storage.utilisation import EmulatedAccelerator, Utilisation, measure
-from tests.cases import for_each, refuses
+from tests.cases import for_each, in_processes, refuses
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
 
@@ -480,10 +479,16 @@ DAMAGED = [  # format, file, damage, lost samples, the byte at which it is notic
 ]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("form,name,damage,lost,offset,words", DAMAGED, ids=lambda x: getattr(x, "__name__", None))
+@pytest.mark.parametrize(
+    "form,name,damage,lost,offset,words,workers",
+    [
+        pytest.param(*row, workers, marks=[pytest.mark.slow] * (workers and row[2] is not truncated))
+        for workers, row in product((0, 1), DAMAGED)
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
 def test_damage_is_told_with_file_and_offset_or_skipped_and_counted(
-    folder_of, workers, form, name, damage, lost, offset, words
+    folder_of, form, name, damage, lost, offset, words, workers
 ):
     folder = folder_of(form)
     damage(folder / name)
@@ -517,7 +522,9 @@ def goes_on_behind_what_is_damaged(folder, lost, workers):
         list(torch.utils.data.DataLoader(reader, 1))
 
 
-def test_a_worker_that_is_killed_is_said_in_a_sentence(folder_of):
+def test_a_worker_that_is_killed_is_said_in_a_sentence(folder_of, monkeypatch):
+    takes = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
+    monkeypatch.setattr(takes, "__defaults__", (0.2,))  # seconds, of 5, until it looks at its workers
     loader = Loader(open_samples(folder_of("shards")), 2, workers=1, prefetch=1)
     with pytest.raises(DtlibError, match=r"worker.*(killed by signal|exited unexpectedly).*fewer workers"):
         for _ in loader:
@@ -605,16 +612,15 @@ def test_numbers_that_make_no_sense_are_refused(folder_of, tmp_path):
 
 def test_two_that_write_to_one_folder_do_not_mix(tmp_path):
     """The second waits for the first, and is refused."""
-    program = (
-        "import sys, numpy as np; from dtlib.storage import write\n"
-        "records = (np.array([int(sys.argv[2])], [('number', 'i8')])[0] for _ in range(3000))\n"
-        "write(sys.argv[1], records, [('number', 'i8')], 'shards', per_shard=10)"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "samples")]
-    started = [subprocess.Popen([*command, each], stderr=subprocess.PIPE, text=True) for each in "12"]
-    said = [process.communicate(timeout=100)[1] for process in started]
-    assert sorted(process.returncode for process in started) == [0, 1], said
-    assert any("already has samples" in each for each in said)
+
+    def write_one(value):
+        records = (np.array([value], [("number", "i8")])[0] for _ in range(3000))
+        try:
+            write(tmp_path / "samples", records, [("number", "i8")], "shards", per_shard=10)
+        except DtlibError as problem:
+            return 2 if "already has samples" in str(problem) else 1
+
+    assert sorted(in_processes([1, 2], write_one)) == [0, 2]
     samples, _ = open_samples(tmp_path / "samples").read(range(3000))
     assert len(set(samples["number"].tolist())) == 1
 
@@ -749,17 +755,13 @@ def test_staging_to_a_disk_that_keeps_coarse_times(folder_of, tmp_path, monkeypa
 
 def test_processes_that_stage_at_once(folder_of, tmp_path):
     """Four of them, to one place: each finds whole files there, and its own samples."""
-    folder, children = folder_of("shards", 4000), []
-    for _ in range(4):
-        child = os.fork()
-        if not child:
-            status = 1
-            with suppress(BaseException):
-                staged = stage(folder, tmp_path / "local")
-                status = open_samples(staged.folder)[range(4000)]["number"].tolist() != list(range(4000))
-            os._exit(status)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    folder = folder_of("shards", 4000)
+
+    def stage_it(_):
+        staged = stage(folder, tmp_path / "local")
+        return open_samples(staged.folder)[range(4000)]["number"].tolist() != list(range(4000))
+
+    assert in_processes(range(4), stage_it) == [0] * 4
     assert not list((tmp_path / "local").glob("*.partial"))
 
 

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.conftest import start_python
+
 pytestmark = pytest.mark.timeout(600)
 
 TELL = """
@@ -53,7 +55,8 @@ def torchrun(script, *arguments, ranks=2):
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, env=env)
 
 
-@pytest.mark.parametrize("group", ["ours", pytest.param("mine", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["ours", "mine"])
 def test_a_world_under_torchrun(tmp_path, group):
     script = tmp_path / "tell.py"
     script.write_text(TELL)
@@ -65,20 +68,24 @@ def test_a_world_under_torchrun(tmp_path, group):
     assert "Traceback" not in ran.stderr and "destroy_process_group" not in ran.stderr
 
 
-@pytest.mark.slow
-def test_a_world_under_the_launcher_of_deepspeed(tmp_path):
-    """It has names of its own for the ranks of a node and for the node; here they are set without it."""
+LAUNCHERS = {  # how each says the ranks of a node, and the node
+    "torchrun": {"LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0},
+    "deepspeed": {"LOCAL_SIZE": 2, "CROSS_RANK": 0, "CROSS_SIZE": 1},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_world_by_the_variables_of_a_launcher(tmp_path, launcher):
+    """They are set here, without the launcher."""
     script = tmp_path / "tell.py"
     script.write_text(TELL)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "LOCAL_SIZE": 2, "CROSS_RANK": 0,
-            "CROSS_SIZE": 1, "OMP_NUM_THREADS": 1}  # fmt: skip
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "DTLIB_RANKS": 2, **LAUNCHERS[launcher]}
     ranks = []
     for rank in range(2):
-        env = {**os.environ, **{name: str(value) for name, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()}}
-        command = [sys.executable, str(script)]
-        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        env = {name: str(value) for name, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        ranks.append(start_python(script, env=env))
     said = [rank.communicate(timeout=300) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert said[0][0].count(": 3") == 2

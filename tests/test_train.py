@@ -187,7 +187,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=150)
 
 
-def test_on_the_command_line_with_a_sentence_for_a_mistake(tmp_path):
+def test_on_the_command_line_with_a_sentence_for_a_mistake(tmp_path, run_here):
     out = tmp_path / "result.json"
     ran = run("vision", "--ranks=2", "--steps=30", f"--json={out}", f"--log={tmp_path / 'log.jsonl'}")
     assert ran.returncode == 0, ran.stderr
@@ -206,7 +206,7 @@ def test_on_the_command_line_with_a_sentence_for_a_mistake(tmp_path):
         (["vision", "--ranks=2", f"--log={tmp_path}"], "Is a directory"),
         (["vision", "--ranks=2", f"--json={pipe}"], "pipe cannot be written (No such device or address): name another"),
     ):
-        ran = run(*arguments)
+        ran = run_here("train", *arguments)
         assert (ran.returncode, ran.stdout) == (2, ""), ran
         assert ran.stderr.count("\n") == 1 and words in ran.stderr, ran.stderr
 

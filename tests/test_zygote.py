@@ -86,7 +86,7 @@ def run(python, program, **settings):
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4))])
 def test_they_are_forked_and_each_is_a_process_of_its_own(ranks, tmp_path, monkeypatch):
     parent = the_zygote()
     (tmp_path / "report.py").write_text(REPORT)
@@ -108,7 +108,7 @@ def test_they_are_forked_and_each_is_a_process_of_its_own(ranks, tmp_path, monke
     assert all(Path(f"/proc/{each['pid']}").exists() is False for each in facts)
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", [pytest.param(end, marks=[pytest.mark.slow] * (end == "workers")) for end in ENDS])
 def test_they_end_as_others_do(end, tmp_path):
     the_zygote()
     said, files = [], []

@@ -26,7 +26,7 @@ def judged_soon(exercise: str, names: dict, *expected: str) -> judging.Verdict:
     Ranks of a busy machine may wait longer for those that do arrive. So a mistake that is none of the ``expected`` ones
     counts only if it is seen with more patience.
     """
-    for seconds in (2.0, 10 * judging.WAIT_SECONDS):
+    for seconds in (1.0, 10 * judging.WAIT_SECONDS):
         with patch.object(judging, "WAIT_SECONDS", seconds):
             verdict = judging.judge_on_this_rank(exercise, names)
         if verdict.mistake in expected:
