@@ -212,7 +212,7 @@ def test_what_is_alive_when():
 
     layers = [[800], [400]]
     # States are 14, 2 + 2 + 3, 2 + 3 and 3.5 bytes a parameter.
-    assert total(layers, 0) == [16_800, 16_800 + 2 * 400 + 2 * 1222 + 2 * 811, 16_800 + 4 * 1200 + 2 * 811]
+    assert total(layers, 0) == [16_800, 16_800 + 2 * 400 + 2 * 1220 + 2 * 810, 16_800 + 4 * 1200 + 2 * 810]
     assert total(layers, 1) == [8_400, 8_400 + 2 * 800, 8_400 + 4 * 300]
     # The first gradient is in flight, and its average arrives, while the second is computed.
     assert total(layers, 2) == [6_000, 6_000 + 2 * (800 + 400) + 2 * 200, 6_000 + 2 * 300 + 4 * 300]

@@ -157,7 +157,7 @@ def _setting(before, saved):
 def _random_states(file) -> dict[str, torch.Tensor]:
     """Return the saved random states of this rank, by device."""
     on_gpu = "random/cuda" in file.keys() and torch.cuda.is_available()  # noqa: SIM118 (a file, not a dictionary)
-    states = {device: file.get_tensor(f"random/{device}") for device in (["cpu", "cuda"] if on_gpu else ["cpu"])}
+    states = {device: file.get_tensor(f"random/{device}") for device in ("cpu", "cuda")[: 1 + on_gpu]}
     for device, state in states.items():
         # Try the state on another generator first: a damaged one must raise before anything is changed.
         torch.Generator(device).set_state(state)
