@@ -80,7 +80,7 @@ DEFAULTS = {  # where the CPU is a default or a place by intention: a line of co
     "lab/checks/answer_memory.py": 1,
     "lab/engines/on_ranks.py": 1, "lab/engines/rank_table.py": 1, "parallel/zero/optimizer.py": 1,
     "parallel/pipeline/stage.py": 1,
-    "horovod/functions.py": 1, "checkpoint/saving.py": 2, "checkpoint/loading.py": 3,
+    "horovod/functions.py": 1, "checkpoint/saving.py": 2, "checkpoint/loading.py": 4,
 }  # fmt: skip
 
 
