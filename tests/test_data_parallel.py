@@ -177,9 +177,10 @@ def test_what_would_be_lost_without_a_word_is_refused(world):
     refuses("sparse=False", DataParallel, nn.Embedding(3, 2, sparse=True), comm)
     refuses(r"copy model\.module instead", copy.deepcopy, model)
     model = DataParallel(nn.Linear(2, 2), comm)
-    late = model.module.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    refuses("weight was given a hook after the one", backward, model, x)
-    late.remove()
+    for hook in (lambda parameter: None, torch.Tensor.detach):  # which is in no module
+        late = model.module.weight.register_post_accumulate_grad_hook(hook)
+        refuses("weight was given a hook after the one", backward, model, x)
+        late.remove()
     backward(model, x)
     refuses("converted or moved after it was wrapped", model.double(), x.double())
     refuses("A gradient is sparse", backward, DataParallel(Sparse(), comm), torch.tensor([1]))

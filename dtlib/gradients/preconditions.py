@@ -107,8 +107,8 @@ class Preconditions:
                 )
         if len(set(samples)) > 1 and not divided:
             self._refuse(
-                f"ranks had batches of {samples} (shapes, and samples counted by masks): use equal batches, the loss "
-                "of mean_over_tokens"
+                f"ranks had batches of {samples} (shapes, and samples counted by masks): use equal batches, or "
+                "the loss of mean_over_tokens"
             )
         if self.in_units and any(others != ready[0] for others in ready):
             self._refuse("layers ran in different orders on different ranks: compute the same on all ranks")

@@ -152,7 +152,7 @@ class ClusterBoard(Board):
                 time.sleep(COPY_SECONDS)
 
     def seen(self) -> dict[int, BoardEntry]:
-        """Return what each rank of all nodes did last; without the store, which ends with rank 0, only of this node."""
+        """Return what each rank did last; of all nodes while there is a store, which ends with rank 0."""
         found = super().seen()
         with suppress(RuntimeError):
             for node in range(self._nodes):

@@ -50,8 +50,8 @@ def fully_shard(module: nn.Module, comm: AnyCommunicator | None = None, reshard_
         progress: how pending messages progress, as for ``DataParallel``.
 
     The module gets ``no_sync()``, ``clip_grad_norm_(max_norm)`` and ``summon_full_params()``. All ranks must run the
-    units in the same order. A rank without samples runs an empty batch, and the loss of all ranks is
-    ``mean_over_tokens`` (gradients/tokens.py).
+    units in the same order. A rank without samples runs an empty batch, and all ranks compute the loss
+    with ``mean_over_tokens`` (gradients/tokens.py).
 
     Counterparts: ``torch.distributed.fsdp.fully_shard``; DeepSpeed's ZeRO stage 3.
 
