@@ -582,7 +582,7 @@ def test_an_interrupted_wait_takes_its_task_away_only_under_the_lock():
     one._queue = queue
     queue.post(one)
     with waiting._lock:
-        other = threading.Thread(target=one._give_up, args=("was interrupted",))
+        other = threading.Thread(target=one._give_up)
         other.start()
         other.join(0.1)
         assert one in waiting._posted and not one.complete

@@ -6,7 +6,7 @@ import linecache
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
 from types import FrameType
@@ -32,11 +32,11 @@ class Call:
     ``peers`` are the world ranks that must take part before the operation can complete. ``group`` is the communicator's
     name, and ``number`` counts its collectives. ``where`` is the caller's line; it is filled in only when needed.
     ``counts`` has shape (2, ranks) and is set for an all_to_all with split sizes: elements sent to, and received from,
-    each rank.
+    each rank. A call keeps the shape and dtype of its tensor (None for a barrier), but not the tensor.
     """
 
     operation: str
-    tensor: Any  # AnyTensor, or None for a barrier
+    tensor: InitVar[Any]  # AnyTensor, or None for a barrier
     rank: int
     peers: Sequence[int] = ()
     group: str = ""
@@ -48,15 +48,19 @@ class Call:
     tag: int | None = None
     counts: Any = None
     where: str = ""
-    watched: bool = False  # shown on the board from its start
     hidden: bool = False  # never shown on the board
+    shape: Any = field(init=False, default=None)
+    dtype: Any = field(init=False, default=None)
+
+    def __post_init__(self, tensor: Any) -> None:
+        if tensor is not None:
+            self.shape, self.dtype = tensor.shape, tensor.dtype
 
     def __str__(self) -> str:
         short = in_short(self.operation, self.op, self.peer, self.algorithm)
         if self.counts is not None:
-            row = _shape_and_type(self.tensor.shape[1:], dtype_name(self.tensor.dtype))
-            return f"{short} with counts of rows of {row}"
-        return short if self.tensor is None else f"{short} of {shape_and_type(self.tensor)}"
+            return f"{short} with counts of rows of {_shape_and_type(self.shape[1:], dtype_name(self.dtype))}"
+        return short if self.shape is None else f"{short} of {shape_and_type(self)}"
 
 
 @lru_cache(maxsize=1024)
@@ -73,7 +77,7 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def shape_and_type(tensor: AnyTensor) -> str:
+def shape_and_type(tensor: AnyTensor | Call) -> str:
     """Return the shape and dtype as text: ``(4,) float32``."""
     return _shape_and_type(tensor.shape, dtype_name(tensor.dtype))
 

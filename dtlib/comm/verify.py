@@ -47,7 +47,7 @@ def verified(link: Link, call: Call, steps: Iterator[list]) -> Iterator[list]:
     notes = np.empty((link.size, NOTE), dtype=np.uint8)
     notes[0] = note = note_of(str(call), call.where)
     yield from dissemination_all_gather(link, notes)
-    if not (notes == note).all():
+    if notes.tobytes() != note.tobytes() * link.size:
         said = [read_note(note) for note in notes]
         if len({what for what, _ in said}) > 1:
             # `said` begins with this rank's note. Sort it by rank, so that all ranks raise the same message.
@@ -70,7 +70,7 @@ def check_counts(call: Call, counts: np.ndarray) -> None:
     """
     sent, need = counts[:, 0], counts[:, 1].T
     if (sent != need).any():
-        row = max(1, prod(call.tensor.shape[1:]))
+        row = max(1, prod(call.shape[1:]))
         source, dest = np.argwhere(sent != need)[0]
         raise CommunicationError(
             f"{call.operation}: rank {source} sends {sent[source, dest] // row} rows to rank {dest}, which expects "
@@ -82,7 +82,7 @@ def send_message(link: Link, array: np.ndarray, dest: int, call: Call, notes: Li
     """Send an array and, with ``notes``, a note about it; a generator like those in algorithms.py."""
     requests = [link.send(array, dest)]
     if notes is not None:
-        requests.append(notes.send(note_of(shape_and_type(call.tensor), call.where), dest))
+        requests.append(notes.send(note_of(shape_and_type(call), call.where), dest))
     yield requests
 
 
@@ -97,8 +97,8 @@ def receive_message(
         # Complete the message before raising an error, so that nothing stays pending.
         yield [arriving]
         sent, where = read_note(note)
-        if sent != shape_and_type(call.tensor):
-            raise CommunicationError(mismatch(source, sent, where, call.rank, shape_and_type(call.tensor), call.where))
+        if sent != shape_and_type(call):
+            raise CommunicationError(mismatch(source, sent, where, call.rank, shape_and_type(call), call.where))
     else:
         yield [arriving]
     # Without notes, only a message of another length can be recognised.

@@ -220,19 +220,15 @@ class Operation(Generic[V]):
         self._blocking = not async_op
         if broken := self._queue.broken:
             raise CommunicationError(f"This communicator {broken}, so ranks are out of step. {RESET}")
-        # Finding the caller's line costs time. Only the board, a recording and the comparison of calls need it.
-        call, on_board = self.call, comm.on_board
-        call.hidden = not on_board
-        call.watched = watched = on_board and self._time_limit is not None
-        if watched or recorder.recordings or comm.verify:
+        # Finding the caller's line costs time. Only a recording and the comparison of calls need it at once.
+        call, call.hidden = self.call, not comm.on_board
+        if recorder.recordings or comm.verify:
             call.where = callers_line()
         if recorder.recordings:
             self.event = recorder.event_of(call, lane="background" if async_op else "main")
             self.event.emulated, self.event.simulated = comm.wire is not None, comm.simulated
-        if on_board:
-            board.last = call.operation, call.op, call.peer, call.algorithm, call.group, call.number, watched
-        if watched:
-            board.publish("started", call)
+        if comm.on_board:
+            board.last = call
         # If nothing else is pending, poll for a moment: most small operations finish here, without the queue.
         if async_op or not idle() or not self._finish_soon():
             (self._queue.append if in_turn else self._queue.post)(self)
@@ -300,7 +296,7 @@ class Operation(Generic[V]):
                 if oversubscribed:
                     yield_core()
         except BaseException:
-            self._give_up("was interrupted")
+            self._give_up()
             raise
         return True
 
@@ -310,23 +306,20 @@ class Operation(Generic[V]):
         Raises ``WaitTimeout`` after the communicator's ``time_limit``; Ctrl-C or Stop ends the wait at once. Then the
         communicator is broken, and ``dtlib.reset()`` on all ranks creates a new one.
         """
-        if self.complete and not (self.error or self.call.watched or recorder.recordings):
+        if self.complete and not (self.error or recorder.recordings):
             return self.value
         waits = recorder.event_of(self.call, "wait") if recorder.recordings and not self._blocking else None
         if not self.complete:
             self._wait()
         if self.error:
-            self._publish(f"raised {type(self.error).__name__}")
             self._queue.abandon(f"failed in {self.call}")
             raise self.error
-        self._publish("finished")
         if waits is not None:
             waits.end = time.monotonic()
         return self.value
 
     def _wait(self) -> None:
-        self._publish("waits")
-        call, limit = self.call, self._time_limit
+        call, limit, state = self.call, self._time_limit, "finished"
         started = last_round = notified = checked = time.monotonic()
         # `ended_since`: when this rank first saw that a rank it waits for has ended its cell or program; or inf.
         rounds, ended_since = self.rounds, inf
@@ -348,35 +341,26 @@ class Operation(Generic[V]):
                     continue
                 # A long wait appears on the board, and this rank checks whether it can still end.
                 if now - max(checked, last_round) > CHECK_SECONDS and not call.hidden:
-                    checked = now
-                    self._show()
+                    checked, board.waits = now, call
+                    call.where = call.where or callers_line()
+                    board.publish("waits", call)
                     ended_since = min(ended_since, now) if deadlock.check_peers(call, now - ended_since) else inf
                 if notice is not None and now - max(notified, started + board.NOTICE_SECONDS - 1) > 1:
                     notified = now
                     notice(f"{now - started:.0f} s in {call}: {deadlock.describe_missing()}")
                 time.sleep(min(LONGEST_SLEEP, SLEEP_FACTOR * waited**2))
         except BaseException as error:
-            self._give_up("timed out" if isinstance(error, WaitTimeout | PeerFailed) else "was interrupted")
+            state = "timed out" if isinstance(error, WaitTimeout | PeerFailed) else "was interrupted"
+            self._give_up()
             raise
         finally:
-            board.waits = None
+            if board.waits is call:
+                board.waits = None
+                board.publish(state, call)
             if notified > started and notice is not None:
                 notice(None)
 
-    def _show(self) -> None:
-        """Publish a long wait on the board, even if the operation was not watched from its start."""
-        call = self.call
-        if board.current is not None:
-            call.where = call.where or callers_line()
-            call.watched, board.waits = True, call
-            self._publish("waits")
-
-    def _publish(self, state: str) -> None:
-        if self.call.watched:
-            board.publish(state, self.call)
-
-    def _give_up(self, how: str) -> None:
-        self._publish(how)
+    def _give_up(self) -> None:
         with _lock:  # the progress thread may be advancing this operation
             if not self.complete:
                 self.fail(CommunicationError(f"{self.call} was interrupted. {RESET}"))

@@ -185,8 +185,7 @@ def _explain_hangs() -> None:
 
 
 def _say_the_end() -> None:
-    if board.current is not None:
-        board.current.publish_place("has ended its program", over=board.PROGRAM)
+    board.publish("has ended its program", over=board.PROGRAM)
 
 
 def _start_mpi():

@@ -254,8 +254,8 @@ def _receive(link, flat, source, call):
     arriving = link.recv(flat, source)
     yield [arriving]
     sent, where = arriving.other.what
-    if sent != shape_and_type(call.tensor):
-        raise CommunicationError(mismatch(source, sent, where, call.rank, shape_and_type(call.tensor), call.where))
+    if sent != shape_and_type(call):
+        raise CommunicationError(mismatch(source, sent, where, call.rank, shape_and_type(call), call.where))
 
 
 def _flat(tensor, operation):

@@ -292,7 +292,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         if self.broken:
             raise CommunicationError(f"This communicator {self.broken}, so ranks are out of step. {RESET}")
         event = None
-        board.last = call.operation, call.op, call.peer, "", self.name, 0, False
+        board.last = call
         if recorder.recordings:
             call.where = callers_line()
             event = recorder.event_of(call, lane="background" if async_op else "main")

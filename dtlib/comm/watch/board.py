@@ -22,8 +22,6 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from dtlib.comm.call import in_short
-
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -43,9 +41,9 @@ NOTICE_SECONDS = 3.0  # until a message shows which rank is missing
 current: Board | None = None
 # The notebook cell that this rank runs, if the notebook has set it; PROGRAM in a script.
 cell = ""
-# This rank's last operation: operation, op, peer, algorithm, group, number, and whether it was on the board from its
-# start. `Operation.start` in waiting.py sets it.
-last: tuple = ("", "", None, "", "", 0, False)
+# This rank's last operation. `Operation.start` in waiting.py sets it. A thread publishes it, and the line that the rank
+# runs, if the rank stays there; so an operation that ends at once costs nothing here.
+last: Call | None = None
 # The operation in which this rank waits. `Operation._wait` sets it once the wait has lasted longer than usual.
 waits: Call | None = None
 
@@ -54,8 +52,8 @@ waits: Call | None = None
 class BoardEntry:
     """The last entry of a rank on the board.
 
-    ``state`` is ``waits``, ``started`` (the rank computes meanwhile), ``finished``, ``elsewhere`` (the rank is in the
-    line ``where``, and the operation was its last), or the end of a sentence such as ``raised ValueError: ...``.
+    ``state`` is ``waits``, ``finished``, ``elsewhere`` (the rank is in the line ``where``, and the operation was its
+    last), or the end of a sentence such as ``raised ValueError: ...``.
     ``over`` names the cell or program that this rank finished, with or without an error. The other fields describe the
     operation (call.py).
     """
@@ -82,7 +80,6 @@ class Board:
         self.rank = rank
         self.members = list(members)
         self._mine = self.members.index(rank)
-        self._number, self._call = 0, _in_words()
         with open(file, "r+b") as opened:
             self._memory = mmap.mmap(opened.fileno(), SLOT * len(self.members))
 
@@ -94,33 +91,22 @@ class Board:
         os.close(handle)
         return name
 
-    def publish(self, state: str, call: Call | None = None) -> None:
-        """Publish this rank's state; without a call, the last call stays."""
-        if call is not None:
-            words = _in_words(call.operation, str(call)[:LONGEST], call.where, call.group[-LONGEST:], tuple(call.peers))
-            self._number, self._call = call.number, words
-        self._write(state)
-
-    def publish_place(self, state: str, where: str = "", over: str = "") -> None:
-        """Publish the line that this rank runs outside operations, and its last operation."""
-        operation, op, peer, algorithm, group, self._number, _ = last
-        self._call = _in_words(operation, in_short(operation, op, peer, algorithm), where, group[-LONGEST:])
-        self._write(state, over)
-
-    def end_cell(self, state: str) -> None:
-        """Publish how the cell ended on this rank; it calls no further operation in this cell."""
-        self._write(state, over=cell)
-
-    def _write(self, state: str, over: str = "") -> None:
+    def publish(self, state: str, call: Call | None = None, where: str = "", over: str = "") -> None:
+        """Publish this rank's state in ``call``, or after its last operation, and the line ``where`` it is."""
+        number, words = 0, _in_words(where=where)
+        if (call := call or last) is not None:
+            number, group, peers = call.number, call.group[-LONGEST:], tuple(call.peers)
+            words = _in_words(call.operation, str(call)[:LONGEST], where or call.where, group, peers)
         # Nothing locks the slot: `seen` skips an entry that was read in the middle of writing.
-        head = b"%d %b" % (self._number, _state_in_words(state, over))
+        head = b"%d %b" % (number, _state_in_words(state, over))
         start = SLOT * self._mine
-        self._memory[start : start + SLOT] = head.ljust(HEAD) + self._call
+        self._memory[start : start + SLOT] = head.ljust(HEAD) + words
 
     def clear(self, state: str) -> None:
-        """Remove this rank's last call."""
-        self._number, self._call = 0, _in_words()
-        self._write(state)
+        """Remove this rank's last operation."""
+        global last
+        last = None
+        self.publish(state)
 
     def seen(self) -> dict[int, BoardEntry]:
         """Return what each rank did last. Ranks with an empty slot, or in the middle of writing, are left out."""
@@ -199,15 +185,14 @@ def _entry(state, peers=(), **facts) -> BoardEntry:
     return BoardEntry(state, peers=tuple(peers), **facts)
 
 
-def publish(state: str, call: Call | None = None) -> None:
+def publish(state: str, call: Call | None = None, where: str = "", over: str = "") -> None:
     """Publish this rank's state on the board, if there is one."""
     if current is not None:
-        current.publish(state, call)
+        current.publish(state, call, where, over)
 
 
 def end_cell(state: str) -> None:
-    """Publish how the notebook's cell ended on this rank, if there is a board."""
+    """Publish how the notebook's cell ended on this rank; it calls no further operation in this cell."""
     global cell
-    if current is not None:
-        current.end_cell(state)
+    publish(state, over=cell)
     cell = ""

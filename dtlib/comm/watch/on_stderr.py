@@ -36,7 +36,7 @@ def _follow(mine: board.Board) -> None:
         time.sleep(CHECK_SECONDS)
         if board.current is not mine:
             return
-        # `last` is a new tuple for each operation. A rank that starts operations is not stuck, so leave its frames
+        # `last` is a new call for each operation. A rank that starts operations is not stuck, so leave its frames
         # alone: a frame that this thread holds keeps its tensors alive.
         if board.last is not last:
             where, last, since = "", board.last, time.monotonic()
@@ -49,8 +49,8 @@ def _follow(mine: board.Board) -> None:
         if call is not None:
             call.where = call.where or place
             mine.publish("waits", call)
-        elif not last[-1]:
-            mine.publish_place("elsewhere", place)
+        else:
+            mine.publish("elsewhere", where=place)
         before, where, stuck = where, str(call or f"`{place}`"), call is not None or OPERATIONS.search(place)
         del call
         now = time.monotonic()

@@ -73,8 +73,8 @@ def event_of(call: Call, kind: str = "operation", lane: str = "main") -> Event:
         call.rank, kind, call.operation, time.monotonic(), where=call.where, op=call.op, peer=call.peer,
         algorithm=call.algorithm, tag=call.tag, lane=lane,
     )  # fmt: skip
-    if call.tensor is not None:
-        event.shape, event.dtype = tuple(call.tensor.shape), dtype_name(call.tensor.dtype)
+    if call.shape is not None:
+        event.shape, event.dtype = tuple(call.shape), dtype_name(call.dtype)
     return record(event)
 
 

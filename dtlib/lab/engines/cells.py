@@ -92,7 +92,7 @@ def follow() -> None:
     from dtlib.comm import waiting
     from dtlib.comm.watch import board
 
-    shell, running = get_ipython(), threading.Event()
+    shell, running, cell_ends = get_ipython(), threading.Event(), threading.Lock()
     execute = shell.kernel.do_execute
 
     async def do_execute(*args, **kwargs):
@@ -107,7 +107,8 @@ def follow() -> None:
         running.set()
 
     def end(result):
-        running.clear()
+        with cell_ends:  # so that the thread does not overwrite how the cell ended
+            running.clear()
         error = result.error_before_exec or result.error_in_exec
         if error is None:
             board.end_cell("has finished its cell")
@@ -120,12 +121,13 @@ def follow() -> None:
     shell.events.register("pre_run_cell", begin)
     shell.events.register("post_run_cell", end)
     waiting.notice = lambda sentence: publish_data({"waiting": sentence})
-    threading.Thread(target=_tell_where, args=(running, publish_data), daemon=True).start()
+    threading.Thread(target=_tell_where, args=(running, cell_ends, publish_data), daemon=True).start()
 
 
-def _tell_where(running, publish) -> None:
-    """Report once per second which line of a cell this rank runs."""
+def _tell_where(running, cell_ends, publish) -> None:
+    """Once per second, report to the notebook which line of a cell this rank runs, and to the board the innermost."""
     from dtlib.comm.call import line_of
+    from dtlib.comm.watch import board, missing_ranks
 
     heading = f"Thread 0x{threading.main_thread().ident:016x}"  # of the main thread's part of the text
     with tempfile.TemporaryFile("w+") as dumped:
@@ -137,18 +139,12 @@ def _tell_where(running, publish) -> None:
             dumped.seek(0)
             stack = dumped.read().partition(heading)[2].partition("\n\n")[0]
             places = re.findall(r'File "(.*ipykernel_.*)", line (\d+)', stack)  # the last is the outermost: the cell
-            if running.is_set() and places:
-                file, line = places[-1]
-                publish({"line": line_of(file, int(line)), "waits": _waits()})
-
-
-def _waits() -> tuple[str, list[int]] | None:
-    """Return the operation in which this rank waits and the missing ranks; None if it does not wait."""
-    from dtlib.comm.watch import board, missing_ranks
-
-    if board.current is None:
-        return None
-    me, seen = board.current.rank, board.current.seen()
-    if me not in seen or seen[me].state != "waits":
-        return None
-    return seen[me].operation, missing_ranks.missing(me, seen)
+            lines = [line_of(file, int(line)) for file, line in places]
+            with cell_ends:
+                if running.is_set() and lines:
+                    waits = None
+                    if (call := board.waits) is None:
+                        board.publish("elsewhere", where=lines[0])
+                    elif (mine := board.current) is not None:
+                        waits = call.operation, missing_ranks.missing(mine.rank, mine.seen())
+                    publish({"line": lines[-1], "waits": waits})
