@@ -36,7 +36,7 @@ class Call:
     """
 
     operation: str
-    tensor: InitVar[Any]  # AnyTensor, or None for a barrier
+    tensor: InitVar[AnyTensor | None]  # None for a barrier
     rank: int
     peers: Sequence[int] = ()
     group: str = ""
@@ -52,7 +52,7 @@ class Call:
     shape: Any = field(init=False, default=None)
     dtype: Any = field(init=False, default=None)
 
-    def __post_init__(self, tensor: Any) -> None:
+    def __post_init__(self, tensor: AnyTensor | None) -> None:
         if tensor is not None:
             self.shape, self.dtype = tensor.shape, tensor.dtype
 
