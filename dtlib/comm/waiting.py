@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from weakref import WeakValueDictionary
+from weakref import ref
 
 from dtlib.comm.call import callers_line
 from dtlib.comm.watch import board, deadlock, recorder
@@ -126,7 +126,7 @@ class Scratch:
     """
 
     def __init__(self):
-        self._large: WeakValueDictionary[tuple, np.ndarray] = WeakValueDictionary()
+        self._large: dict[tuple, tuple[ref[np.ndarray], int]] = {}
         self._kept: dict[tuple, np.ndarray] = {}
 
     def like(self, array: np.ndarray, number: int) -> np.ndarray:
@@ -135,13 +135,12 @@ class Scratch:
         if nbytes <= SCRATCH_BYTES:
             buffer = self._kept.get(key)
             if buffer is None or buffer.nbytes < nbytes:
-                buffer = self._kept[key] = _empty(nbytes).view(array.dtype)
+                buffer = self._kept[key] = _empty(nbytes)[0].view(array.dtype)
             return buffer[: array.size]
-        # A large buffer begins at a page boundary.
-        buffer, page = self._large.get(key), mmap.PAGESIZE
-        if buffer is None or buffer.nbytes < nbytes + page - 1:
-            buffer = self._large[key] = _empty(nbytes + page - 1)
-        start = -buffer.ctypes.data % page
+        large, start = self._large.get(key, (lambda: None, 0))
+        if (buffer := large()) is None or buffer.nbytes < start + nbytes:
+            buffer, start = _empty(nbytes, mmap.PAGESIZE)
+            self._large[key] = ref(buffer), start
         return buffer[start : start + nbytes].view(array.dtype)
 
     def tensors(self) -> list:
@@ -150,13 +149,18 @@ class Scratch:
         return [array.base for array in arrays if array is not None and array.base is not None]
 
 
-def _empty(size: int) -> np.ndarray:
-    """Allocate bytes with torch if it is loaded, so that dtlib.memory counts them."""
+def _empty(size: int, boundary: int = 1) -> tuple[np.ndarray, int]:
+    """Return an array in which ``size`` bytes begin at a ``boundary``, and their start.
+
+    torch allocates it, if torch is loaded, so that dtlib.memory counts it.
+    """
     if (torch := sys.modules.get("torch")) is not None:
-        return torch.empty(size, dtype=torch.uint8).numpy()
+        tensor = torch.empty(size + boundary - 1, dtype=torch.uint8)
+        return tensor.numpy(), -tensor.data_ptr() % boundary
     import numpy as np
 
-    return np.empty(size, dtype=np.uint8)
+    array = np.empty(size + boundary - 1, dtype=np.uint8)
+    return array, -array.ctypes.data % boundary
 
 
 class IncomingLink(Link):

@@ -101,8 +101,8 @@ def reset() -> World:
         world.comm = fresh_communicator(world.comm.time_limit, "dtlib.reset()")
     else:
         world.comm = torchrun.fresh_communicator(world.comm)
-    if board.current is not None:
-        board.current.clear("has called no operation since dtlib.reset()")
+    board.last = None
+    board.publish("has called no operation since dtlib.reset()")
     for renew in after_reset:
         renew()
     return world

@@ -102,12 +102,6 @@ class Board:
         start = SLOT * self._mine
         self._memory[start : start + SLOT] = head.ljust(HEAD) + words
 
-    def clear(self, state: str) -> None:
-        """Remove this rank's last operation."""
-        global last
-        last = None
-        self.publish(state)
-
     def seen(self) -> dict[int, BoardEntry]:
         """Return what each rank did last. Ranks with an empty slot, or in the middle of writing, are left out."""
         found = {}
