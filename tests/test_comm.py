@@ -578,7 +578,7 @@ def test_an_interrupted_wait_takes_its_task_away_only_under_the_lock():
 
     queue, link = waiting.Queue(), solo(0, 1)._side_link(0)
     link.all_done, link.give_up = lambda requests: False, lambda requests: None
-    one = waiting.Operation(Call("recv", None, 0), link, iter([["a request"]]), lambda: None)
+    one = waiting.Operation(Call("recv", None, None, 0), link, iter([["a request"]]), lambda: None)
     one._queue = queue
     queue.post(one)
     with waiting._lock:

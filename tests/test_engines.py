@@ -614,6 +614,21 @@ def test_the_call_keeps_its_name_beside_the_room_of_that_name():
     assert lab.engines.__module__ == "dtlib.lab.engines.engine_set"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("meanwhile,where", [
+    ("pass", "rank 1 has not arrived; it last finished barrier (`line 3: comm.barrier()`)"),
+    ("while time.time() < end: pass", "rank 1 is in `line 6: while time.time() < end: pass`; its last"),
+])  # fmt: skip
+def test_a_check_says_where_the_missing_rank_is(shared, meanwhile, where):
+    shared.run(ENGINES.format(3))
+    shared.run(
+        "%%px\nimport time\ndef estimate_pi(points, comm):\n    comm.barrier()\n    end = time.time() + 8\n"
+        f"    if comm.rank == 1:\n        {meanwhile}\n    else:\n        comm.barrier()\n"
+    )
+    shown = " ".join(shared.run("lab.check('pi-on-ranks')").split())
+    assert f"Waited 5 s in barrier (`line 8: comm.barrier()`): {where}" in shown, shown
+
+
 def test_a_reader_follows_a_cell_through_few_files(shared):
     """The notebook's side of a %%px cell, as tests/test_walk.py counts the others: a number here may only fall."""
     shared.run(ENGINES.format(3))

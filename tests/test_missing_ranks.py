@@ -56,7 +56,7 @@ def test_a_board_shows_what_others_published():
     file = Board.make_file(2)
     first, second = Board(file, 0, range(2)), Board(file, 1, range(2))
     assert second.seen() == {}
-    call = Call("barrier", None, 0, (0, 1), "world", 3)
+    call = Call("barrier", None, None, 0, (0, 1), "world", 3)
     call.where = "line 1: " + "x" * 1000
     first.publish("waits", call)
     entry = second.seen()[0]
@@ -127,7 +127,7 @@ def test_a_board_shows_what_is_long_or_not_ascii(letter, ranks):
     file = Board.make_file(2)
     first, second = Board(file, 0, range(2)), Board(file, 1, range(2))
     for length in (60, 1000):
-        call = Call(letter * length, None, 0, range(ranks), letter * length, 3)
+        call = Call(letter * length, None, None, 0, range(ranks), letter * length, 3)
         call.where = "line 1: " + letter * length
         first.publish(f"raised ValueError: {letter * length}", call)
         entry = second.seen()[0]
@@ -146,7 +146,7 @@ def test_a_board_of_several_nodes_shows_all_ranks(world):
     files = world.comm.all_gather_object(Board.make_file(2) if world.rank % 2 == 0 else None)
     store = shared_store(world.comm)
     mine = ClusterBoard(files[2 * node], world.rank, members, node, 2, store)
-    mine.publish("waits", Call("barrier", None, world.rank, range(4), "world", 1 + world.rank))
+    mine.publish("waits", Call("barrier", None, None, world.rank, range(4), "world", 1 + world.rank))
     wait_until(lambda: len(mine.seen()) == 4)
     assert {rank: entry.number for rank, entry in mine.seen().items()} == {rank: 1 + rank for rank in range(4)}
     world.comm.barrier()
@@ -165,6 +165,6 @@ def test_a_board_without_its_store_shows_its_own_node():
 
     file = Board.make_file(2)
     mine, other = (ClusterBoard(file, rank, [2, 3], 1, 2, Ended()) for rank in (2, 3))
-    other.publish("finished", Call("barrier", None, 3, range(4), "world", 1))
+    other.publish("finished", Call("barrier", None, None, 3, range(4), "world", 1))
     assert mine.seen()[3].state == "finished"
     os.unlink(file)

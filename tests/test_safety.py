@@ -84,7 +84,7 @@ def test_the_last_message_of_a_rank_that_is_over_is_received(monkeypatch, how):
     comm = SimpleNamespace(
         _queue=waiting.Queue(), time_limit=None, on_board=True, verify=False, wire=None, simulated=False
     )
-    operation = waiting.Operation(Call("recv", None, 0, (1,)), link, iter([[None]]), lambda: "arrived")
+    operation = waiting.Operation(Call("recv", None, None, 0, (1,)), link, iter([[None]]), lambda: "arrived")
     assert operation.start(comm) == "arrived" and len(come) == 1
 
 

@@ -6,7 +6,7 @@ import linecache
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import FrameType
@@ -32,11 +32,12 @@ class Call:
     ``peers`` are the world ranks that must take part before the operation can complete. ``group`` is the communicator's
     name, and ``number`` counts its collectives. ``where`` is the caller's line; it is filled in only when needed.
     ``counts`` has shape (2, ranks) and is set for an all_to_all with split sizes: elements sent to, and received from,
-    each rank. A call keeps the shape and dtype of its tensor (None for a barrier), but not the tensor.
+    each rank. ``shape`` and ``dtype`` are those of the tensor; None for a barrier.
     """
 
     operation: str
-    tensor: InitVar[AnyTensor | None]  # None for a barrier
+    shape: Any
+    dtype: Any
     rank: int
     peers: Sequence[int] = ()
     group: str = ""
@@ -49,12 +50,6 @@ class Call:
     counts: Any = None
     where: str = ""
     hidden: bool = False  # never shown on the board
-    shape: Any = field(init=False, default=None)
-    dtype: Any = field(init=False, default=None)
-
-    def __post_init__(self, tensor: AnyTensor | None) -> None:
-        if tensor is not None:
-            self.shape, self.dtype = tensor.shape, tensor.dtype
 
     def __str__(self) -> str:
         short = in_short(self.operation, self.op, self.peer, self.algorithm)

@@ -395,7 +395,8 @@ class Communicator(ObjectOperations):
         return FIRST_COLLECTIVE_TAG + self.collective_count % COLLECTIVE_TAGS
 
     def _call(self, operation, tensor=None, peers=(), number=0, **facts) -> Call:
-        return Call(operation, tensor, self.world_rank, peers, self.name, number, **facts)
+        shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
+        return Call(operation, shape, dtype, self.world_rank, peers, self.name, number, **facts)
 
     def _link(self, tag: int) -> Link:
         """Return the link of one operation, delayed if a slow network is emulated."""
@@ -427,8 +428,9 @@ class Communicator(ObjectOperations):
         # A separate tag keeps the messages apart from other pending collectives.
         link = self._link(self._next_tag())
         members, number = self.members, self.collective_count
+        shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
         call = Call(
-            operation, tensor, members[self.rank], members, self.name, number, algorithm=algorithm or "", **facts
+            operation, shape, dtype, members[self.rank], members, self.name, number, algorithm=algorithm or "", **facts
         )
         # In a notebook all ranks compare their calls before the algorithm's first message is sent.
         moving = steps(link, *arguments)

@@ -202,9 +202,9 @@ class SimulatedCommunicator(ArgumentChecks):
         self._queue.abandon(why)
 
     def _call(self, operation, tensor=None, peers=(), number=0, **facts) -> Call:
-        call = Call(operation, tensor, self.rank, peers, f"world {self._world}", number, **facts)
-        call.where = callers_line()
-        return call
+        shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
+        name, where = f"world {self._world}", callers_line()
+        return Call(operation, shape, dtype, self.rank, peers, name, number, where=where, **facts)
 
     def _link(self, tag, what=None) -> SimulatedLink:
         return SimulatedLink(self.wires.network, self.rank, (self._world, tag), what)

@@ -285,7 +285,8 @@ class ProcessGroupCommunicator(ObjectOperations):
 
     def _call(self, operation, tensor=None, peers=None, **facts) -> Call:
         members = self.members if peers is None else [self.members[peer] for peer in peers]
-        return Call(operation, tensor, self.world_rank, members, self.name, **facts)
+        shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
+        return Call(operation, shape, dtype, self.world_rank, members, self.name, **facts)
 
     def _start(self, call, content, begin, finish, async_op, sent=0):
         """Start the work on a carried tensor; ``sent`` are the payload bytes that are counted for this rank."""

@@ -11,7 +11,7 @@ from ipyparallel.error import RemoteError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import publish_display_data
 
-from dtlib.errors import DtlibError, PeerFailed, WaitTimeout
+from dtlib.errors import DtlibError
 from dtlib.lab.engines import cell_errors, outputs
 from dtlib.lab.engines.engine_processes import NOT_INTERRUPTED
 from dtlib.lab.engines.live_view import LiveView, ranks_in_words
@@ -49,7 +49,7 @@ def run_cell(cell: str, engines: EngineSet, shell: InteractiveShell, save_name: 
                 engines.check_ownership()  # raises, as ranks that have ended do not answer
             running = [str(message) in engines.client.outstanding for message in result.msg_ids]
             texts = [out + err for out, err in zip(as_list(result.stdout), as_list(result.stderr), strict=True)]
-            view.show(ranks, running, texts, _reports(result))
+            view.show(ranks, running, texts, [data or {} for data in as_list(result.data)])
     except KeyboardInterrupt:
         engines.interrupt()
         result.wait(INTERRUPT_SECONDS)
@@ -62,7 +62,7 @@ def run_cell(cell: str, engines: EngineSet, shell: InteractiveShell, save_name: 
     # What stays below the cell: outputs in rank order, then a loss curve that was drawn, then one error for all ranks.
     result.wait_for_output(1)
     shown = outputs.show(result, ranks)
-    view.keep(_reports(result))
+    view.keep([data or {} for data in as_list(result.data)])
     outcomes = as_list(result.get(return_exceptions=True))
     errors = {rank: each for rank, each in zip(ranks, outcomes, strict=True) if isinstance(each, RemoteError)}
     if errors:
@@ -79,11 +79,6 @@ def run_cell(cell: str, engines: EngineSet, shell: InteractiveShell, save_name: 
     return result
 
 
-def _reports(result) -> list[dict]:
-    """Return each rank's latest report, from ``follow`` or from another caller of ``publish_data``."""
-    return [data or {} for data in as_list(result.data)]
-
-
 def follow() -> None:
     """On a rank: report the current line and waits to the notebook, and the end of each cell to the board."""
     from ipyparallel.engine.datapub import publish_data
@@ -92,39 +87,40 @@ def follow() -> None:
     from dtlib.comm import waiting
     from dtlib.comm.watch import board
 
-    shell, running, cell_ends = get_ipython(), threading.Event(), threading.Lock()
-    execute = shell.kernel.do_execute
+    shell, running, turn = get_ipython(), threading.Event(), threading.Lock()
+    execute, apply = shell.kernel.do_execute, shell.kernel.do_apply
 
     async def do_execute(*args, **kwargs):
         """Run a cell with the notebook's cell number, which the notebook sends as the label."""
         board.cell = shell.kernel.get_parent().get("metadata", {}).get("label") or ""
         if (number := board.cell.partition(".")[0]).isdigit():
             shell.execution_count = int(number)
-        return await execute(*args, **kwargs)
-
-    def begin(_):
         board.publish("has called no operation in this cell yet")
         running.set()
-
-    def end(result):
-        with cell_ends:  # so that the thread does not overwrite how the cell ended
+        reply = await execute(*args, **kwargs)
+        with turn:  # so that the thread does not overwrite how the cell ends
             running.clear()
-        error = result.error_before_exec or result.error_in_exec
-        if error is None:
-            board.end_cell("has finished its cell")
-        elif isinstance(error, PeerFailed | WaitTimeout):
-            board.end_cell("timed out")  # so that other ranks also name the missing rank
-        else:
-            board.end_cell(f"raised {type(error).__name__}: {error}"[:120])
+        error, state = reply.get("ename"), "has finished its cell"
+        if error in ("PeerFailed", "WaitTimeout"):
+            state = "timed out"  # so that other ranks also name the missing rank
+        elif error is not None:
+            state = f"raised {error}: {reply['evalue']}"[:120]
+        board.end_cell(state)
+        return reply
 
-    shell.kernel.do_execute = do_execute
-    shell.events.register("pre_run_cell", begin)
-    shell.events.register("post_run_cell", end)
+    def do_apply(*args):
+        """Run a function that the notebook sends, such as a check."""
+        running.set()
+        reply = apply(*args)
+        running.clear()
+        return reply
+
+    shell.kernel.do_execute, shell.kernel.do_apply = do_execute, do_apply
     waiting.notice = lambda sentence: publish_data({"waiting": sentence})
-    threading.Thread(target=_tell_where, args=(running, cell_ends, publish_data), daemon=True).start()
+    threading.Thread(target=_tell_where, args=(running, turn, publish_data), daemon=True).start()
 
 
-def _tell_where(running, cell_ends, publish) -> None:
+def _tell_where(running, turn, publish) -> None:
     """Once per second, report to the notebook which line of a cell this rank runs, and to the board the innermost."""
     from dtlib.comm.call import line_of
     from dtlib.comm.watch import board, missing_ranks
@@ -140,11 +136,12 @@ def _tell_where(running, cell_ends, publish) -> None:
             stack = dumped.read().partition(heading)[2].partition("\n\n")[0]
             places = re.findall(r'File "(.*ipykernel_.*)", line (\d+)', stack)  # the last is the outermost: the cell
             lines = [line_of(file, int(line)) for file, line in places]
-            with cell_ends:
-                if running.is_set() and lines:
-                    waits = None
-                    if (call := board.waits) is None:
-                        board.publish("elsewhere", where=lines[0])
-                    elif (mine := board.current) is not None:
+            with turn:
+                if running.is_set():
+                    waits, call, mine = None, board.waits, board.current
+                    if call is None:
+                        board.publish(*("elsewhere", None, lines[0]) if lines else ("finished",))
+                    elif mine is not None:
                         waits = call.operation, missing_ranks.missing(mine.rank, mine.seen())
-                    publish({"line": lines[-1], "waits": waits})
+                    if lines:
+                        publish({"line": lines[-1], "waits": waits})
