@@ -30,9 +30,9 @@ def message(operation, rank, state="waits"):
     # Rank 0 waits for 1, and 1 for 2: 2 is to blame.
     ([message("recv", 1), message("recv", 2), collective(1, "finished")],
      "rank 2 has not arrived; it last finished barrier (`line 1`)"),
-    ([collective(1), collective(1), None], "rank 2 has called no operation yet"),
+    ([collective(1), collective(1), None], "rank 2 has not arrived"),
     ([collective(1), None, collective(0, "raised ValueError: no")],
-     "rank 1 has called no operation yet; rank 2 raised ValueError: no; its last operation was barrier (`line 0`)"),
+     "rank 1 has not arrived; rank 2 raised ValueError: no; its last operation was barrier (`line 0`)"),
     # A rank that started the operation and computes is named as such only where a message needs it.
     ([collective(2), collective(2, "started"), collective(1, "finished")],
      "rank 2 has not arrived; it last finished barrier (`line 1`)"),

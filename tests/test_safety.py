@@ -143,6 +143,17 @@ def test_a_rank_that_never_comes_is_named_with_its_last_line(world, verify):
     back_to_work(world)
 
 
+@on_ranks(2)
+def test_ranks_that_never_wait_long_are_on_the_board_too(world):
+    """A rank that is stopped from outside, or holds Python's lock, can no longer write what it did last."""
+
+    def shows_others():
+        seen = board.current.seen()
+        return len(seen) == world.size and {entry.operation for entry in seen.values()} == {"all_reduce"}
+
+    wait_until(lambda: world.comm.all_reduce(torch.tensor(int(shows_others())), "min").item() == 1)
+
+
 @on_ranks(3)
 def test_a_rank_whose_program_raised_is_named_with_what_it_did_last(world):
     comm = verifying(world)

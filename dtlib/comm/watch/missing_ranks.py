@@ -103,13 +103,11 @@ def _place(entry: BoardEntry) -> str:
 
 def last_seen(entry: BoardEntry | None) -> str:
     """Return a clause about what a rank did last, to follow "rank 2"."""
-    if entry is None:
-        return "has called no operation yet"
+    if entry is None or entry.state == "finished":
+        return f"has not arrived; it last finished {_place(entry)}" if entry and entry.what else "has not arrived"
     if entry.state == "elsewhere":
         before = f"its last operation was {entry.what}" if entry.what else "has called no operation yet"
         return f"is in `{entry.where}`; {before}"
-    if entry.state == "finished":
-        return f"has not arrived; it last finished {_place(entry)}" if entry.what else "has not arrived"
     if entry.state == "started":
         return f"has started {_place(entry)} and computes" if entry.what else "has called no operation yet"
     last = f"; its last operation was {_place(entry)}" if entry.what else ""

@@ -40,6 +40,8 @@ def _follow(mine: board.Board) -> None:
         # alone: a frame that this thread holds keeps its tensors alive.
         if board.last is not last:
             where, last, since = "", board.last, time.monotonic()
+            if board.waits is None:
+                mine.publish("finished")
             continue
         frame = sys._current_frames().get(main)
         if frame is None:
