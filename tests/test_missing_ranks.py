@@ -104,8 +104,10 @@ def test_the_end_of_a_cell_stands_on_the_board_until_the_next_begins(monkeypatch
     monkeypatch.setattr(board, "cell", "7.1")
     board.end_cell("raised ValueError: " + "x" * 1000)
     assert (board.current.seen()[0].over, board.cell) == ("7.1", "")
-    board.publish("has called no operation in this cell yet")
-    assert board.current.seen()[0].over == ""
+    board.publish("elsewhere")  # of a thread that is late
+    assert (board.current.seen()[0].over, board.current.seen()[0].state[:6]) == ("7.1", "raised")
+    board.begin_cell("7.2")
+    assert (board.current.seen()[0].over, board.cell) == ("", "7.2")
     os.unlink(file)
 
 

@@ -80,6 +80,7 @@ class Board:
         self.rank = rank
         self.members = list(members)
         self._mine = self.members.index(rank)
+        self.over, self._lock = "", threading.Lock()
         with open(file, "r+b") as opened:
             self._memory = mmap.mmap(opened.fileno(), SLOT * len(self.members))
 
@@ -92,15 +93,22 @@ class Board:
         return name
 
     def publish(self, state: str, call: Call | None = None, where: str = "", over: str = "") -> None:
-        """Publish this rank's state in ``call``, or after its last operation, and the line ``where`` it is."""
+        """Publish this rank's state in ``call``, or after its last operation, and the line ``where`` it is.
+
+        ``over`` names the cell or program that has ended with it. Then only ``begin_cell`` publishes again, because a
+        thread that follows the rank may be late.
+        """
         number, words = 0, _in_words(where=where)
         if (call := call or last) is not None:
             number, group, peers = call.number, call.group[-LONGEST:], tuple(call.peers)
             words = _in_words(call.operation, str(call)[:LONGEST], where or call.where, group, peers)
-        # Nothing locks the slot: `seen` skips an entry that was read in the middle of writing.
+        # No other rank locks the slot: `seen` skips an entry that was read in the middle of writing.
         head = b"%d %b" % (number, _state_in_words(state, over))
         start = SLOT * self._mine
-        self._memory[start : start + SLOT] = head.ljust(HEAD) + words
+        with self._lock:
+            if over or not self.over:
+                self.over = over
+                self._memory[start : start + SLOT] = head.ljust(HEAD) + words
 
     def seen(self) -> dict[int, BoardEntry]:
         """Return what each rank did last. Ranks with an empty slot, or in the middle of writing, are left out."""
@@ -183,6 +191,15 @@ def publish(state: str, call: Call | None = None, where: str = "", over: str = "
     """Publish this rank's state on the board, if there is one."""
     if current is not None:
         current.publish(state, call, where, over)
+
+
+def begin_cell(name: str) -> None:
+    """Publish that this rank begins a cell of the notebook, or with "" a function that the notebook sends."""
+    global cell
+    cell = name
+    if current is not None:
+        current.over = ""
+        current.publish("has called no operation in this cell yet")
 
 
 def end_cell(state: str) -> None:

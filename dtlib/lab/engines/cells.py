@@ -87,19 +87,17 @@ def follow() -> None:
     from dtlib.comm import waiting
     from dtlib.comm.watch import board
 
-    shell, running, turn = get_ipython(), threading.Event(), threading.Lock()
+    shell, running = get_ipython(), threading.Event()
     execute, apply = shell.kernel.do_execute, shell.kernel.do_apply
 
     async def do_execute(*args, **kwargs):
         """Run a cell with the notebook's cell number, which the notebook sends as the label."""
-        board.cell = shell.kernel.get_parent().get("metadata", {}).get("label") or ""
+        board.begin_cell(shell.kernel.get_parent().get("metadata", {}).get("label") or "")
         if (number := board.cell.partition(".")[0]).isdigit():
             shell.execution_count = int(number)
-        board.publish("has called no operation in this cell yet")
         running.set()
         reply = await execute(*args, **kwargs)
-        with turn:  # so that the thread does not overwrite how the cell ends
-            running.clear()
+        running.clear()
         error, state = reply.get("ename"), "has finished its cell"
         if error in ("PeerFailed", "WaitTimeout"):
             state = "timed out"  # so that other ranks also name the missing rank
@@ -110,6 +108,7 @@ def follow() -> None:
 
     def do_apply(*args):
         """Run a function that the notebook sends, such as a check."""
+        board.begin_cell("")
         running.set()
         reply = apply(*args)
         running.clear()
@@ -117,10 +116,10 @@ def follow() -> None:
 
     shell.kernel.do_execute, shell.kernel.do_apply = do_execute, do_apply
     waiting.notice = lambda sentence: publish_data({"waiting": sentence})
-    threading.Thread(target=_tell_where, args=(running, turn, publish_data), daemon=True).start()
+    threading.Thread(target=_tell_where, args=(running, publish_data), daemon=True).start()
 
 
-def _tell_where(running, turn, publish) -> None:
+def _tell_where(running, publish) -> None:
     """Once per second, report to the notebook which line of a cell this rank runs, and to the board the innermost."""
     from dtlib.comm.call import line_of
     from dtlib.comm.watch import board, missing_ranks
@@ -136,12 +135,11 @@ def _tell_where(running, turn, publish) -> None:
             stack = dumped.read().partition(heading)[2].partition("\n\n")[0]
             places = re.findall(r'File "(.*ipykernel_.*)", line (\d+)', stack)  # the last is the outermost: the cell
             lines = [line_of(file, int(line)) for file, line in places]
-            with turn:
-                if running.is_set():
-                    waits, call, mine = None, board.waits, board.current
-                    if call is None:
-                        board.publish(*("elsewhere", None, lines[0]) if lines else ("finished",))
-                    elif mine is not None:
-                        waits = call.operation, missing_ranks.missing(mine.rank, mine.seen())
-                    if lines:
-                        publish({"line": lines[-1], "waits": waits})
+            if running.is_set():
+                waits, call, mine = None, board.waits, board.current
+                if call is None:
+                    board.publish(*("elsewhere", None, lines[0]) if lines else ("finished",))
+                elif mine is not None:
+                    waits = call.operation, missing_ranks.missing(mine.rank, mine.seen())
+                if lines:
+                    publish({"line": lines[-1], "waits": waits})
