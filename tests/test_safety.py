@@ -144,6 +144,20 @@ def test_a_rank_that_never_comes_is_named_with_its_last_line(world, verify):
 
 
 @on_ranks(2)
+def test_a_short_time_limit_names_the_missing_rank_too(world):
+    comm = verifying(world)
+    comm.barrier()
+    if world.rank == 0:
+        once_elsewhere(1, "barrier")
+        comm.time_limit = 0.1
+        with pytest.raises(WaitTimeout, match=ELSEWHERE.format("Waited 0.1 s in all_reduce", 1, "barrier")):
+            comm.all_reduce(torch.ones(3))
+        assert board.last.operation == "all_reduce"
+    all_here()
+    back_to_work(world)
+
+
+@on_ranks(2)
 def test_ranks_that_never_wait_long_are_on_the_board_too(world):
     """A rank that is stopped from outside, or holds Python's lock, can no longer write what it did last."""
 

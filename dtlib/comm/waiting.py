@@ -323,7 +323,7 @@ class Operation(Generic[V]):
         return self.value
 
     def _wait(self) -> None:
-        call, limit, state = self.call, self._time_limit, "finished"
+        call, limit, state = self.call, self._time_limit, "was interrupted"
         started = last_round = notified = checked = time.monotonic()
         # `ended_since`: when this rank first saw that a rank it waits for has ended its cell or program; or inf.
         rounds, ended_since = self.rounds, inf
@@ -331,9 +331,11 @@ class Operation(Generic[V]):
             while True:
                 advance_all()
                 if self.complete:
+                    state = f"raised {type(self.error).__name__}" if self.error else "finished"
                     return
                 now = time.monotonic()
                 if limit is not None and now - started > limit:
+                    self._show()
                     raise WaitTimeout(deadlock.sentence(call, limit))
                 if self.rounds != rounds:
                     rounds, last_round, ended_since = self.rounds, now, inf
@@ -345,16 +347,18 @@ class Operation(Generic[V]):
                     continue
                 # A long wait appears on the board, and this rank checks whether it can still end.
                 if now - max(checked, last_round) > CHECK_SECONDS and not call.hidden:
-                    checked, board.waits = now, call
-                    call.where = call.where or callers_line()
-                    board.publish("waits", call)
+                    checked = now
+                    self._show()
                     ended_since = min(ended_since, now) if deadlock.check_peers(call, now - ended_since) else inf
                 if notice is not None and now - max(notified, started + board.NOTICE_SECONDS - 1) > 1:
                     notified = now
                     notice(f"{now - started:.0f} s in {call}: {deadlock.describe_missing()}")
                 time.sleep(min(LONGEST_SLEEP, SLEEP_FACTOR * waited**2))
         except BaseException as error:
-            state = "timed out" if isinstance(error, WaitTimeout | PeerFailed) else "was interrupted"
+            if isinstance(error, WaitTimeout | PeerFailed):
+                state = "timed out"
+            if not call.hidden:
+                board.last = call  # the rank stopped here, although it may have started later operations
             self._give_up()
             raise
         finally:
@@ -363,6 +367,13 @@ class Operation(Generic[V]):
                 board.publish(state, call)
             if notified > started and notice is not None:
                 notice(None)
+
+    def _show(self) -> None:
+        call = self.call
+        if not call.hidden:
+            call.where = call.where or callers_line()
+            board.waits = call
+            board.publish("waits", call)
 
     def _give_up(self) -> None:
         with _lock:  # the progress thread may be advancing this operation

@@ -1,9 +1,8 @@
 """A board in shared memory that shows each rank's last operation: a rank that hangs cannot answer over MPI.
 
-The ranks of a node map one small file with a slot per rank. A slot starts with the part that changes with each
-operation (number and state). Then follows the call, which is often the same and is encoded once. The file is deleted
-as soon as all ranks have opened it, so nothing is left over, however the ranks end. With several nodes, a thread on
-one rank of each node copies the slots to a store.
+The ranks of a node map one small file with a slot per rank: a number and a state, then the call. The file is deleted as
+soon as all ranks have opened it, so nothing is left over, however the ranks end. With several nodes, a thread on one
+rank of each node copies the slots to a store.
 
     rank 0   waits in all_reduce ...   |   rank 1   waits in all_reduce ...   |   rank 2   finished barrier ...
 """
@@ -95,10 +94,10 @@ class Board:
     def publish(self, state: str, call: Call | None = None, where: str = "", over: str = "") -> None:
         """Publish this rank's state in ``call``, or after its last operation, and the line ``where`` it is.
 
-        ``over`` names the cell or program that has ended with it. Then only ``begin_cell`` publishes again, because a
-        thread that follows the rank may be late.
+        ``over`` names the cell or program that has ended with it. After that, only a new cell or a wait is published,
+        because a thread that follows the rank may be late.
         """
-        number, words = 0, _in_words(where=where)
+        number, words, is_wait = 0, _in_words(where=where), call is not None
         if (call := call or last) is not None:
             number, group, peers = call.number, call.group[-LONGEST:], tuple(call.peers)
             words = _in_words(call.operation, str(call)[:LONGEST], where or call.where, group, peers)
@@ -106,7 +105,7 @@ class Board:
         head = b"%d %b" % (number, _state_in_words(state, over))
         start = SLOT * self._mine
         with self._lock:
-            if over or not self.over:
+            if over or is_wait or not self.over:
                 self.over = over
                 self._memory[start : start + SLOT] = head.ljust(HEAD) + words
 
@@ -195,11 +194,11 @@ def publish(state: str, call: Call | None = None, where: str = "", over: str = "
 
 def begin_cell(name: str) -> None:
     """Publish that this rank begins a cell of the notebook, or with "" a function that the notebook sends."""
-    global cell
-    cell = name
+    global cell, waits
+    cell, waits = name, None
     if current is not None:
         current.over = ""
-        current.publish("has called no operation in this cell yet")
+        current.publish("finished")
 
 
 def end_cell(state: str) -> None:

@@ -75,7 +75,7 @@ def _has_called(mine: BoardEntry, other: BoardEntry | None, rank: int) -> bool:
     if mine.number:  # a collective; numbers count the collectives of one communicator
         if other.group != mine.group or other.number < mine.number:
             return False
-        # Outside operations the board shows the last call without its shape.
+        # Shapes and sizes may differ between ranks, as in a gather of objects.
         same = other.operation if other.state == "elsewhere" else other.what
         return other.number > mine.number or same in (mine.operation, mine.what)
     # A message: the other rank must be waiting in the matching send or recv, which names this rank.

@@ -95,16 +95,19 @@ def follow() -> None:
         board.begin_cell(shell.kernel.get_parent().get("metadata", {}).get("label") or "")
         if (number := board.cell.partition(".")[0]).isdigit():
             shell.execution_count = int(number)
+        state = "was interrupted"
         running.set()
-        reply = await execute(*args, **kwargs)
-        running.clear()
-        error, state = reply.get("ename"), "has finished its cell"
-        if error in ("PeerFailed", "WaitTimeout"):
-            state = "timed out"  # so that other ranks also name the missing rank
-        elif error is not None:
-            state = f"raised {error}: {reply['evalue']}"[:120]
-        board.end_cell(state)
-        return reply
+        try:
+            reply = await execute(*args, **kwargs)
+            error, state = reply.get("ename"), "has finished its cell"
+            if error in cell_errors.FOLLOW_UP_ERRORS:
+                state = "timed out"  # so that other ranks also name the missing rank
+            elif error not in (None, "NoneType"):  # an output without a text has no type of error
+                state = f"raised {error}: {reply['evalue']}"[:120]
+            return reply
+        finally:
+            running.clear()
+            board.end_cell(state)
 
     def do_apply(*args):
         """Run a function that the notebook sends, such as a check."""
@@ -112,6 +115,7 @@ def follow() -> None:
         running.set()
         reply = apply(*args)
         running.clear()
+        board.publish("finished")
         return reply
 
     shell.kernel.do_execute, shell.kernel.do_apply = do_execute, do_apply
@@ -133,13 +137,12 @@ def _tell_where(running, publish) -> None:
             faulthandler.dump_traceback(dumped)
             dumped.seek(0)
             stack = dumped.read().partition(heading)[2].partition("\n\n")[0]
-            places = re.findall(r'File "(.*ipykernel_.*)", line (\d+)', stack)  # the last is the outermost: the cell
-            lines = [line_of(file, int(line)) for file, line in places]
+            # The last line is the outermost: the cell.
+            lines = [line_of(file, int(n)) for file, n in re.findall(r'File "(.*ipykernel_.*)", line (\d+)', stack)]
             if running.is_set():
-                waits, call, mine = None, board.waits, board.current
+                call, mine = board.waits, board.current
                 if call is None:
-                    board.publish(*("elsewhere", None, lines[0]) if lines else ("finished",))
-                elif mine is not None:
-                    waits = call.operation, missing_ranks.missing(mine.rank, mine.seen())
+                    board.publish("elsewhere" if lines else "finished", where=lines[0] if lines else "")
                 if lines:
+                    waits = (call.operation, missing_ranks.missing(mine.rank, mine.seen())) if call and mine else None
                     publish({"line": lines[-1], "waits": waits})
