@@ -436,7 +436,10 @@ class Communicator(ObjectOperations):
         moving = steps(link, *arguments)
         if self.verify:
             moving = self._compared(call, moving)
-        return Operation(call, link, moving, finish, flat).start(self, async_op)
+        # The handle keeps the tensor, so that the peak of memory does not depend on when messages arrive.
+        operation = Operation(call, link, moving, finish, flat)
+        operation.tensor = tensor  # type: ignore[attr-defined]
+        return operation.start(self, async_op)
 
     def _compared(self, call, steps):
         """Return ``steps``, preceded by a comparison of all ranks' calls if ``verify`` is set."""

@@ -200,7 +200,7 @@ class Operation(Generic[V]):
 
     __slots__ = (
         "_blocking", "_finish", "_keep", "_link", "_queue", "_requests", "_steps", "_time_limit", "call", "complete",
-        "error", "event", "rounds", "value",
+        "error", "event", "rounds", "tensor", "value",
     )  # fmt: skip
 
     def __init__(self, call: Call, link: object, steps: Iterator[list], finish: Callable[[], V], keep: object = None):
