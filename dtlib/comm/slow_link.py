@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from threading import RLock
 from typing import TYPE_CHECKING
 
@@ -85,13 +84,8 @@ class Wire:
         with self._lock:
             while self._delayed and self._delayed[0].at <= time.monotonic():
                 due = self._delayed.pop(0)
-                due.request = due.start()
-
-    def forget(self, message: _DelayedMessage) -> None:
-        """Drop a message that is still delayed; do nothing if it was sent."""
-        with self._lock, suppress(ValueError):
-            self._delayed.remove(message)
-            message.dropped = True
+                if not due.dropped:
+                    due.request = due.start()
 
 
 class _DelayedMessage:
@@ -105,9 +99,9 @@ class _DelayedMessage:
         self.dropped = False  # True if it was cancelled before its time: then nothing is pending
 
     def Cancel(self) -> None:
-        self._wire.forget(self)
+        self.dropped = True
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         if self.request is None:
             self._wire.send_due()
-        return self.dropped or (self.request is not None and self.request.Test())
+        return self.dropped if self.request is None else self.request.Test()
