@@ -19,8 +19,8 @@ def collective(number, state="waits", operation="barrier", group="world"):
     return BoardEntry(state, operation, operation, f"line {number}", group, number, ALL)
 
 
-def message(operation, rank, state="waits"):
-    return BoardEntry(state, operation, f"{operation} rank {rank}", "line 9", "world", 0, (rank,))
+def message(operation, rank, state="waits", over="", called=0):
+    return BoardEntry(state, operation, f"{operation} rank {rank}", "line 9", "world", 0, (rank,), over, called)
 
 
 @pytest.mark.parametrize("seen,said", [
@@ -64,6 +64,13 @@ def test_a_board_shows_what_others_published():
     assert entry.where.startswith("line 1: xxx")
     first.publish("finished")
     assert second.seen()[0].state == "finished"
+    # The longest entry fits into its slot, and more peers are left out.
+    words = "\x01" * 1000
+    for peers in (range(10**6, 10**6 + 256), range(257)):
+        first.publish(words, Call(words, None, None, 0, peers, words, 2**62, where=words))
+        entry = second.seen()[0]
+        assert (entry.state, entry.number) == (words[: len(entry.state)], 2**62)
+        assert entry.peers == (tuple(peers) if len(peers) == 256 else ())
     os.unlink(file)
 
 
@@ -81,6 +88,9 @@ def ended(state, cell, number=1):
     ([ended("timed out", "7.1", 2), ended("raised ValueError: no", "7.1")], [2], []),
     ([ended("timed out", "7.1", 1), ended("raised ValueError: no", "7.1")], [1, 2], []),
     ([message("recv", 2), ended("raised ValueError: no", "7.1")], [2], []),
+    # Rank 1 sent a message after the collective in which rank 0 waits, or before it.
+    ([message("send", 2, "has finished its cell", "7.1", called=2), collective(1, "finished")], [], []),
+    ([message("send", 2, "has finished its cell", "7.1", called=1), collective(1, "finished")], [], [1]),
 ])  # fmt: skip
 def test_who_does_not_come_any_more_in_this_cell(others, failed, finished):
     seen = dict(enumerate([collective(2), *others]))

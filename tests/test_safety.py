@@ -49,12 +49,12 @@ def all_here():
 ELSEWHERE = r"{}.*: rank {} is in `test_safety.py:\d+: .*`; its last operation was {}"
 
 
-def once_elsewhere(rank, operation):
-    """Wait until the board shows that a rank's last operation is over."""
+def once_seen(rank, operation, state="elsewhere"):
+    """Wait until the board shows that a rank's last operation is over, or that the rank waits in it."""
 
     def shows_it():
         seen = board.current.seen().get(rank)
-        return seen is not None and (seen.state, seen.operation) == ("elsewhere", operation)
+        return seen is not None and (seen.state, seen.operation) == (state, operation)
 
     wait_until(shows_it)
 
@@ -136,7 +136,7 @@ def test_a_rank_that_never_comes_is_named_with_its_last_line(world, verify):
     comm.verify = verify
     comm.barrier()
     if world.rank != 1:
-        once_elsewhere(1, "barrier")
+        once_seen(1, "barrier")
         with pytest.raises(WaitTimeout, match=ELSEWHERE.format("Waited 1 s in all_reduce", 1, "barrier")):
             that_gives_up(comm).all_reduce(torch.ones(3))
     all_here()
@@ -148,7 +148,7 @@ def test_a_short_time_limit_names_the_missing_rank_too(world):
     comm = verifying(world)
     comm.barrier()
     if world.rank == 0:
-        once_elsewhere(1, "barrier")
+        once_seen(1, "barrier")
         comm.time_limit = 0.1
         with pytest.raises(WaitTimeout, match=ELSEWHERE.format("Waited 0.1 s in all_reduce", 1, "barrier")):
             comm.all_reduce(torch.ones(3))
@@ -175,7 +175,7 @@ def test_a_rank_whose_program_raised_is_named_with_what_it_did_last(world):
     if world.rank == 2:
         refuses("no op 'median'", lambda: comm.all_reduce(torch.ones(3), "median"), error=CommunicationError)
     else:
-        once_elsewhere(2, "broadcast")
+        once_seen(2, "broadcast")
         with pytest.raises(WaitTimeout, match=ELSEWHERE.format("all_reduce", 2, r"broadcast\(from rank 1\)")):
             that_gives_up(comm).all_reduce(torch.ones(3))
     all_here()
@@ -197,9 +197,17 @@ def test_another_operation_without_comparison_ends_in_a_sentence_too(world):
 @on_ranks(3)
 def test_two_receives_that_face_each_other_are_called_a_circle(world):
     comm = verifying(world)
-    if world.rank < 2:
+    processes = comm.all_gather_object(os.getpid())
+    if world.rank == 0:
+        once_seen(1, "recv", state="waits")
         with pytest.raises(WaitTimeout, match=r"they wait for one another: rank 0 in recv.*, rank 1 in recv"):
-            that_gives_up(comm).recv(torch.ones(1), 1 - world.rank)
+            that_gives_up(comm).recv(torch.ones(1), 1)
+        os.kill(processes[1], signal.SIGINT)
+    elif world.rank == 1:
+        previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            comm.recv(torch.ones(1), 0)
+        signal.signal(signal.SIGINT, previous)
     back_to_work(world)
 
 
@@ -267,6 +275,31 @@ def test_a_program_whose_rank_is_killed_or_raises_ends_and_leaves_nothing(tmp_pa
     assert started.returncode != 0
     assert said in output, output
     assert not [process for process in family if process.find()]
+
+
+ENDS_FIRST = """
+import time, torch, dtlib
+world = dtlib.init()
+ones = torch.ones(4)
+if world.rank == 2:
+    time.sleep(2)
+world.comm.reduce(ones, root=0)  # rank 1 leaves it at once
+if world.rank == 1:
+    world.comm.send(torch.ones(1), 2)
+elif world.rank == 2:
+    world.comm.recv(torch.ones(1), 1)
+else:
+    print(ones)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_may_end_while_others_are_in_a_collective_that_it_has_left(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(ENDS_FIRST)
+    ranks = start_ranks([str(script)], 3, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output = ranks.communicate(timeout=60)[0]
+    assert ranks.returncode == 0 and "tensor([3., 3., 3., 3.])" in output, output
 
 
 RAISES = """

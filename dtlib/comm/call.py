@@ -21,7 +21,6 @@ AnyTensor: TypeAlias = "torch.Tensor | np.ndarray"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 _LONGEST_LINE = 80
-_lines: dict[tuple[str, int], str] = {}  # (file, line number) -> text of a line that called an operation
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -30,7 +29,8 @@ class Call:
 
     ``op``, ``peer``, ``algorithm`` and ``tag`` are as in ``Event`` (recorder.py). ``rank`` is the caller's world rank;
     ``peers`` are the world ranks that must take part before the operation can complete. ``group`` is the communicator's
-    name, and ``number`` counts its collectives. ``where`` is the caller's line; it is filled in only when needed.
+    name. ``number`` counts its collectives; of a message it is 0, and ``called`` are the collectives called before.
+    ``where`` is the caller's line; it is filled in only when needed.
     ``counts`` has shape (2, ranks) and is set for an all_to_all with split sizes: elements sent to, and received from,
     each rank. ``shape`` and ``dtype`` are those of the tensor; None for a barrier.
     """
@@ -49,6 +49,7 @@ class Call:
     tag: int | None = None
     counts: Any = None
     where: str = ""
+    called: int = 0
     hidden: bool = False  # never shown on the board
 
     def __str__(self) -> str:
@@ -94,11 +95,7 @@ def line_outside(innermost: FrameType) -> str:
         frame = frame.f_back
     frame = frame or innermost
     # `f_lineno` can be None when another thread reads the frame.
-    key = frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno
-    text = _lines.get(key)
-    if text is None:
-        text = _lines[key] = line_of(*key)
-    return text
+    return line_of(frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno)
 
 
 @cache
@@ -107,6 +104,7 @@ def _is_not_the_callers(file: str) -> bool:
     return file.startswith(_PACKAGE) or _TORCH in file or file.endswith(("contextlib.py", "typing_extensions.py"))
 
 
+@cache
 def line_of(file: str, number: int) -> str:
     """Return ``train.py:12: comm.barrier()`` for a file, or ``line 3: x()`` for a notebook cell."""
     text = linecache.getline(file, number).strip()[:_LONGEST_LINE]

@@ -395,8 +395,8 @@ class Communicator(ObjectOperations):
         return FIRST_COLLECTIVE_TAG + self.collective_count % COLLECTIVE_TAGS
 
     def _call(self, operation, tensor=None, peers=(), number=0, **facts) -> Call:
-        shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
-        return Call(operation, shape, dtype, self.world_rank, peers, self.name, number, **facts)
+        shape, dtype, called = getattr(tensor, "shape", None), getattr(tensor, "dtype", None), self.collective_count
+        return Call(operation, shape, dtype, self.world_rank, peers, self.name, number, called=called, **facts)
 
     def _link(self, tag: int) -> Link:
         """Return the link of one operation, delayed if a slow network is emulated."""

@@ -1,6 +1,6 @@
 """A board in shared memory that shows each rank's last operation: a rank that hangs cannot answer over MPI.
 
-The ranks of a node map one small file with a slot per rank: a number and a state, then the call. The file is deleted as
+The ranks of a node map one small file with a slot per rank. The file is deleted as
 soon as all ranks have opened it, so nothing is left over, however the ranks end. With several nodes, a thread on one
 rank of each node copies the slots to a store.
 
@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,10 +26,11 @@ if TYPE_CHECKING:
     from dtlib.comm.call import Call
 
 
-# Bytes of a slot, and bytes of its first part (number, state and cell).
-SLOT, HEAD = 640, 160
+SLOT = 8192  # bytes of a slot; the longest entry fits, even if JSON writes each character as six bytes
 # Characters of a call and of a communicator's name. All ranks cut at the same length, because ranks compare them.
 LONGEST = 80
+LONGEST_LINE = 200  # characters
+MOST_PEERS = 256  # an entry without peers counts as waiting for all ranks
 COPY_SECONDS = 0.5
 
 PROGRAM = "program"
@@ -65,6 +65,7 @@ class BoardEntry:
     number: int = 0
     peers: tuple = ()
     over: str = ""
+    called: int = 0
 
 
 def folder_in_memory() -> str | None:
@@ -97,24 +98,26 @@ class Board:
         ``over`` names the cell or program that has ended with it. After that, only a new cell or a wait is published,
         because a thread that follows the rank may be late.
         """
-        number, words, is_wait = 0, _in_words(where=where), call is not None
+        entry, is_wait = BoardEntry(state[:LONGEST], where=where[:LONGEST_LINE], over=over), call is not None
         if (call := call or last) is not None:
-            number, group, peers = call.number, call.group[-LONGEST:], tuple(call.peers)
-            words = _in_words(call.operation, str(call)[:LONGEST], where or call.where, group, peers)
+            entry.operation, entry.what, entry.number = call.operation[:LONGEST], str(call)[:LONGEST], call.number
+            entry.called = call.called
+            entry.where, entry.group = (where or call.where)[:LONGEST_LINE], call.group[-LONGEST:]
+            entry.peers = tuple(call.peers) if len(call.peers) <= MOST_PEERS else ()
         # No other rank locks the slot: `seen` skips an entry that was read in the middle of writing.
-        head = b"%d %b" % (number, _state_in_words(state, over))
+        words = json.dumps(asdict(entry), ensure_ascii=False).encode(errors="replace")
         start = SLOT * self._mine
         with self._lock:
             if over or is_wait or not self.over:
                 self.over = over
-                self._memory[start : start + SLOT] = head.ljust(HEAD) + words
+                self._memory[start : start + SLOT] = words.ljust(SLOT)
 
     def seen(self) -> dict[int, BoardEntry]:
         """Return what each rank did last. Ranks with an empty slot, or in the middle of writing, are left out."""
         found = {}
         for slot, rank in enumerate(self.members):
             with suppress(ValueError):
-                found[rank] = _read(self._memory[SLOT * slot : SLOT * (slot + 1)])
+                found[rank] = _entry(**json.loads(self._memory[SLOT * slot : SLOT * (slot + 1)]))
         return found
 
 
@@ -150,40 +153,8 @@ class ClusterBoard(Board):
         return found
 
 
-@lru_cache(maxsize=1024)
-def _in_words(operation="", what="", where="", group="", peers=()) -> bytes:
-    """Encode a call as JSON that fits into its part of a slot; the least important fields are cut first.
-
-    Without ``peers``, a rank counts as waiting for all ranks.
-    """
-    content = {"operation": operation, "what": what, "where": where, "group": group, "peers": peers}
-    for name, length in (
-        ("where", 200), ("where", 40), ("peers", 0), ("where", 0), ("what", 20), ("group", 0), ("operation", 20)
-    ):  # fmt: skip
-        content[name] = content[name][:length]
-        text = json.dumps(content, ensure_ascii=False).encode(errors="replace")
-        if len(text) <= SLOT - HEAD:
-            break
-    return text.ljust(SLOT - HEAD)
-
-
-@lru_cache(maxsize=256)
-def _state_in_words(state: str, over: str) -> bytes:
-    for length in (80, 40, 20, 0):
-        text = json.dumps([state[:length], over], ensure_ascii=False).encode(errors="replace")
-        if len(text) <= HEAD - 20:  # 20 bytes are left for the number
-            return text
-    return json.dumps(["", ""]).encode()
-
-
-def _read(slot) -> BoardEntry:
-    number, _, state = slot[:HEAD].partition(b" ")
-    state, over = json.loads(state)
-    return _entry(state, number=int(number), over=over, **json.loads(slot[HEAD:]))
-
-
-def _entry(state, peers=(), **facts) -> BoardEntry:
-    return BoardEntry(state, peers=tuple(peers), **facts)
+def _entry(peers, **facts) -> BoardEntry:
+    return BoardEntry(peers=tuple(peers), **facts)
 
 
 def publish(state: str, call: Call | None = None, where: str = "", over: str = "") -> None:
@@ -195,7 +166,7 @@ def publish(state: str, call: Call | None = None, where: str = "", over: str = "
 def begin_cell(name: str) -> None:
     """Publish that this rank begins a cell of the notebook, or with "" a function that the notebook sends."""
     global cell, waits
-    cell, waits = name, None
+    cell, waits = name[:LONGEST], None
     if current is not None:
         current.over = ""
         current.publish("finished")

@@ -73,8 +73,10 @@ def _has_called(mine: BoardEntry, other: BoardEntry | None, rank: int) -> bool:
     if other is None:
         return False
     if mine.number:  # a collective; numbers count the collectives of one communicator
-        if other.group != mine.group or other.number < mine.number:
+        if other.group != mine.group or max(other.number, other.called) < mine.number:
             return False
+        if not other.number:  # its last operation was a message
+            return True
         # Shapes and sizes may differ between ranks, as in a gather of objects.
         same = other.operation if other.state == "elsewhere" else other.what
         return other.number > mine.number or same in (mine.operation, mine.what)
