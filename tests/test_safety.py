@@ -96,7 +96,13 @@ DISAGREEMENTS = {
     "name": lambda comm, odd: comm.barrier() if odd else comm.all_reduce(torch.ones(4)),
     "algorithm": lambda comm, odd: comm.all_reduce(torch.ones(4), algorithm="tree" if odd else "ring"),
     "async": lambda comm, odd: comm.all_reduce(torch.ones(4 + odd), async_op=True).wait(),
+    "polled": lambda comm, odd: until_done(comm.all_reduce(torch.ones(4 + odd), async_op=True)),
 }
+
+
+def until_done(handle):
+    while not handle.done():
+        time.sleep(0.001)
 
 
 @on_ranks(2, 3, 4)

@@ -286,8 +286,10 @@ class Operation(Generic[V]):
         return True
 
     def done(self) -> bool:
-        """Return True once the operation is complete on this rank. Does not wait."""
+        """Return True once the operation is complete on this rank; raise its error. Does not wait."""
         advance_all()
+        if self.error:
+            self.wait()  # raises it
         return self.complete
 
     def _finish_soon(self) -> bool:

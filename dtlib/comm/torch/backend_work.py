@@ -82,9 +82,10 @@ class GroupWork(dist._Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        if self._error is None and not all(handle.done() for handle in self._handles):
-            return False
         if self._error is None:
+            with suppress(Exception):
+                if not all(handle.done() for handle in self._handles):
+                    return False
             with suppress(Exception):  # `exception()` returns it
                 self.wait()
         return True

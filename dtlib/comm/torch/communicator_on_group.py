@@ -49,7 +49,8 @@ class ProcessGroupCommunicator(ObjectOperations):
     Tensors are on the CPU or on a GPU, on all ranks alike. The group copies a tensor if it cannot send it from its
     device (a CUDA tensor on gloo, a CPU tensor on NCCL alone). The backend decides how float16 and bfloat16 are
     combined. Bytes are counted as a ring would send them, whatever the backend does. Messages count as 0, because the
-    backend does not report them. ``all_reduce`` refuses an ``algorithm=`` other than None.
+    backend does not report them. ``all_reduce`` refuses an ``algorithm=`` other than None. Keep the handle of a send
+    until ``wait()``: gloo drops the message with it.
     """
 
     simulated = False
