@@ -65,9 +65,9 @@ def test_a_board_shows_what_others_published():
     first.publish("finished")
     assert second.seen()[0].state == "finished"
     # The longest entry fits into its slot, and more peers are left out.
-    words = "\x01" * 1000
+    words = "\N{GRINNING FACE}" * 1000
     for peers in (range(10**6, 10**6 + 256), range(257)):
-        first.publish(words, Call(words, None, None, 0, peers, words, 2**62, where=words))
+        first.publish(words, Call(words, None, None, 0, peers, words, 2**62, where=words), over=words[:80])
         entry = second.seen()[0]
         assert (entry.state, entry.number) == (words[: len(entry.state)], 2**62)
         assert entry.peers == (tuple(peers) if len(peers) == 256 else ())

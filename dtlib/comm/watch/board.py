@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from dtlib.comm.call import Call
 
 
-SLOT = 8192  # bytes of a slot; the longest entry fits, even if JSON writes each character as six bytes
+SLOT = 16384  # bytes of a slot; the longest entry fits, even if JSON writes each character as twelve bytes
 # Characters of a call and of a communicator's name. All ranks cut at the same length, because ranks compare them.
 LONGEST = 80
 LONGEST_LINE = 200  # characters
@@ -105,19 +106,19 @@ class Board:
             entry.where, entry.group = (where or call.where)[:LONGEST_LINE], call.group[-LONGEST:]
             entry.peers = tuple(call.peers) if len(call.peers) <= MOST_PEERS else ()
         # No other rank locks the slot: `seen` skips an entry that was read in the middle of writing.
-        words = json.dumps(asdict(entry), ensure_ascii=False).encode(errors="replace")
+        words = json.dumps(vars(entry)).encode() + b"\0"
         start = SLOT * self._mine
         with self._lock:
             if over or is_wait or not self.over:
                 self.over = over
-                self._memory[start : start + SLOT] = words.ljust(SLOT)
+                self._memory[start : start + len(words)] = words
 
     def seen(self) -> dict[int, BoardEntry]:
         """Return what each rank did last. Ranks with an empty slot, or in the middle of writing, are left out."""
         found = {}
         for slot, rank in enumerate(self.members):
             with suppress(ValueError):
-                found[rank] = _entry(**json.loads(self._memory[SLOT * slot : SLOT * (slot + 1)]))
+                found[rank] = _read(self._memory[SLOT * slot : self._memory.find(b"\0", SLOT * slot)])
         return found
 
 
@@ -149,12 +150,17 @@ class ClusterBoard(Board):
                 key = f"node {node}"
                 if node != self._node and self._store.check([key]):
                     others = json.loads(self._store.get(key))
-                    found.update({int(rank): _entry(**content) for rank, content in others.items()})
+                    found.update({int(rank): _entry(content) for rank, content in others.items()})
         return found
 
 
-def _entry(peers, **facts) -> BoardEntry:
-    return BoardEntry(peers=tuple(peers), **facts)
+@lru_cache(maxsize=1024)  # a rank that waits looks four times a second, and most entries stay as they are
+def _read(words: bytes) -> BoardEntry:
+    return _entry(json.loads(words))
+
+
+def _entry(content: dict) -> BoardEntry:
+    return BoardEntry(**{**content, "peers": tuple(content["peers"])})
 
 
 def publish(state: str, call: Call | None = None, where: str = "", over: str = "") -> None:
